@@ -16,7 +16,10 @@ def _path(name: str) -> str:
 
 
 def _tree(root: Path, **files: str) -> Path:
-    """A package `terrazzo`; each keyword is a path with `__` for `/` and its value the source."""
+    """A package `terrazzo`; each keyword is a path with `__` for `/` and its value the source.
+
+    An empty `__init__` gets a docstring that names the modules beside it.
+    """
     package = root / "terrazzo"
     for name, source in {
         "__init__": "",
@@ -28,6 +31,10 @@ def _tree(root: Path, **files: str) -> Path:
         path = package / _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
+    for init in package.rglob("__init__.py"):
+        if not init.read_text():
+            names = " ".join(sorted(path.stem for path in init.parent.glob("*.py") if path != init))
+            init.write_text(f'"""{names}"""\n' if names else "")
     return package
 
 
@@ -156,17 +163,17 @@ def test_two_modules_of_a_package_with_one_name(tmp_path: Path) -> None:
     ]
 
 
-def test_a_large_package_names_its_modules(tmp_path: Path) -> None:
-    names = ["bucket", "buffer", "codec", "edits", "full", "unit"]
-    small = {f"engine__buckets__{name}": "" for name in ["_hidden", "__main__", *names]}
+def test_a_package_names_its_modules(tmp_path: Path) -> None:
+    text = "engine/buckets/__init__.py:1: the docstring does not say what these modules are for: "
+    names = ["bucket", "buffer", "codec", "edits", "full", "unit", "wire"]
+    modules = {f"engine__buckets__{name}": "" for name in ["_hidden", "__main__", *names]}
     init = '"""States, of a `unit` and more.\n\n    buffer, codec  one range\n    full  all\n"""\n'
-    package = _tree(tmp_path, **small, engine__buckets____init__='"""States."""\n')
+    package = _tree(tmp_path / "many", **modules, engine__buckets____init__=init)
+    assert _texts(package) == [text + "bucket, edits, wire"]
+    _tree(tmp_path / "many", engine__buckets____init__=init.replace("one", "one; bucket, edits and wire"))
     assert _texts(package) == []
-    package = _tree(tmp_path, engine__buckets____init__=init, engine__buckets__wire="")
-    text = "engine/buckets/__init__.py:1: the docstring does not say what these modules are for: bucket, edits, wire"
-    assert _texts(package) == [text]
-    _tree(tmp_path, engine__buckets____init__=init.replace("one", "one; bucket, edits and wire"))
-    assert _texts(package) == []
+    few = _tree(tmp_path / "few", engine__buckets__wire="", engine__buckets____init__='"""States."""\n')
+    assert _texts(few) == [text + "wire"]
 
 
 def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:

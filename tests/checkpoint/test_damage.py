@@ -460,7 +460,7 @@ def test_ranks_that_see_different_checkpoints(root: Path) -> None:
 
 
 def test_the_newest_has_not_reached_every_rank(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terrazzo.checkpoint.upkeep.series._PATIENCE_S", 0.1, raising=False)
+    monkeypatch.setattr("terrazzo.checkpoint.series.resume._PATIENCE_S", 0.1, raising=False)
 
     def unseen(call: Call, real: faults.Real) -> Any:
         if dist.is_initialized() and dist.get_rank() == 1 and call.path.startswith(step_path(root, 2)):

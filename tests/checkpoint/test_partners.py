@@ -17,10 +17,10 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.checkpoint import load_newest
 from terrazzo.checkpoint.saving.save import save_on_hosts
+from terrazzo.checkpoint.series.partner_hosts import CopyResult, PartnerHosts
 from terrazzo.checkpoint.storage.file_sender import FileSender
 from terrazzo.checkpoint.storage.local import LocalDraft
 from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
-from terrazzo.checkpoint.upkeep.partners import CopyResult, Partners
 from terrazzo.hosts import Hosts
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -36,12 +36,12 @@ def root(folder: Path, host: int) -> Path:
     return folder / f"host{host}"
 
 
-def on_hosts(folder: Path, body: Callable[[Partners, Any, Any], Any]) -> list[Any]:
+def on_hosts(folder: Path, body: Callable[[PartnerHosts, Any, Any], Any]) -> list[Any]:
     """On four ranks of three hosts, each with a folder of its own."""
 
     def ranked(rank: int) -> Any:
         hosts = Hosts.that_share(str(host_of(rank)))
-        partners = Partners(str(root(folder, host_of(rank))), "disk", hosts)
+        partners = PartnerHosts(str(root(folder, host_of(rank))), "disk", hosts)
         try:
             with exclusive():
                 torch.manual_seed(0)
@@ -59,7 +59,7 @@ def saved(folder: Path, steps: Sequence[int] = (6,), copies: bool = True) -> lis
     for host in range(3):
         root(folder, host).mkdir()
 
-    def body(partners: Partners, model: nn.Module, optimizer: Any) -> CopyResult | None:
+    def body(partners: PartnerHosts, model: nn.Module, optimizer: Any) -> CopyResult | None:
         hosts, copied = partners._hosts, None
         for step in steps:
             with tz.gathered(model, write=True) as parameters, torch.no_grad():
@@ -78,7 +78,7 @@ def saved(folder: Path, steps: Sequence[int] = (6,), copies: bool = True) -> lis
 def taken(folder: Path, run: str = "r", since: int = 0) -> tuple[float | None, dict[str, str]]:
     """The weights that ranks go on with, if they go on, and what was refused."""
 
-    def body(partners: Partners, model: nn.Module, optimizer: Any) -> tuple[float | None, dict[str, str]]:
+    def body(partners: PartnerHosts, model: nn.Module, optimizer: Any) -> tuple[float | None, dict[str, str]]:
         found = partners.find(run, since)
         resumed = load_newest(folder / "none", model, optimizer, besides=found)
         with tz.gathered(model) as parameters:

@@ -19,12 +19,12 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
+from terrazzo.checkpoint.operations.convert import convert
+from terrazzo.checkpoint.operations.describe import lost
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.checkpoint.saving.job import FAILED, record_name
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.remote import RemoteStore
-from terrazzo.checkpoint.upkeep.convert import convert
-from terrazzo.checkpoint.upkeep.describe import lost
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.programs import Program
 from tests.helpers.threads import exclusive, run_in_threads

@@ -19,10 +19,10 @@ from terrazzo.checkpoint import Source, open_source
 from terrazzo.checkpoint.exporters.dcp import export_dcp
 from terrazzo.checkpoint.exporters.huggingface import ModelDescription, export_huggingface
 from terrazzo.checkpoint.format.seal import seal_of
+from terrazzo.checkpoint.operations import audit, compare
+from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.checkpoint.storage.local import LocalFolder
-from terrazzo.checkpoint.upkeep import audit, compare
-from terrazzo.checkpoint.upkeep.convert import convert
 from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from tests.checkpoint.documented import read_as_documented

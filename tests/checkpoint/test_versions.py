@@ -8,8 +8,8 @@ from pathlib import Path
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.upkeep import audit
-from terrazzo.checkpoint.upkeep.convert import convert
+from terrazzo.checkpoint.operations import audit
+from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.engine import ModelState
 from tests.checkpoint.documented import read_as_documented
 from tests.checkpoint.subject import Witness, build, save

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 import terrazzo as tz
 from terrazzo import checkpoint, cli
 from terrazzo.checkpoint import source as sources
+from terrazzo.checkpoint.operations import audit, compare, convert, describe
 from terrazzo.checkpoint.storage import local
-from terrazzo.checkpoint.upkeep import audit, compare, convert, describe
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.model.causal_lm import logits_of

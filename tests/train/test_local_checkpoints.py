@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from terrazzo.checkpoint import clear, complete_checkpoints, open_source
-from terrazzo.checkpoint.upkeep.partners import CopyResult
+from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.checkpoints.local import LocalCheckpoints

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import terrazzo as tz
+from terrazzo.checkpoint.series.partner_hosts import CopyResult, PartnerHosts
 from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
-from terrazzo.checkpoint.upkeep.partners import CopyResult, Partners
 from terrazzo.config import config_from_dict
 from terrazzo.errors import SaveFailed
 from terrazzo.train.checkpoints import local, local_folder
@@ -144,9 +144,9 @@ def test_a_copy_that_was_received_before_its_sender_looked_is_not_waited_for(
     hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host 1 has its copy before host 0 comes to begin its own, and the run fails then."""
-    real = Partners.begin_copy
+    real = PartnerHosts.begin_copy
 
-    def begin_copy(self: Partners, step: int) -> bool:
+    def begin_copy(self: PartnerHosts, step: int) -> bool:
         sender, deadline = self._sender, time.monotonic() + 20
         assert sender is not None
         while dist.get_rank() == 0 and "host1 step-00000010 rank-00000" not in files(hosts):
@@ -156,7 +156,7 @@ def test_a_copy_that_was_received_before_its_sender_looked_is_not_waited_for(
             time.sleep(0.01)
         return real(self, step)
 
-    monkeypatch.setattr(Partners, "begin_copy", begin_copy)
+    monkeypatch.setattr(PartnerHosts, "begin_copy", begin_copy)
 
     def body(checkpoints: local.LocalCheckpoints, save: Save) -> float:
         save(10)

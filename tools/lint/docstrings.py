@@ -1,4 +1,4 @@
-"""What the docstring of a package names: every module in it, where there are many."""
+"""What the docstring of a package names: every module in it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from tools.lint.source import Finding, Module
 
 __all__ = ["check_module_lists"]
 
-MAX_UNLISTED = 6
-"""Modules of a package that needs no list of them."""
-
 
 def check_module_lists(modules: dict[str, Module], package: str) -> Iterator[Finding]:
-    """The `__init__` of a folder with more than six modules names each whose name has no underscore in front.
+    """The `__init__` of a folder names each module in it whose name has no underscore in front.
 
     The package's own `__init__` is left out: it is the page that users read first.
     """
@@ -26,7 +23,7 @@ def check_module_lists(modules: dict[str, Module], package: str) -> Iterator[Fin
             inside[name.rpartition(".")[0]].append(module.path.stem)
     for folder, names in inside.items():
         face = modules.get(folder)
-        if face is None or folder == package or len(names) <= MAX_UNLISTED:
+        if face is None or folder == package:
             continue
         words = set(re.findall(r"\w+", ast.get_docstring(face.tree) or ""))
         if missing := sorted(set(names) - words):

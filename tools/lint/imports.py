@@ -28,7 +28,10 @@ LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 # The same inside six packages: folders, modules that are in none as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
-    "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
+    "checkpoint": (
+        *("format", "storage", CORE, "importers", "saving", "loading", "exporters"),
+        *("series", "operations", ""),
+    ),
     "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
         *("runtime", "comm", "mesh", "plan", "buckets", "schedule", "autograd", "consensus", "hooks", "optim"),

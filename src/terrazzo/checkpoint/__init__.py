@@ -6,11 +6,41 @@
 Each rank writes the element ranges it owns; reading asks for ranges, whoever wrote them. A folder gets its name only
 when it is complete and on disk, and every byte that is read is checked against a digest. Nothing is pickled.
 
-To read how it works: `format.manifest` (what a folder holds), `saving.save` and `saving.job` (how it is written),
-`loading.load` (how it is read), `storage` (where bytes lie), `upkeep.series` (the checkpoints of a run).
+Each folder imports from those before it in this list:
 
-Beside the folders: `tensors` (dtypes and bytes), `optimizers` (one list of param groups for any optimizer), `replicas`
-(states that several ranks hold alike are compared), `importers` (checkpoints of other programs).
+    format      what a checkpoint's files look like: the manifest, its digests, and whether it can be trusted
+    storage     where bytes lie: folders, object stores, several hosts; one rank's file
+    importers   checkpoints that other programs wrote
+    saving      from a sharded model to a complete folder, at once or in the background
+    loading     from a folder of any format to a sharded model
+    exporters   checkpoints for other programs
+    series      the checkpoints of a run: which are newest, which stay, copies on other hosts
+    operations  what `terrazzo checkpoint` does: shows, verifies, compares, converts
+
+Beside the folders, used by several of them:
+
+    source      what every checkpoint is to a reader, whoever wrote it: `Source`
+    tensors     dtypes and bytes of tensors
+    optimizers  one list of param groups for any optimizer
+    replicas    states that several ranks hold alike are compared
+    rng         states of random generators
+    hub_names   how transformers names and cuts tensors in a folder
+
+How a shard, which is the file of one rank, is written:
+
+1. `saving.snapshot.take` lists the element ranges that this rank owns, a `ShardEntry` for each, and puts them into a
+   `SaveJob`: plain values, so that another process can do the work (`saving.background`).
+2. `SaveJob.write` in `saving.job` has `storage.shard.write_shard` write the file: a header, the entries in the order of
+   `arrange`, a digest of every block of `format.manifest.BLOCK_BYTES`; all of it is read back. What it returns, a
+   `WrittenShard`, goes into a note beside the file.
+3. The bytes go through `storage.store.CheckpointDraft`: a hidden local folder, or uploads behind a URL.
+4. `SaveJob.conclude` on the first rank makes the `format.manifest.Manifest` of all notes, seals it, and commits: the
+   folder gets its name.
+5. `loading.native.Checkpoint` finds ranges by the manifest, and `storage.blocks` reads them under their digests.
+
+To change the order or the alignment of a shard, change `arrange` and `header_of` in `storage.shard`: readers go by the
+manifest. What the manifest says of it is `File` and `Extent` in `format.manifest`; another version of that needs a
+reader of the older one in `format.parse`, and a line in docs/reference/checkpoint-format.md.
 
 Open to other packages:
 
@@ -21,7 +51,8 @@ Open to other packages:
     storage        whose a folder is, names of states and of steps
     saving.save    a save for other libraries' scripts
     rng            states of random generators
-    upkeep         what the command line does with folders
+    operations     what the command line does with checkpoints
+    series         copies of local checkpoints on other hosts
 """
 
 from typing import TYPE_CHECKING
@@ -34,22 +65,11 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.replicas import check_replicas
     from terrazzo.checkpoint.saving.background import Saver
     from terrazzo.checkpoint.saving.save import save
+    from terrazzo.checkpoint.series.listing import complete_checkpoints, latest, run_of, step_path
+    from terrazzo.checkpoint.series.resume import Resumed, load_newest
+    from terrazzo.checkpoint.series.retention import claim, clear, prune, set_aside, suspect, suspects
     from terrazzo.checkpoint.source import Source
     from terrazzo.checkpoint.storage.store import step_of
-    from terrazzo.checkpoint.upkeep.series import (
-        Resumed,
-        claim,
-        clear,
-        complete_checkpoints,
-        latest,
-        load_newest,
-        prune,
-        run_of,
-        set_aside,
-        step_path,
-        suspect,
-        suspects,
-    )
 else:
     __getattr__ = lazily(__name__)
 

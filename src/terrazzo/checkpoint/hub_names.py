@@ -57,23 +57,23 @@ def hub_tensors(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, list
         return {name: [HubTensor(name, shape)] for name, shape in shapes.items()}
     shown = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     own = {id(tensor): name for name, tensor in shown.items()}
-    found: dict[str, list[HubTensor]] = {name: [] for name in shapes}
+    parts_of: dict[str, list[HubTensor]] = {name: [] for name in shapes}
     try:
         with _Views():
-            kept: Mapping[str, Tensor] = revert_weight_conversion(model, dict(shown))
-        for name, part in kept.items():
+            reverted: Mapping[str, Tensor] = revert_weight_conversion(model, dict(shown))
+        for name, part in reverted.items():
             whole = part if part._base is None else part._base
             origin, shape = own[id(whole)], tuple(part.shape)
             if not part.is_contiguous():
                 raise ValueError(f"{name} is no run of {origin}")
-            found[origin].append(HubTensor(name, shape, int(part.storage_offset())))
+            parts_of[origin].append(HubTensor(name, shape, int(part.storage_offset())))
     except Exception as error:
         raise BadInput(
             f"The folder of a {type(model).__name__} has its weights cut or joined in another way than the model "
             f"({type(error).__name__}: {error}). Take state = tz.full_state_dict(model) on every rank, and "
             "model.save_pretrained(folder, state_dict=state) on rank 0."
         ) from None
-    return {name: sorted(parts, key=lambda part: part.start) for name, parts in found.items()}
+    return {name: sorted(parts, key=lambda part: part.start) for name, parts in parts_of.items()}
 
 
 class _Views(TorchFunctionMode):

@@ -20,14 +20,14 @@ def check_optimizers(model: torch.nn.Module, optimizer: Optimizers) -> None:
     """Raises: `BadInput` unless these are the optimizers that step the model, in any order."""
     if optimizer is None:
         return
-    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     engine = engine_of(model)
-    engine.drivers.drop_gone(given)
+    engine.drivers.drop_gone(optimizers)
     own = engine.optimizers
-    if {id(each) for each in given} != {id(each) for each in own}:
+    if {id(each) for each in optimizers} != {id(each) for each in own}:
         raise BadInput(
-            f"A checkpoint of this {type(model).__name__} was asked for with {_named(given)}, and what steps it is "
-            f"{_named(own)}. Give all of its optimizers, as tz.shard and tz.attach returned them, or None for the "
+            f"A checkpoint of this {type(model).__name__} was asked for with {_named(optimizers)}, and what steps it"
+            f" is {_named(own)}. Give all of its optimizers, as tz.shard and tz.attach returned them, or None for the "
             "weights alone."
         )
 

@@ -60,14 +60,14 @@ def _equal(engine: Engine, along: tuple[str, ...], values: Tensor) -> list[bool]
 
 def _named(piece: Piece, rows: Tensor) -> str:
     """Whose copies are others than those of most; where there is no such majority, all ranks that have one."""
-    found: list[list[int]] = sorted(rows.tolist())
-    (usual, count), *_ = Counter(value for _, value in found).most_common()
-    most = 2 * count > len(found)
-    ranks = [rank for rank, value in found if not most or value != usual]
+    copies: list[list[int]] = sorted(rows.tolist())
+    (usual, count), *_ = Counter(value for _, value in copies).most_common()
+    most = 2 * count > len(copies)
+    ranks = [rank for rank, value in copies if not most or value != usual]
     others = "those of the others" if most else "each other"
     part = f" of {piece.tile}" if piece.tile.sizes not in (piece.shape, (piece.numel,)) else ""
     return (
-        f"{piece.name}, {piece.kind}, elements {piece.start} to {piece.stop - 1}{part}: of {len(found)} copies that"
+        f"{piece.name}, {piece.kind}, elements {piece.start} to {piece.stop - 1}{part}: of {len(copies)} copies that"
         f" should be equal, rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} differ"
         f"{'s' if len(ranks) == 1 else ''} from {others}"
     )

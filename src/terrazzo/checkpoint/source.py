@@ -165,7 +165,7 @@ def by_runs(read: Callable[[int, int], Tensor], shape: tuple[int, ...], part: Re
     values, runs = torch.empty(part.numel, dtype=dtype), Runs(shape, part)
     for group in runs.groups(Range(0, math.prod(shape)), PAGE_BYTES // dtype.itemsize):
         first = group[0][1].start
-        found = read(first, group[-1][1].stop)
+        values_there = read(first, group[-1][1].stop)
         for before, run in group:
-            values[before : before + run.numel] = found[run.start - first : run.stop - first]
+            values[before : before + run.numel] = values_there[run.start - first : run.stop - first]
     return values.view(part.sizes)

@@ -3,6 +3,14 @@
 Muon             whole matrices made orthogonal, and AdamW for all else, in one object
 hidden_matrices  which parameters of a model are for it, a `Division`, which says why
 Lion, AdEMAMix   elementwise: the sign of a momentum, and AdamW with a second, slow average
+
+Its modules:
+
+    elementwise       Lion and AdEMAMix
+    muon              Muon
+    matrix_optimizer  what an optimizer is whose update needs whole matrices
+    matrix_selection  which parameters are matrices for it, and why the others are not
+    optimizer_step    what `step` methods share
 """
 
 from terrazzo.optim.elementwise import AdEMAMix, Lion

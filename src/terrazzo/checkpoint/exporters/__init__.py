@@ -1,9 +1,15 @@
 """Checkpoints for other programs, one module for each format, and what these share.
 
 Every exporter reads a `Source` in one process, a piece of one tensor at a time, into a new folder that appears when it
-is complete. `huggingface` and `dcp` are imported where they are needed: torch.distributed.checkpoint takes a second.
-Without a checkpoint, `pretrained` and `full_state` do as much of a model that ranks hold: `tz.save_pretrained`,
-`tz.full_state_dict`.
+is complete. They are imported where they are needed: torch.distributed.checkpoint takes a second.
+
+    huggingface  a model folder of transformers
+    dcp          a folder of torch.distributed.checkpoint
+
+Without a checkpoint, of a model that ranks hold:
+
+    pretrained   such a model folder: `tz.save_pretrained`
+    full_state   its state dict on one rank: `tz.full_state_dict`
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _add_groups(writer: _Writer, root: TreePath, optimizer: OptimizerInfo) -> No
 
 def _defaults(optimizer: str) -> Mapping[str, Any]:
     """The hyper-parameters of torch's optimizer of that name; none for another's."""
-    found = getattr(torch.optim, optimizer, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    kind = getattr(torch.optim, optimizer, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return {}
-    return found([torch.nn.Parameter(torch.zeros(1, 1))]).defaults  # type: ignore[call-arg]
+    return kind([torch.nn.Parameter(torch.zeros(1, 1))]).defaults  # type: ignore[call-arg]

@@ -102,8 +102,8 @@ class _Live(Source):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of its tensors, by all of their names."""
-        found = {name: info.shape for name, info in self.tensors.items()}
-        return found | {alias: found[name] for alias, name in self.aliases.items()}
+        shapes = {name: info.shape for name, info in self.tensors.items()}
+        return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
 
     def leave_out(self, names: set[str]) -> None:
         """Tensors that are not to be written."""
@@ -150,7 +150,7 @@ def _describe(
         model.config.save_pretrained(scratch)
         if model.can_generate():
             model.generation_config.save_pretrained(scratch)
-        found = describe_folder(Path(scratch))
-    said = {**found.config, "architectures": [kind]}
+        described = describe_folder(Path(scratch))
+    config = {**described.config, "architectures": [kind]}
     left_out = set(model._keys_to_ignore_on_save or ())
-    return ModelDescription(said, found.files, tensors=hub_tensors(model, shapes)), left_out
+    return ModelDescription(config, described.files, tensors=hub_tensors(model, shapes)), left_out

@@ -118,11 +118,11 @@ def is_crowded(data: bytes) -> bool:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise ValueError(f"the key {counts.most_common(1)[0][0]!r} comes twice")
-    return found
+    return fields
 
 
 def _refuse(name: str) -> None:

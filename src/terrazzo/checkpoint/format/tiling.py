@@ -37,12 +37,12 @@ def _corners(rectangles: Sequence[Rectangle], dims: Sequence[int]) -> dict[tuple
 
     They are the mixed difference of how often each element is covered, and so equal where, and only where, that is.
     """
-    found: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for rectangle in rectangles:
         edges = [((rectangle.offsets[dim], 1), (rectangle.offsets[dim] + rectangle.sizes[dim], -1)) for dim in dims]
         for corner in product(*edges):
-            found[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
-    return {corner: count for corner, count in found.items() if count}
+            counts[tuple(place for place, _ in corner)] += math.prod(sign for _, sign in corner)
+    return {corner: count for corner, count in counts.items() if count}
 
 
 def _overlapping(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:

@@ -73,8 +73,8 @@ def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> S
             f"The folder '{path}' is of Megatron-LM's format 'torch', in which ranks have parts of tensors and nothing"
             " says how they fit together: load it there and save the state dict of the whole model with torch.save."
         )
-    found = sorted(entry.name for entry in path.iterdir())
-    below = f" Did you mean '{path / CHECKPOINTS}'?" if CHECKPOINTS in found else ""  # of a run's log.folder
+    entries = sorted(entry.name for entry in path.iterdir())
+    below = f" Did you mean '{path / CHECKPOINTS}'?" if CHECKPOINTS in entries else ""  # of a run's log.folder
     raise BadInput(
-        f"The folder '{path}' is no checkpoint: it holds {listed(found, 10) or 'nothing'}.{below} Known are {_KNOWN}."
+        f"The folder '{path}' is no checkpoint: it holds {listed(entries, 10) or 'nothing'}.{below} Known are {_KNOWN}."
     )

@@ -116,12 +116,12 @@ class _Reader:
         if not all(isinstance(index, _Record) for index in stored):
             raise self._damaged("storage_data is not by MetadataIndex")
         infos = {(str(index.field("fqn")), _ints(index.field("offset"))): info for index, info in stored.items()}
-        found = {str(key): self._entry(str(key), entry, infos) for key, entry in entries.items()}
+        tensors = {str(key): self._entry(str(key), entry, infos) for key, entry in entries.items()}
         # The entries are in the order in which ranks shared them out; the state dict's own is that of the places.
-        said = _places(metadata.field("planner_data"))
-        places: dict[str, TreePath] = {key: place for key, place in said if key in found}
-        places |= {key: (key,) for key in found if key not in places}
-        return [(place, found[key]) for key, place in places.items()]
+        planned = _places(metadata.field("planner_data"))
+        places: dict[str, TreePath] = {key: place for key, place in planned if key in tensors}
+        places |= {key: (key,) for key in tensors if key not in places}
+        return [(place, tensors[key]) for key, place in places.items()]
 
     def _entry(self, key: str, entry: Any, infos: Mapping[Any, Any]) -> DcpEntry:
         if isinstance(entry, _Bytes):
@@ -177,8 +177,8 @@ def _ints(values: Any) -> tuple[int, ...] | None:
 def _dtype(properties: Any) -> torch.dtype | None:
     """That of `TensorProperties`, which torch pickles as a tuple or by attributes."""
     state = properties.state if isinstance(properties, _Record) else None
-    found = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    return found if isinstance(found, torch.dtype) else None
+    dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _places(planner_data: Any) -> Iterator[tuple[str, TreePath]]:

@@ -52,18 +52,20 @@ def add_safetensors(source: StateDictSource, path: Path, names: Sequence[str] = 
     """The weights in a file, or in the files of a folder. `names` are known to be the model's."""
     files, listed = _files(path) if path.is_dir() else ([path], {})
     headers = [_Header(file) for file in files]
-    found: dict[str, list[_TensorChunk]] = {}
+    chunks_of: dict[str, list[_TensorChunk]] = {}
     for header in headers:
         for block in header.blocks():
             if listed.get(block.at.what, header.file.name) == header.file.name:
-                found.setdefault(block.at.what, []).append(block)
+                chunks_of.setdefault(block.at.what, []).append(block)
     for name, file in listed.items():
-        if name not in found:
+        if name not in chunks_of:
             raise Damaged(f"'{path / file}' has no tensor '{name}', and the index says that it has: copy it again.")
-    source.add_model({name: _assembled(name, blocks) for name, blocks in found.items()}, names)
+    source.add_model({name: _assembled(name, blocks) for name, blocks in chunks_of.items()}, names)
     # safetensors.torch.save_model writes one of several tied tensors, and of the others which it is.
-    said = {source.rename(alias): source.rename(name) for header in headers for alias, name in header.metadata.items()}
-    source.aliases |= {a: name for a, name in said.items() if name in source.tensors and a not in source.tensors}
+    aliases = {
+        source.rename(alias): source.rename(name) for header in headers for alias, name in header.metadata.items()
+    }
+    source.aliases |= {a: name for a, name in aliases.items() if name in source.tensors and a not in source.tensors}
     if path.is_dir() and (others := sorted(file.name for file in path.glob("*.safetensors") if file not in files)):
         source.notes.append(f"{', '.join(others)}: not read, as the weights are in {files[0].name}")
 
@@ -109,8 +111,8 @@ class _Header:
 
     def _saved_offsets(self) -> dict[str, tuple[int, ...]]:
         try:
-            said = json.loads(self.metadata.get(_SHARDING, "{}"))
-            return {name: tuple(map(int, value["saved_offsets"])) for name, value in said.items()}
+            sharding = json.loads(self.metadata.get(_SHARDING, "{}"))
+            return {name: tuple(map(int, value["saved_offsets"])) for name, value in sharding.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadInput(f"'{self.file}' has a damaged {_SHARDING}: {error}.") from None
 
@@ -130,19 +132,19 @@ def _assembled(name: str, blocks: Sequence[_TensorChunk]) -> Values:
 
 def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The files to read, and the file of each tensor where an index says it."""
-    found, listed = sorted(folder.glob("*.safetensors")), dict[str, str]()
-    if folder / MODEL_FILE in found:
-        found = [folder / MODEL_FILE]
+    files, listed = sorted(folder.glob("*.safetensors")), dict[str, str]()
+    if folder / MODEL_FILE in files:
+        files = [folder / MODEL_FILE]
     elif (folder / INDEX_FILE).is_file():
         listed = _read_index(folder)
-        found = [folder / name for name in sorted(set(listed.values()))]
-    if missing := [file.name for file in found if not file.exists()]:
+        files = [folder / name for name in sorted(set(listed.values()))]
+    if missing := [file.name for file in files if not file.exists()]:
         raise Damaged(f"'{folder}' lacks {', '.join(missing)}, which {INDEX_FILE} names: copy the folder again.")
-    if not found:
+    if not files:
         raise BadInput(f"The folder '{folder}' holds no .safetensors file.")
-    for file in found:
+    for file in files:
         size_of_plain_file(folder, file.name)
-    return found, listed
+    return files, listed
 
 
 def _read_index(folder: Path) -> dict[str, str]:

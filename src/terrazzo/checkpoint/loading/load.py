@@ -20,7 +20,7 @@ from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import store_and_name
-from terrazzo.checkpoint.storage.shard import file_name
+from terrazzo.checkpoint.storage.shard import shard_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine import Listed, ModelState, Owned, Read, as_one, listing, parameter_names, persistent_buffers
 from terrazzo.engine.plan.layout import Range
@@ -57,9 +57,9 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
 def _check_path(path: object) -> None:
     """Raises `BadInput` for what has been read already, or is another argument."""
     if not isinstance(path, str | os.PathLike):
-        held = f" with {listed([*map(repr, path)], 8)}" if isinstance(path, Mapping) else ""
+        keys = f" with {listed([*map(repr, path)], 8)}" if isinstance(path, Mapping) else ""
         raise BadInput(
-            f"The first argument is a {type(path).__name__}{held}, expected the path of a checkpoint, or of a file of"
+            f"The first argument is a {type(path).__name__}{keys}, expected the path of a checkpoint, or of a file of"
             " torch.save: write tz.checkpoint.load(path, model, optimizer), or tz.checkpoint.load_weights(model, path)."
             " A state dict that is in memory goes into the model by model.load_state_dict."
         )
@@ -69,7 +69,7 @@ def own_folder(path: str | os.PathLike[str]) -> CheckpointFolder | None:
     """The folder `path` if it is a Terrazzo checkpoint, or what is left of one."""
     store, name = store_and_name(path)
     folder = store.folder(name)
-    return folder if any(map(folder.has, (MANIFEST, SEAL, file_name(0)))) else None
+    return folder if any(map(folder.has, (MANIFEST, SEAL, shard_name(0)))) else None
 
 
 def load(
@@ -124,11 +124,11 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
 
 def _check_fit(source: Source, problems: list[str]) -> None:
     if problems:
-        found = "; ".join(problems)
-        hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in found else ""
+        text = "; ".join(problems)
+        hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in text else ""
         raise BadInput(
             printable(
-                f"The checkpoint '{source.where}' does not fit this run{hint}: {found}. Build model and optimizer as"
+                f"The checkpoint '{source.where}' does not fit this run{hint}: {text}. Build model and optimizer as"
                 " they were when it was saved, or begin anew in another folder."
             )
         )
@@ -153,17 +153,17 @@ def _check_bytes(source: Source, with_optimizer: bool, beside: Collection[int]) 
 def _reads(source: Source, model: torch.nn.Module) -> Read:
     """How the engine asks for runs of elements; whether a state is there is known without reading any."""
     listed = {names[0]: source.resolve(names) for names in parameter_names(model)}
-    kept = {each.name: each for each in ModelState(model).parameters()}
+    parameters = {each.name: each for each in ModelState(model).parameters()}
 
     def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
-        found = listed[name]
-        if found is None or kind not in source.tensors[found].states:
+        name_there = listed[name]
+        if name_there is None or kind not in source.tensors[name_there].states:
             return None
         if start == stop:
-            return torch.empty(0, dtype=source.tensors[found].states[kind].dtype)
-        if kept[name].box.is_all or not kept[name].per_element(kind):
-            return source.read(found, kind, start, stop)
-        return _read_part(source, found, kind, kept[name].box.owned(Range(start, stop)), stop - start)
+            return torch.empty(0, dtype=source.tensors[name_there].states[kind].dtype)
+        if parameters[name].box.is_all or not parameters[name].per_element(kind):
+            return source.read(name_there, kind, start, stop)
+        return _read_part(source, name_there, kind, parameters[name].box.owned(Range(start, stop)), stop - start)
 
     return read
 
@@ -182,9 +182,9 @@ def _restore_rest(source: Source, model: torch.nn.Module, known: Sequence[Listed
     """Buffers, random generators, and unless `known` is None hyper-parameters."""
     with torch.no_grad():
         for buffer in persistent_buffers(model):
-            if (found := source.resolve(buffer.names)) is not None:
-                kind = BUFFER if BUFFER in source.tensors[found].states else WEIGHT
-                buffer.tensor.copy_(source.whole(found, kind))
+            if (name_there := source.resolve(buffer.names)) is not None:
+                kind = BUFFER if BUFFER in source.tensors[name_there].states else WEIGHT
+                buffer.tensor.copy_(source.whole(name_there, kind))
     if known is not None:
         _restore_groups(source, model, known)
     if (saved := _generators(source)) is not None:

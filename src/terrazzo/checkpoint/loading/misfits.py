@@ -28,13 +28,13 @@ def misfits(
     shapes = {each.names: each.shape for each in listed}
     buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
     shapes |= buffers
-    found = {names: source.resolve(names) for names in shapes}
-    yield from _first_of(f"missing: {_shown(names[0])}" for names, name in sorted(found.items()) if name is None)
-    unused = set(source.tensors) - set(found.values())
+    names_there = {names: source.resolve(names) for names in shapes}
+    yield from _first_of(f"missing: {_shown(names[0])}" for names, name in sorted(names_there.items()) if name is None)
+    unused = set(source.tensors) - set(names_there.values())
     if not source.names_ties:  # one tensor may be there under all of its names
         unused -= {name for names in shapes for name in names}
     yield from _first_of(f"not in the model: {_shown(name)}" for name in sorted(unused))
-    both = [(names, name, source.tensors[name]) for names, name in found.items() if name is not None]
+    both = [(names, name, source.tensors[name]) for names, name in names_there.items() if name is not None]
     yield from _first_of(
         f"{_shown(name)} is {list(info.shape)} in the checkpoint and {list(shapes[names])} in the model"
         for names, name, info in both
@@ -53,16 +53,16 @@ def misfits(
 
 def _first_of(lines: Iterable[str]) -> Iterator[str]:
     """The first of them, of a model that may have thousands of tensors, and how many more there are."""
-    found = list(lines)
-    yield from found[:MOST]
-    if len(found) > MOST:
-        yield f"and {len(found) - MOST} more like these"
+    all_lines = list(lines)
+    yield from all_lines[:MOST]
+    if len(all_lines) > MOST:
+        yield f"and {len(all_lines) - MOST} more like these"
 
 
 def unstepped(source: Source, listed: Sequence[Listed]) -> list[str]:
     """Parameters of which `source` has an optimizer's states, and which nothing steps here, by their names there."""
-    found = [source.resolve(each.names) for each in listed if not each.is_stepped]
-    return [name for name in found if name is not None and source.tensors[name].states.keys() - _OF_NO_OPTIMIZER]
+    resolved = [source.resolve(each.names) for each in listed if not each.is_stepped]
+    return [name for name in resolved if name is not None and source.tensors[name].states.keys() - _OF_NO_OPTIMIZER]
 
 
 def fitted_groups(
@@ -76,11 +76,11 @@ def fitted_groups(
 def _hyper_parameters(source: Source) -> dict[str, dict[str, Any]]:
     """By parameter."""
     assert source.optimizer is not None
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for group in source.optimizer.groups:
         values = {key: value for key, value in group.items() if key != "params"}
-        found |= {source.resolve([name]) or name: values for name in group["params"]}
-    return found
+        by_name |= {source.resolve([name]) or name: values for name in group["params"]}
+    return by_name
 
 
 def _group_names(
@@ -110,23 +110,23 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
     """What is wrong with the states of each parameter, seen from what they are to become."""
     averages = engine_of(model).average.buffers if with_optimizer else ()
     averaged = {slot.name for bucket in averages for slot in bucket.slots}
-    for kept in ModelState(model).parameters():
-        if (name := source.resolve(kept.names)) is None:
+    for parameter in ModelState(model).parameters():
+        if (name := source.resolve(parameter.names)) is None:
             continue
         info = source.tensors[name]
-        if info.shape != kept.shape:
+        if info.shape != parameter.shape:
             continue
-        wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (kept.numel, kept.dtype)}
+        wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (parameter.numel, parameter.dtype)}
         there = info.states.keys() - _OF_NO_OPTIMIZER
-        if kept.name in averaged:
-            wanted[AVERAGE] = (kept.numel, kept.dtype)
-            if AVERAGE not in info.states and kept.numel:  # of what has no elements none is saved
+        if parameter.name in averaged:
+            wanted[AVERAGE] = (parameter.numel, parameter.dtype)
+            if AVERAGE not in info.states and parameter.numel:  # of what has no elements none is saved
                 yield f"{_shown(name)} has no average (load first, then make tz.EMA(model))"
-        if with_optimizer and there and kept.states is not None:
-            yield from (f"{_shown(name)} has no {kind}" for kind in sorted(kept.states.keys() - there))
+        if with_optimizer and there and parameter.states is not None:
+            yield from (f"{_shown(name)} has no {kind}" for kind in sorted(parameter.states.keys() - there))
             yield from (f"{_shown(name)} has {kind}, which this optimizer does not keep"
-                        for kind in sorted(there - kept.states.keys()))  # fmt: skip
-            wanted |= kept.states
+                        for kind in sorted(there - parameter.states.keys()))  # fmt: skip
+            wanted |= parameter.states
         for kind, (numel, dtype) in wanted.items():
             if (state := info.states.get(kind)) is not None:
                 yield from _misfit(f"{_shown(name)}, {kind}", state, numel, dtype, cast)

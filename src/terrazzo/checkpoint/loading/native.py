@@ -108,7 +108,7 @@ class Checkpoint(Source):
     def blocks(self, wanted: Callable[[str], bool] = lambda kind: True) -> dict[str, list[DigestBlock]]:
         """By file, its blocks of the kinds of state that are `wanted`, and its header, in the order of the bytes."""
         manifest = self.manifest
-        found = {file.name: [DigestBlock(file.name, 0, file.header_bytes, file.header_digest, "the header")]
+        by_file = {file.name: [DigestBlock(file.name, 0, file.header_bytes, file.header_digest, "the header")]
                  for file in manifest.files}  # fmt: skip
         for name, tensor in manifest.tensors.items():
             for kind, state in tensor.states.items():
@@ -116,12 +116,14 @@ class Checkpoint(Source):
                     itemsize = dtype_of(state.dtype).itemsize
                     for what, tile in named_tiles(f"{name}, {kind}", state):
                         for extent in tile.ranges:
-                            found[manifest.files[extent.file].name] += self._blocks.of(extent, itemsize, what)
-        return {file: sorted(blocks, key=lambda block: block.offset) for file, blocks in found.items()}
+                            by_file[manifest.files[extent.file].name] += self._blocks.of(extent, itemsize, what)
+        return {file: sorted(blocks, key=lambda block: block.offset) for file, blocks in by_file.items()}
 
     def about(self) -> dict[str, Any]:
-        kept = self.manifest.model_dump(include={"version", "run", "written", "software", "topology"})
-        return kept | {"files": [{"name": file.name, "size_bytes": file.size_bytes} for file in self.manifest.files]}
+        described = self.manifest.model_dump(include={"version", "run", "written", "software", "topology"})
+        return described | {
+            "files": [{"name": file.name, "size_bytes": file.size_bytes} for file in self.manifest.files]
+        }
 
     def check(self, wanted: Callable[[str], bool], part: int, parts: int, beside: Collection[int] = ()) -> None:
         shares = _shares([block for blocks in self.blocks(wanted).values() for block in blocks], parts)

@@ -61,23 +61,23 @@ def weights_for(
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of whole tensors, by all of their names."""
     if is_sharded(model):
-        found = {name: each.shape for each in listing(model) for name in each.names}
+        shapes = {name: each.shape for each in listing(model) for name in each.names}
     else:
-        found = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
-    return found | {name: tuple(each.tensor.shape) for each in persistent_buffers(model) for name in each.names}
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+    return shapes | {name: tuple(each.tensor.shape) for each in persistent_buffers(model) for name in each.names}
 
 
 def _join(source: StateDictSource, base: nn.Module, shapes: Mapping[str, tuple[int, ...]], absent: set[str]) -> None:
     """Have the source give the tensors of `absent` that it has in parts; what it lacks parts of stays absent."""
     try:
-        found = hub_tensors(base, shapes)
+        parts_of = hub_tensors(base, shapes)
     except BadInput:  # whose names are then missed
         return
-    for name in found.keys() & absent:
-        parts = [source.resolve([part.name]) for part in found[name]]
+    for name in parts_of.keys() & absent:
+        parts = [source.resolve([part.name]) for part in parts_of[name]]
         there = [part for part in parts if part is not None]
         sizes = [source.tensors[part].shape for part in there]
-        if there and sizes == [part.shape for part in found[name]]:
+        if there and sizes == [part.shape for part in parts_of[name]]:
             joined = StackedValues(shapes[name], {part: source.values(part, WEIGHT) for part in there}, source.where)
             for part in there:
                 del source.tensors[part]
@@ -120,8 +120,8 @@ class SourceWeights(Mapping[str, Tensor]):
         self._source = source
         self._listed = {name: name for name in source.tensors} | dict(source.aliases)
         for names in shared or ():
-            if (found := source.resolve(names)) is not None:
-                self._listed |= {name: found for name in names if name not in self._listed}
+            if (resolved := source.resolve(names)) is not None:
+                self._listed |= {name: resolved for name in names if name not in self._listed}
 
     def __getitem__(self, name: str) -> Tensor:
         listed = self._listed[name]

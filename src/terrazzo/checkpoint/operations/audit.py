@@ -23,8 +23,8 @@ def open_audit(path: str) -> Audit:
     """See `Audit`. Raises `BadInput` for other formats too."""
     if (folder := own_folder(path)) is not None:
         return Audit(folder)
-    found = open_source(path)
-    raise BadInput(f"'{path}' is of the format {found.format}: it holds no digests to verify it against.")
+    source = open_source(path)
+    raise BadInput(f"'{path}' is of the format {source.format}: it holds no digests to verify it against.")
 
 
 class Audit:
@@ -59,7 +59,7 @@ class Audit:
             present += there
         tasks = [present[first : first + _BLOCKS_AT_ONCE] for first in range(0, len(present), _BLOCKS_AT_ONCE)]
         with ThreadPoolExecutor(threads) as pool:  # hashing and reading release the interpreter's lock
-            bad = [found for task in pool.map(lambda blocks: self._check(blocks, advance), tasks) for found in task]
+            bad = [each for task in pool.map(lambda blocks: self._check(blocks, advance), tasks) for each in task]
         return problems + [error for _, error in _joined(self._folder, bad)]
 
     def _check(self, blocks: Sequence[DigestBlock], advance: Callable[[int], None]) -> list[_Bad]:

@@ -104,9 +104,9 @@ def _every_name(source: Source, name: str) -> list[str]:
 
 def _matches(a: Source, b: Source) -> Iterator[tuple[str, str | None, str | None]]:
     """A name of each tensor, and that under which A and B list it, if they do. What only one ties comes twice."""
-    found = {name: b.resolve(_every_name(a, name)) for name in a.tensors}
-    yield from ((name, name, in_b) for name, in_b in found.items())
-    rest = b.tensors.keys() - found.values()
+    by_name = {name: b.resolve(_every_name(a, name)) for name in a.tensors}
+    yield from ((name, name, in_b) for name, in_b in by_name.items())
+    rest = b.tensors.keys() - by_name.values()
     yield from ((name, a.resolve(_every_name(b, name)), name) for name in b.tensors if name in rest)
 
 

@@ -67,8 +67,8 @@ def expand(path: str) -> list[str]:
     """
     if own_folder(path) is not None:
         return [path]
-    if found := sorted(open_store(path).candidates(), key=lambda name: (len(name), name)):
-        return [f"{path.rstrip('/')}/{each}" for each in found]
+    if names := sorted(open_store(path).candidates(), key=lambda name: (len(name), name)):
+        return [f"{path.rstrip('/')}/{each}" for each in names]
     store, name = store_and_name(path)
     if not store.occupied(name):
         raise BadInput(f"There is no checkpoint '{path}'.")
@@ -109,15 +109,15 @@ def _entry(path: str) -> dict[str, Any]:
 
 def _totals(source: Source) -> list[dict[str, Any]]:
     """By kind of state and dtype how many tensors have it, and their elements and bytes."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    totals: dict[tuple[str, str], dict[str, Any]] = {}
     for info in source.tensors.values():
         for kind, state in info.states.items():
             empty = {"kind": kind, "dtype": name_of(state.dtype), "tensors": 0, "numel": 0, "size_bytes": 0}
-            total = found.setdefault((kind, name_of(state.dtype)), empty)
+            total = totals.setdefault((kind, name_of(state.dtype)), empty)
             total["tensors"] += 1
             total["numel"] += state.numel
             total["size_bytes"] += state.numel * state.dtype.itemsize
-    return sorted(found.values(), key=lambda total: total["kind"] != WEIGHT)
+    return sorted(totals.values(), key=lambda total: total["kind"] != WEIGHT)
 
 
 def _optimizer(source: Source, optimizer: OptimizerInfo) -> dict[str, Any]:

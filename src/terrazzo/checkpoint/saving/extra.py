@@ -51,8 +51,10 @@ def require_alike(extra: dict[str, Any]) -> None:
         RanksApart: on every rank, with the keys.
     """
     digests = gather_json({key: _digest(value) for key, value in extra.items()})
-    given = [digests[0], *filter(None, digests[1:])]
-    if apart := [key for key in {key: None for each in given for key in each} if len({e.get(key) for e in given}) > 1]:
+    of_ranks = [digests[0], *filter(None, digests[1:])]
+    if apart := [
+        key for key in {key: None for each in of_ranks for key in each} if len({e.get(key) for e in of_ranks}) > 1
+    ]:
         raise RanksApart(
             f"extra has other values on other ranks, of {listed([*map(repr, apart)])}, and a checkpoint has one of "
             "each, which 'load' gives back on every rank. Give the same on all, such as a list with every rank's from "

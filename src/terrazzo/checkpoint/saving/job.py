@@ -16,7 +16,7 @@ from terrazzo.checkpoint.format.manifest import Extent, Manifest, State, Tile, i
 from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.storage.places import open_store
-from terrazzo.checkpoint.storage.shard import Entry, file_name, write_file
+from terrazzo.checkpoint.storage.shard import ShardEntry, shard_name, write_shard
 from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import SaveFailed
 
@@ -43,7 +43,7 @@ class SaveJob:
     nonce: str
     rank: int
     world_size: int
-    entries: list[Entry]
+    entries: list[ShardEntry]
     alone: dict[str, Any] | None
     common: dict[str, Any] | None
 
@@ -68,13 +68,13 @@ class SaveJob:
         return open_store(self.store).draft(self.name, self.nonce)
 
     def write(
-        self, draft: CheckpointDraft, data: Callable[[Entry], memoryview], moved: Callable[[], None] = lambda: None
+        self, draft: CheckpointDraft, data: Callable[[ShardEntry], memoryview], moved: Callable[[], None] = lambda: None
     ) -> None:
         """Write this rank's file, whose bytes are `data` of each entry, and its record. Raises `OSError`, `Damaged`.
 
         `moved` is called after each block that was written or read back.
         """
-        written = write_file(draft, file_name(self.rank), self.entries, data, moved)
+        written = write_shard(draft, shard_name(self.rank), self.entries, data, moved)
         entries = [entry._asdict() for entry in self.entries]
         record = {
             "file": written.file.model_dump(),
@@ -124,21 +124,21 @@ def record_name(rank: int) -> str:
     return f"rank-{rank:05d}.note"
 
 
-def _entry(values: dict[str, Any]) -> Entry:
+def _entry(values: dict[str, Any]) -> ShardEntry:
     """From JSON, which has no tuples."""
     offsets, sizes = values["tile"] or ((), ())
     tile = (tuple(offsets), tuple(sizes)) if values["tile"] is not None else None
-    return Entry(**{**values, "shape": tuple(values["shape"]), "tile": tile})
+    return ShardEntry(**{**values, "shape": tuple(values["shape"]), "tile": tile})
 
 
 class _Gathered:
     """What all ranks have written of one state, `first` of it the one that came first."""
 
-    def __init__(self, first: Entry) -> None:
+    def __init__(self, first: ShardEntry) -> None:
         self._first = first
         self._ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Extent]] = {}
 
-    def add(self, entry: Entry, digests: list[str], rank: int, header_bytes: int) -> None:
+    def add(self, entry: ShardEntry, digests: list[str], rank: int, header_bytes: int) -> None:
         """A range that `rank` has written behind its header."""
         if (entry.shape, entry.numel, entry.dtype) != (self._first.shape, self._first.numel, self._first.dtype):
             raise self._failed(f"{list(entry.shape)} of {entry.dtype} is not {list(self._first.shape)} of another rank")

@@ -20,7 +20,7 @@ from terrazzo.checkpoint.saving.extra import check_extra, require_alike, text_pr
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
-from terrazzo.checkpoint.storage.shard import Entry, arrange
+from terrazzo.checkpoint.storage.shard import ShardEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
     Listed,
@@ -46,7 +46,7 @@ class Snapshot:
     job: SaveJob
     tensors: dict[str, Callable[[], Tensor]]
 
-    def data(self, entry: Entry) -> memoryview:
+    def data(self, entry: ShardEntry) -> memoryview:
         """The bytes of an entry, from where they are; from another device or from files, a copy."""
         return bytes_of(self.tensors[entry.key]())
 
@@ -110,7 +110,7 @@ def _check(path: str | os.PathLike[str], extra: dict[str, Any], run: str) -> Non
         raise BadInput(f"run {problem}.")
 
 
-def _check_dtypes(entries: list[Entry]) -> None:
+def _check_dtypes(entries: list[ShardEntry]) -> None:
     for entry in entries:
         if entry.dtype not in DTYPES:
             raise BadInput(
@@ -118,7 +118,7 @@ def _check_dtypes(entries: list[Entry]) -> None:
             )
 
 
-def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Callable[[], Tensor]]]:
+def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[ShardEntry, Callable[[], Tensor]]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
     owned = [(_entry(piece), piece.read) for piece in ModelState(model).pieces(with_optimizer)]
     whole: dict[tuple[str, str], Tensor] = {}
@@ -126,28 +126,28 @@ def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[E
         whole |= {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
     axes = engine_of(model).axes
     if axes.is_first(axes.every):  # of those that have the same stage
-        none = [kept for kept in ModelState(model).parameters() if not kept.numel]
-        whole |= {(kept.name, WEIGHT): torch.empty(kept.shape, dtype=kept.dtype) for kept in none}
+        none = [parameter for parameter in ModelState(model).parameters() if not parameter.numel]
+        whole |= {(parameter.name, WEIGHT): torch.empty(parameter.shape, dtype=parameter.dtype) for parameter in none}
     return owned + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]
 
 
-def _entry(piece: Piece) -> Entry:
+def _entry(piece: Piece) -> ShardEntry:
     space = index_space(piece.shape, piece.numel)
     tile = None if piece.tile.sizes == space else (piece.tile.offsets, piece.tile.sizes)
     dtype = name_of(piece.dtype)
-    return Entry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, dtype, tile)
+    return ShardEntry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, dtype, tile)
 
 
-def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Entry, Callable[[], Tensor]]:
-    entry = Entry(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), name_of(tensor.dtype))
+def _whole(name: str, kind: str, tensor: Tensor) -> tuple[ShardEntry, Callable[[], Tensor]]:
+    entry = ShardEntry(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), name_of(tensor.dtype))
     return entry, lambda: tensor.reshape(-1)
 
 
-def _common(model: torch.nn.Module, listed: Sequence[Listed], given: dict[str, Any], run: str) -> dict[str, Any]:
+def _common(model: torch.nn.Module, listed: Sequence[Listed], values: dict[str, Any], run: str) -> dict[str, Any]:
     engine = engine_of(model)
     names = [each.names for each in listed] + [tuple(buffer.names) for buffer in persistent_buffers(model)]
     common = {
-        **head(run, given["extra"].get("step", 0)),
+        **head(run, values["extra"].get("step", 0)),
         "topology": {
             "world_size": dist.get_world_size(),
             "plan": {"name": engine.plan.name, **{state: str(place) for state, place in engine.plan.places().items()}},
@@ -156,7 +156,7 @@ def _common(model: torch.nn.Module, listed: Sequence[Listed], given: dict[str, A
         },
         "tensors": {each.name: list(each.shape) for each in listed},
         "aliases": {alias: first for first, *others in names for alias in others},
-        **given,
+        **values,
     }
     try:
         json.dumps(common, allow_nan=False)

@@ -81,9 +81,9 @@ class WriterProcess:
             while line:
                 line = line[self._process.stdin.write(line) :]
             for answer in iter(self._process.stdout.readline, b""):
-                said = json.loads(answer)
-                if "problem" in said:
-                    self._problem = said["problem"]
+                message = json.loads(answer)
+                if "problem" in message:
+                    self._problem = message["problem"]
                     break
                 self.beats += 1
             else:

@@ -21,18 +21,18 @@ from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.loading.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.saving.save import save_on_hosts
+from terrazzo.checkpoint.series.listing import complete_checkpoints
+from terrazzo.checkpoint.series.partner_copy import PartnerCopy, file_problem
 from terrazzo.checkpoint.storage.file_sender import FileSender, SenderAddress
 from terrazzo.checkpoint.storage.local import LocalFolder
 from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
-from terrazzo.checkpoint.storage.shard import file_name
+from terrazzo.checkpoint.storage.shard import shard_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder, step_name, step_of
-from terrazzo.checkpoint.upkeep.partner_copy import PartnerCopy, file_problem
-from terrazzo.checkpoint.upkeep.series import complete_checkpoints
 from terrazzo.errors import SaveFailed, TerrazzoError
 from terrazzo.exchange import gather_json, patiently
 from terrazzo.hosts import Hosts, open_listener, own_address
 
-__all__ = ["CopyResult", "Partners"]
+__all__ = ["CopyResult", "PartnerHosts"]
 
 
 class CopyResult(NamedTuple):
@@ -57,7 +57,7 @@ class CopyResult(NamedTuple):
         return {"copied": self.step, "bytes": self.count_bytes, "seconds": self.seconds, "bytes_s": rate}
 
 
-class Partners:
+class PartnerHosts:
     """Several hosts, each with a folder `root` of its own. Collective to make.
 
     Args:
@@ -78,7 +78,7 @@ class Partners:
         self._copy: PartnerCopy | None = None
         self._copied_step: int | None = None  # whose copies are under way, on any host
         self._open: list[MultiHostFolder] = []
-        self._found: dict[str, Mapping[str, Sequence[int]]] = {}  # by path and file, the hosts that have it
+        self._hosts_by_path: dict[str, Mapping[str, Sequence[int]]] = {}  # by path and file, the hosts that have it
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -97,8 +97,8 @@ class Partners:
                 parts_of.setdefault((part["name"], part["identity"]), []).append((host, part))
                 self.damaged |= {f"{self._label}/{part['name']}": why for why in part["damaged"]}
         whole = {key: hosts for key, parts in parts_of.items() if (hosts := _hosts_by_file(parts)) is not None}
-        self._found = {f"{self._label}/{name}": whole[name, identity] for name, identity in sorted(whole)}
-        return {path: self._folder(os.path.basename(path), hosts) for path, hosts in self._found.items()}
+        self._hosts_by_path = {f"{self._label}/{name}": whole[name, identity] for name, identity in sorted(whole)}
+        return {path: self._folder(os.path.basename(path), hosts) for path, hosts in self._hosts_by_path.items()}
 
     def _parts_here(self, run: str, since: int) -> Iterator[dict[str, Any]]:
         """For each such checkpoint, this rank's share of the files that are on this host."""
@@ -156,18 +156,18 @@ class Partners:
         self._copied_step = step
         if self._hosts.is_first:
             before = self._hosts.before
-            names = [file_name(rank) for rank in self._hosts.ranks[before]]
+            names = [shard_name(rank) for rank in self._hosts.ranks[before]]
             self._copy = PartnerCopy(self._root, step_name(step), dict.fromkeys(names, self._addresses[before]))
         return True
 
     def newest_copied(self, path: str) -> str | None:
         """The name of the newest that `find` has found, `path` or an older one, of which two hosts have each file."""
-        older = [each for each in self._found if (step_of(each) or 0) <= (step_of(path) or 0)]
+        older = [each for each in self._hosts_by_path if (step_of(each) or 0) <= (step_of(path) or 0)]
         copied = [each for each in older if not any(self._missing_by_host(each))]
         return os.path.basename(max(copied, key=lambda each: step_of(each) or 0)) if copied else None
 
     def _missing_by_host(self, path: str) -> list[dict[str, int]]:
-        return [_missing(self._found[path], host, self._hosts.count) for host in range(self._hosts.count)]
+        return [_missing(self._hosts_by_path[path], host, self._hosts.count) for host in range(self._hosts.count)]
 
     def begin_missing_copies(self, path: str) -> None:
         """Begin to receive, of one that `find` has found, the files that one host alone has: the host after it does."""

@@ -99,15 +99,15 @@ class Blocks:
 
     def _fill_directly(self, out: memoryview, block: DigestBlock, inside: Range, runs: Runs) -> None:
         """Runs with little between them are read as one."""
-        asked, copies = [], []
+        reads, copies = [], []
         for group in runs.groups(inside, self._folder.skip_bytes):
             span = Range(group[0][1].start, group[-1][1].stop)
             before, part = group[0]
             into = out[before : before + part.numel] if len(group) == 1 else memoryview(bytearray(span.numel))
-            asked.append((block.offset + span.start - inside.start, into))
+            reads.append((block.offset + span.start - inside.start, into))
             if len(group) > 1:
                 copies += [(before, part.numel, into[part.within(span)]) for before, part in group]
-        if asked:
-            self._folder.read_each(block.file, asked)
+        if reads:
+            self._folder.read_each(block.file, reads)
         for before, count, data in copies:
             out[before : before + count] = data

@@ -75,9 +75,9 @@ class FileSender:
             self._receivers += 1
         try:
             while request := lines.readline(LONGEST_LINE):
-                asked = json.loads(request)
-                names.add(asked["name"])
-                self._send(receiver, **asked)
+                wanted = json.loads(request)
+                names.add(wanted["name"])
+                self._send(receiver, **wanted)
         finally:
             with self._changed:
                 self._receivers -= 1

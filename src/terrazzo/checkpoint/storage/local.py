@@ -162,7 +162,7 @@ class LocalDraft(CheckpointDraft):
         return os.path.lexists(self._target) and not os.path.lexists(self._path)
 
     def alive(self) -> bool:
-        return self._lock.held()
+        return self._lock.is_taken()
 
     def commit(self, manifest: bytes, seal: bytes) -> None:
         for note in self._path.glob("*.note"):

@@ -50,7 +50,7 @@ class Lock:
         except OSError:
             return False
 
-    def held(self) -> bool:
+    def is_taken(self) -> bool:
         """Whether some living process has it, as far as the file system can tell."""
         if not self._path.exists():
             return False

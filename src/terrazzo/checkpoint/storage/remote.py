@@ -36,8 +36,8 @@ class RemoteStore(CheckpointStore):
                 entries = self._fs.ls(self._root, detail=True)
             except FileNotFoundError:
                 return []
-        found = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
-        return sorted(name for name in found if self.folder(name).has(MANIFEST))
+        folders = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+        return sorted(name for name in folders if self.folder(name).has(MANIFEST))
 
     def folder(self, name: str) -> RemoteFolder:
         return RemoteFolder(self._fs, f"{self._root}/{name}", f"{self.where}/{name}")
@@ -76,8 +76,8 @@ class RemoteFolder(CheckpointFolder):
     def _read(self, file: str, offset: int, buffer: memoryview) -> int:
         data = self._fs.cat_file(f"{self.path}/{file}", start=offset, end=offset + len(buffer))
         if len(data) > len(buffer):
-            asked = f"{len(buffer)} bytes from byte {offset} on"
-            raise Damaged(f"'{self.where}/{file}': asked for {asked}, the server sent {len(data)}.")
+            wanted = f"{len(buffer)} bytes from byte {offset} on"
+            raise Damaged(f"'{self.where}/{file}': asked for {wanted}, the server sent {len(data)}.")
         buffer[: len(data)] = data
         return len(data)
 

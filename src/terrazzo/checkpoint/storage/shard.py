@@ -20,20 +20,20 @@ from terrazzo.checkpoint.storage.store import CheckpointDraft, CheckpointFolder,
 from terrazzo.errors import Damaged
 
 __all__ = [
-    "Entry",
-    "Written",
+    "ShardEntry",
+    "WrittenShard",
     "arrange",
     "checked_block",
     "digest",
-    "file_name",
     "safetensors_header",
-    "write_file",
+    "shard_name",
+    "write_shard",
 ]
 
 _PAGE_BYTES = 4096
 
 
-class Entry(NamedTuple):
+class ShardEntry(NamedTuple):
     """Elements `start..stop` of a tile of one state of a tensor, and the byte of the data section where they begin.
 
     Attributes:
@@ -64,14 +64,14 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenShard:
     """What a rank reports of its file: plain values, ready for the manifest."""
 
     file: File
     digests: list[list[str]]
 
 
-def file_name(rank: int) -> str:
+def shard_name(rank: int) -> str:
     """Of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
@@ -81,7 +81,7 @@ def digest(data: memoryview | bytes) -> str:
     return blake3(data).hexdigest(length=16)
 
 
-def arrange(entries: Sequence[Entry]) -> list[Entry]:
+def arrange(entries: Sequence[ShardEntry]) -> list[ShardEntry]:
     """`entries` with their offsets, one after the other; wide elements first, so that each is aligned."""
     offset, placed = 0, []
     for entry in sorted(entries, key=lambda entry: -ITEMSIZES[entry.dtype]):
@@ -90,7 +90,7 @@ def arrange(entries: Sequence[Entry]) -> list[Entry]:
     return placed
 
 
-def header_of(entries: Sequence[Entry]) -> bytes:
+def header_of(entries: Sequence[ShardEntry]) -> bytes:
     """The safetensors header of arranged `entries`, its own length in front and blanks at its end."""
     tensors = ((entry.key, entry.dtype, [entry.stop - entry.start]) for entry in entries)
     return safetensors_header("terrazzo", tensors, _PAGE_BYTES)
@@ -111,13 +111,13 @@ def safetensors_header(written_by: str, tensors: Iterable[tuple[str, str, Sequen
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def write_file(
+def write_shard(
     draft: CheckpointDraft,
     name: str,
-    entries: Sequence[Entry],
-    data: Callable[[Entry], memoryview],
+    entries: Sequence[ShardEntry],
+    data: Callable[[ShardEntry], memoryview],
     moved: Callable[[], None] = lambda: None,
-) -> Written:
+) -> WrittenShard:
     """Write arranged `entries`, whose bytes are `data` of each, and make sure that they are there.
 
     `moved` is called after each block.
@@ -132,7 +132,7 @@ def write_file(
     except BaseException:
         sink.abandon()
         raise
-    written = Written(
+    written = WrittenShard(
         File(name=name, size_bytes=size_bytes, header_bytes=len(header), header_digest=digest(header)), digests
     )
     with ThreadPoolExecutor(1) as pool:  # reading back does not wait for the disk: let it pass the time
@@ -160,7 +160,9 @@ def _write_block(sink: FileWriter, block: memoryview, moved: Callable[[], None])
     return value
 
 
-def _read_back(folder: CheckpointFolder, written: Written, entries: Sequence[Entry], moved: Callable[[], None]) -> None:
+def _read_back(
+    folder: CheckpointFolder, written: WrittenShard, entries: Sequence[ShardEntry], moved: Callable[[], None]
+) -> None:
     buffer = memoryview(bytearray(max(BLOCK_BYTES, written.file.header_bytes)))
     for offset, count_bytes, expected, what in _blocks(written, entries):
         if not checked_block(folder, written.file.name, offset, buffer[:count_bytes], expected):
@@ -170,7 +172,7 @@ def _read_back(folder: CheckpointFolder, written: Written, entries: Sequence[Ent
         moved()
 
 
-def _blocks(written: Written, entries: Sequence[Entry]) -> Iterator[tuple[int, int, str, str]]:
+def _blocks(written: WrittenShard, entries: Sequence[ShardEntry]) -> Iterator[tuple[int, int, str, str]]:
     header = written.file
     yield 0, header.header_bytes, header.header_digest, "the header"
     for entry, digests in zip(entries, written.digests, strict=True):

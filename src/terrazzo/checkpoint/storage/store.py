@@ -70,7 +70,7 @@ class CheckpointFolder(ABC):
 
     def size_bytes(self, file: str) -> int:
         """Of a file in it."""
-        with self._asked(file):
+        with self._existing(file):
             return self._size_bytes(file)
 
     skip_bytes = 4096
@@ -82,7 +82,7 @@ class CheckpointFolder(ABC):
 
     def read_each(self, file: str, parts: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each of the buffers from the bytes at its offset."""
-        with self._asked(file):
+        with self._existing(file):
             counts = self._read_each(file, parts)
         for (offset, buffer), count in zip(parts, counts, strict=True):
             if count < len(buffer):
@@ -90,11 +90,11 @@ class CheckpointFolder(ABC):
 
     def has(self, file: str) -> bool:
         """Whether there is such an entry."""
-        with self._asked(file):
+        with self._existing(file):
             return self._has(file)
 
     @contextlib.contextmanager
-    def _asked(self, file: str) -> Iterator[None]:
+    def _existing(self, file: str) -> Iterator[None]:
         with reading(f"{self.where}/{file}"):
             try:
                 yield

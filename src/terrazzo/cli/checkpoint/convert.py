@@ -15,10 +15,10 @@ from terrazzo.checkpoint.exporters.huggingface import (
     describe_folder,
     export_huggingface,
 )
+from terrazzo.checkpoint.operations import describe
+from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.checkpoint.storage.places import check_new
-from terrazzo.checkpoint.upkeep import describe
-from terrazzo.checkpoint.upkeep.convert import convert
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say
 from terrazzo.errors import BadInput

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.upkeep import describe
-from terrazzo.checkpoint.upkeep.compare import StateDifference, compare, compare_settings
+from terrazzo.checkpoint.operations import describe
+from terrazzo.checkpoint.operations.compare import StateDifference, compare, compare_settings
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.checkpoint.text import differences_text
 from terrazzo.cli.shared.terminal import say, say_json

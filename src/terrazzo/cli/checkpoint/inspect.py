@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.upkeep import describe
+from terrazzo.checkpoint.operations import describe
 from terrazzo.cli.checkpoint.text import inspect_text, listing_text, tensors_text
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.errors import BadInput

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from terrazzo.checkpoint.upkeep.compare import StateDifference
+from terrazzo.checkpoint.operations.compare import StateDifference
 from terrazzo.cli.shared.terminal import columns, plain
 
 __all__ = ["differences_text", "inspect_text", "listing_text", "tensors_text"]

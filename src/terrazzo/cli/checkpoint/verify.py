@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from terrazzo.checkpoint.upkeep import describe
-from terrazzo.checkpoint.upkeep.audit import open_audit
+from terrazzo.checkpoint.operations import describe
+from terrazzo.checkpoint.operations.audit import open_audit
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.errors import BadInput, Damaged

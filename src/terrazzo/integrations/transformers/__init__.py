@@ -5,6 +5,11 @@
     Trainer(model, args, train_dataset=data, terrazzo=TerrazzoArguments(plan="zero3")).train()
 
 An unmodified script runs with `torchrun -m terrazzo.integrations.transformers --plan zero3 run_clm.py ...`.
+
+Its modules:
+
+    trainer    `Trainer`, and the mixin that makes one of any other
+    arguments  what `TrainingArguments` ask of the engine
 """
 
 from terrazzo.integrations.shared.engine_setup import TerrazzoArguments

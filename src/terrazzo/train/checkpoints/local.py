@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo import checkpoint
+from terrazzo.checkpoint.series.partner_hosts import CopyResult, PartnerHosts
 from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder, step_name, step_of
-from terrazzo.checkpoint.upkeep.partners import CopyResult, Partners
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import gather_json, on_first, together
@@ -42,7 +42,7 @@ class OneHost:
         self._folder = folder
 
     def find(self, run: str, since: int) -> Mapping[str, CheckpointFolder]:
-        """As `Partners.find`, of what the first rank sees; nothing is read for it."""
+        """As `PartnerHosts.find`, of what the first rank sees; nothing is read for it."""
         paths = on_first(lambda: local_folder.newer_checkpoints(self._folder, run, since))
         places = {path: store_and_name(path) for path in paths}
         return {path: store.folder(name) for path, (store, name) in places.items()}
@@ -85,17 +85,17 @@ class LocalCheckpoints:
         self._noted = ""  # the run whose note is there
         self._newest: str | None = None  # the name of the newest that is whole, on all hosts together
         self._copied: str | None = None  # the name of the newest that one host may be lost of
-        self._files: OneHost | Partners = OneHost("")
+        self._files: OneHost | PartnerHosts = OneHost("")
         if self._folder is not None:
             top = local_folder.host_folder(config)
             self._hosts = Hosts.that_share(local_folder.seen_as(top))
             self._files = self._files_on(self._folder, top)
 
-    def _files_on(self, folder: str, top: str) -> OneHost | Partners:
+    def _files_on(self, folder: str, top: str) -> OneHost | PartnerHosts:
         if self._hosts.count > 1:
             _refuse_shared(top, self._hosts)
             copies = self._settings.partner != "none"
-            return Partners(folder, local_folder.label(self._config), self._hosts, copies=copies)
+            return PartnerHosts(folder, local_folder.label(self._config), self._hosts, copies=copies)
         if self._settings.partner == "required":
             raise BadInput(f"checkpoint.local.partner is 'required', and all ranks see one '{top}': {ONE_HOST}")
         return OneHost(folder)

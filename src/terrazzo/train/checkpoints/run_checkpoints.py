@@ -14,8 +14,8 @@ from torch import nn
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.checkpoint.storage.store import CheckpointFolder
-from terrazzo.checkpoint.upkeep.partners import CopyResult
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, FolderLost, Misuse
 from terrazzo.exchange import gather_json, on_first, together

@@ -1,9 +1,22 @@
 """From files to batches: text, documents, tokens on disk, fixed sequences, one global order, this rank's share.
 
-Read `load` first, which goes through the others in this order: `sources` (with `source_file`, `records`, `pair_records`
-and `datasets_folder`), `tokenizer`, `chat` (with `rendering`), `cache`, `sequences` (with `packing` and `pairs`),
-`loader`. Nothing here talks to other ranks: what they must agree on goes through the function `together` that
-`load_data` is given.
+Nothing here talks to other ranks: what they must agree on goes through the function `together` that `load_data` gets.
+In the order in which data go through them, which `load` brings together:
+
+    load             from a configuration to tokens on disk: `load_data`
+    sources          which files a source is, and the documents in them
+    source_file      one file, local or in an object store
+    records          documents in records: JSON, JSONL, parquet
+    pair_records     preference pairs in records
+    datasets_folder  folders that the package `datasets` reads
+    tokenizer        text as tokens
+    chat             conversations as tokens, and which of them are learnt
+    rendering        chat templates, rendered in a process of their own
+    cache            the tokens of a source on disk
+    sequences        tokens as sequences of one length
+    packing          which documents share a row
+    pairs            sequences of preference pairs
+    loader           one global order, and this rank's share of each step
 
 Example:
     config = load_config("examples/quickstart.yaml")

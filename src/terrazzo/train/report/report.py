@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.upkeep.partners import CopyResult
+from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from terrazzo.checkpoint import Resumed
-from terrazzo.checkpoint.upkeep.partners import CopyResult
+from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first

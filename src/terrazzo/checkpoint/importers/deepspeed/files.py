@@ -192,11 +192,11 @@ class TagFolder:
         return [need(self.open(name), "optimizer_state_dict", dict, str(self.folder / name)) for name in names]
 
     def _opened(self, folder: Path, name: str) -> Tree:
-        found = open_file(folder, name)
+        content = open_file(folder, name)
         self.read.append(folder / name)
-        if not isinstance(found, dict):
-            raise Damaged(f"'{folder / name}' is not what DeepSpeed writes: it holds a {type(found).__name__}.")
-        return found
+        if not isinstance(content, dict):
+            raise Damaged(f"'{folder / name}' is not what DeepSpeed writes: it holds a {type(content).__name__}.")
+        return content
 
     def _has(self, kind: str) -> bool:
         return any(name.startswith("zero_pp_rank_") and name.endswith(f"_{kind}_states.pt") for name in self._names)
@@ -207,8 +207,8 @@ class TagFolder:
             rank = re.search(r"mp_rank_(\d+)_", name)
             if rank is not None and int(rank[1]) >= self.tensor_ranks:
                 raise BadInput(f"'{self.folder / name}' {_TENSOR}.")
-        said = isinstance(self.model.get("universal_checkpoint_info"), dict) and self.model.get("param_shapes")
-        if self.tensor_ranks > 1 and (self.stage_3 or not said):
+        has_shapes = isinstance(self.model.get("universal_checkpoint_info"), dict) and self.model.get("param_shapes")
+        if self.tensor_ranks > 1 and (self.stage_3 or not has_shapes):
             raise BadInput(f"'{self.where}' {_TENSOR}.")
 
     def _refuse_files(self) -> None:

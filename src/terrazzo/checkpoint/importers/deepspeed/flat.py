@@ -55,8 +55,8 @@ class Partitioned(Values):
                 )
 
     def read(self, start: int, stop: int) -> Tensor:
-        found = [self._parts[rank].read(first, last) for rank, first, last in self._spans(start, stop)]
-        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
+        pieces = [self._parts[rank].read(first, last) for rank, first, last in self._spans(start, stop)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Of each rank that holds some of a range: the rank, and from where to where in its flat tensor."""
@@ -96,11 +96,11 @@ class FlatGroup:
 
     def states_at(self, name: str, place: Stripes) -> dict[str, Values]:
         """A parameter's weight and other states."""
-        found: dict[str, Values] = {
+        states: dict[str, Values] = {
             kind: Partitioned(parts, place, f"{kind} of '{name}' in '{self._where}'")
             for kind, parts in self._by_element.items()
         }
-        return found | self._once
+        return states | self._once
 
 
 def read_stage_1_or_2(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tree], where: str) -> Trained:
@@ -171,8 +171,8 @@ def striped(shape: Shape, ranks: int, base: int = 0) -> Stripes:
 def state_of(optimizer: Any, number: int) -> Mapping[str, Any]:
     """The state that an optimizer's state dict has for a parameter; empty without one."""
     states = optimizer.get("state") if isinstance(optimizer, Mapping) else None
-    found = states.get(number) if isinstance(states, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    state = states.get(number) if isinstance(states, Mapping) else None
+    return state if isinstance(state, Mapping) else {}
 
 
 def single(value: Any, where: str) -> Values:

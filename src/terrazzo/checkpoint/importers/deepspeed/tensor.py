@@ -49,15 +49,15 @@ class Joined(Values):
         ]
 
     def read(self, start: int, stop: int) -> Tensor:
-        found = [self.read_box(part).reshape(-1) for part in rectangles_of(self.shape, start, stop)]
-        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
+        pieces = [self.read_box(part).reshape(-1) for part in rectangles_of(self.shape, start, stop)]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype)
 
     def read_box(self, part: Rectangle) -> Tensor:
         values = torch.empty(part.sizes, dtype=self.dtype)
-        for rectangle, place, held in self._places:
+        for rectangle, place, of_rank in self._places:
             if (common := rectangle.intersect(part)) is not None:
                 inside = common.relative_to(rectangle).placed_in(place)
-                values[common.relative_to(part).slices] = held.read_box(inside)
+                values[common.relative_to(part).slices] = of_rank.read_box(inside)
         return values
 
 
@@ -89,7 +89,7 @@ class _Layout:
 
     def joined(self, name: str, ranks: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
         """The states of a parameter, whole."""
-        weights, found = [states[WEIGHT] for states in ranks], dict(ranks[0])
+        weights, joined = [states[WEIGHT] for states in ranks], dict(ranks[0])
         boxes = self._boxes(name, [weight.shape for weight in weights])
         for kind in ranks[0]:
             parts = [states[kind] for states in ranks if kind in states]
@@ -100,8 +100,8 @@ class _Layout:
                 if not alike(parts):
                     raise self._refused(name, f"its {kind} is said to be whole on each rank, and differs")
             else:
-                found[kind] = Joined(parts, boxes)
-        return found
+                joined[kind] = Joined(parts, boxes)
+        return joined
 
     def _boxes(self, name: str, shapes: Sequence[Shape]) -> list[Box] | None:
         """What each rank has; None where all have the whole."""
@@ -125,10 +125,10 @@ class _Layout:
     ) -> list[list[int]]:
         """Of each of the matrices that are fused in a parameter, how much of the dim each rank has."""
         if subs:
-            said = self._info.get("sub_param_shard_widths")
+            width_table = self._info.get("sub_param_shard_widths")
             pattern = next(each for each in subs[0]["patterns"] if re.match(each, name))
-            if isinstance(said, Mapping) and pattern in said:
-                widths = [list(each) for each in said[pattern]]
+            if isinstance(width_table, Mapping) and pattern in width_table:
+                widths = [list(each) for each in width_table[pattern]]
                 return self._checked(name, sizes, widths)
             spec = subs[0]["shape"][dim]
             if isinstance(spec, tuple | list):
@@ -162,23 +162,23 @@ class _Layout:
             yield Box.cut(shape, dim, runs)
 
     def _subs(self) -> list[Mapping[str, Any]]:
-        found = self._info.get("parameter_with_sub_params") or []
-        good = isinstance(found, list) and all(isinstance(each, Mapping) and "shape" in each for each in found)
+        subs = self._info.get("parameter_with_sub_params") or []
+        good = isinstance(subs, list) and all(isinstance(each, Mapping) and "shape" in each for each in subs)
         if not good:
             raise BadInput(f"'{self._where}' has fused parameters in a form that is not known: {_REMEDY}")
-        return [{**each, "patterns": self._listed(each.get("patterns"))} for each in found]
+        return [{**each, "patterns": self._listed(each.get("patterns"))} for each in subs]
 
     def _listed(self, patterns: Any) -> list[str]:
         """Patterns that can be tried: of letters, classes and simple repetitions."""
-        found: list[Any] = list(patterns) if isinstance(patterns, list | tuple) else [] if patterns is None else [None]
-        for each in found:
+        listed: list[Any] = list(patterns) if isinstance(patterns, list | tuple) else [] if patterns is None else [None]
+        for each in listed:
             if not isinstance(each, str) or len(each) > _MAX_PATTERN or _SLOW.search(each) or each.count("*") > 4:
                 raise BadInput(f"'{self._where}' has a pattern of names that is not tried, {each!r}: {_REMEDY}")
             try:
                 re.compile(each)
             except re.error as error:
                 raise Damaged(f"'{self._where}' has a pattern of names that is none, {each!r}: {error}.") from None
-        return found
+        return listed
 
     def _refused(self, name: str, why: str) -> BadInput:
         return BadInput(f"'{name}' in '{self._where}' is of tensor parallelism, and {why}: {_REMEDY}")

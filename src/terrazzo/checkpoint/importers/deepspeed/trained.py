@@ -86,8 +86,8 @@ def scaler_counters(saved: Mapping[str, Any], skipped_steps: Any) -> dict[str, f
     if isinstance(scaler, Attributes):
         numbers = {key: scaler.number(key) for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")}
     else:
-        found = {key: saved.get(key) for key in ("cur_scale", "cur_iter", "last_overflow_iter")}
-        numbers = {key: float(value) for key, value in found.items() if type(value) in (int, float)}  # type: ignore[arg-type]
+        counters = {key: saved.get(key) for key in ("cur_scale", "cur_iter", "last_overflow_iter")}
+        numbers = {key: float(value) for key, value in counters.items() if type(value) in (int, float)}  # type: ignore[arg-type]
     scale, iteration, overflow = (numbers.get(key) for key in ("cur_scale", "cur_iter", "last_overflow_iter"))
     if scale is None or iteration is None or overflow is None:
         return {}

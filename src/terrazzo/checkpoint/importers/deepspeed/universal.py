@@ -48,10 +48,10 @@ class Stored(Values):
         return values.read_box(part) if values.shape == self.shape else super().read_box(part)
 
     def _values(self) -> Values:
-        where, found = str(self._folder / self._name), open_file(self._folder, self._name)
-        if isinstance(found, Mapping) and found.get("is_expert_param"):
+        where, content = str(self._folder / self._name), open_file(self._folder, self._name)
+        if isinstance(content, Mapping) and content.get("is_expert_param"):
             raise BadInput(EXPERTS.format(where))
-        return need(found if isinstance(found, Mapping) else {"param": found}, "param", Values, where)  # type: ignore[type-abstract]
+        return need(content if isinstance(content, Mapping) else {"param": content}, "param", Values, where)  # type: ignore[type-abstract]
 
 
 def read_universal(zero: Path, shapes: Sequence[Mapping[str, Shape]], optimizer: Tree) -> Trained:

@@ -64,7 +64,7 @@ def _only_fit(parts: Sequence[Values], model: Mapping[str, Values], flat: bool) 
 
 def _fit(parts: Sequence[Values], model: Mapping[str, Values], flat: bool, backwards: bool) -> list[list[str]] | None:
     left = iter(list(model)[::-1] if backwards else list(model))
-    found = []
+    names_of_parts = []
     for part in parts[::-1] if backwards else parts:
         names: list[str] = []
         done = 0
@@ -75,8 +75,8 @@ def _fit(parts: Sequence[Values], model: Mapping[str, Values], flat: bool, backw
                 return None
             names.append(name)
             done += model[name].numel
-        found.append(names[::-1] if backwards else names)
-    return found[::-1] if backwards else found
+        names_of_parts.append(names[::-1] if backwards else names)
+    return names_of_parts[::-1] if backwards else names_of_parts
 
 
 def _rounds_to(part: Values, done: int, weight: Values, flat: bool, backwards: bool) -> bool:

@@ -91,13 +91,13 @@ def _placements(
     Both the first and the last way, which are equal if there is one only.
     """
     for backwards in (False, True):
-        found: ParameterNames = []
+        placement: ParameterNames = []
         for part, names in zip(parts, lists, strict=True):
             placed = _first_fit(part[::-1] if backwards else part, names[::-1] if backwards else names, states, shapes)
             if placed is None:
                 return
-            found += placed[::-1] if backwards else placed
-        yield found
+            placement += placed[::-1] if backwards else placed
+        yield placement
 
 
 def _first_fit(
@@ -116,7 +116,7 @@ def _difference(numbers: Sequence[Number], states: StateShapes, shapes: Shapes) 
     if len(numbers) != len(shapes):
         return f"it has {len(numbers)} parameters, and the model {len(shapes)}"
     for number, (name, shape) in zip(numbers, shapes.items(), strict=True):
-        for found in states.get(number, ()):
-            if found != shape:
-                return f"the state of parameter {number} has the shape {list(found)}, and {name} has {list(shape)}"
+        for theirs in states.get(number, ()):
+            if theirs != shape:
+                return f"the state of parameter {number} has the shape {list(theirs)}, and {name} has {list(shape)}"
     return "its groups are not those that the Trainer, or weight decay for matrices alone, would make"

@@ -43,18 +43,18 @@ def add_program(
             if add_scaler(source, rest.get(key)):
                 del rest[key]
     add_extra(source, rest)
-    said = (source.extra.get(key) for key in STEP_KEYS)
-    source.step = source.step or next((step for step in said if type(step) is int and step > 0), 0)
+    steps = (source.extra.get(key) for key in STEP_KEYS)
+    source.step = source.step or next((step for step in steps if type(step) is int and step > 0), 0)
 
 
 def optimizer_in(tree: Any, where: str) -> Mapping[str, Any]:
     """The optimizer's state dict that `tree` is, or has under a usual key."""
-    found = tree
+    state_dict = tree
     if isinstance(tree, Mapping) and "param_groups" not in tree:
-        found = next((tree[key] for key in OPTIMIZER_KEYS if key in tree), tree)
-    if not isinstance(found, Mapping):
-        raise BadInput(f"'{where}' holds no optimizer's state dict but a {type(found).__name__}: remove it.")
-    return found
+        state_dict = next((tree[key] for key in OPTIMIZER_KEYS if key in tree), tree)
+    if not isinstance(state_dict, Mapping):
+        raise BadInput(f"'{where}' holds no optimizer's state dict but a {type(state_dict).__name__}: remove it.")
+    return state_dict
 
 
 def add_optimizer(
@@ -89,10 +89,10 @@ def add_scaler(source: StateDictSource, state: Any) -> bool:
     """Whether `state` is that of torch's `GradScaler`; if so it is taken over. It lowers its scale at once."""
     counters: dict[str, Any] = {}
     keep(counters, "scaler", state, [])
-    found = counters.get("scaler")
-    if source.optimizer is None or not isinstance(found, dict):
+    saved = counters.get("scaler")
+    if source.optimizer is None or not isinstance(saved, dict):
         return False
-    scale, good_steps = found.get("scale"), found.get("_growth_tracker")
+    scale, good_steps = saved.get("scale"), saved.get("_growth_tracker")
     if not isinstance(scale, int | float) or not isinstance(good_steps, int | float):
         return False
     scaler = {"scale": float(scale), "skipped_steps": 0.0, "good_steps": float(good_steps), "patience": 1.0}
@@ -137,9 +137,9 @@ def _unflattened(state_dict: Mapping[str, Any]) -> tuple[list[SavedGroup], State
             values[name][last] = value
     groups: dict[str, dict[str, Any]] = {}
     for name, hyper in values.items():
-        kept: dict[str, Any] = {}
-        keep(kept, "group", hyper, [])
-        groups.setdefault(repr(sorted(kept.items())), {**hyper, "params": []})["params"].append(name)
+        group: dict[str, Any] = {}
+        keep(group, "group", hyper, [])
+        groups.setdefault(repr(sorted(group.items())), {**hyper, "params": []})["params"].append(name)
     return list(groups.values()), states
 
 
@@ -150,23 +150,23 @@ def _named(
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
         return {number: _resolved(source, number) for number in numbers}
-    said = [name for group in groups for name in group.get("param_names") or ()]
-    if len(said) == len(numbers):
-        return {number: _resolved(source, name) for number, name in zip(numbers, said, strict=True)}
+    listed = [name for group in groups for name in group.get("param_names") or ()]
+    if len(listed) == len(numbers):
+        return {number: _resolved(source, name) for number, name in zip(numbers, listed, strict=True)}
     if not names:
         return None
     shapes = _shapes(source, names)
     if len(trained := _shapes(source, [name for name in names if name not in frozen])) == len(numbers):
         shapes = trained
-    found = {number: _element_shapes(entries) for number, entries in states.items()}
-    return name_numbers([group["params"] for group in groups], found, shapes, _where(source))
+    element_shapes = {number: _element_shapes(entries) for number, entries in states.items()}
+    return name_numbers([group["params"] for group in groups], element_shapes, shapes, _where(source))
 
 
 def _resolved(source: StateDictSource, name: str) -> str:
-    found = source.resolve([source.rename(name)])
-    if found is None:
+    resolved = source.resolve([source.rename(name)])
+    if resolved is None:
         raise BadInput(f"{_where(source)} is also for a parameter '{name}', which has no weight there.")
-    return found
+    return resolved
 
 
 def _shapes(source: StateDictSource, names: Iterable[str]) -> dict[str, tuple[int, ...]]:

@@ -124,8 +124,8 @@ def divide(tree: Mapping[str, Any], where: str) -> Sections:
     """
     inner = [key for key, value in tree.items() if isinstance(value, Mapping) and _model_key(value)]
     if len(inner) == 1 and not _model_key(tree):
-        found = divide(tree[inner[0]], where)
-        return Sections(found.model, found.optimizer, {**_without(tree, inner), **found.rest})
+        inside = divide(tree[inner[0]], where)
+        return Sections(inside.model, inside.optimizer, {**_without(tree, inner), **inside.rest})
     optimizer = next((key for key in OPTIMIZER_KEYS if isinstance(tree.get(key), Mapping)), None)
     if (model_key := _model_key(tree)) is not None:
         model, rest = tree[model_key], _without(tree, [model_key, optimizer])

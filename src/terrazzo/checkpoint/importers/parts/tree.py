@@ -62,12 +62,12 @@ class _Converter:
 
     def _container(self, value: Any, path: str, depth: int) -> tuple[Any, int]:
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        found = {key: self.convert(item, f"{path}.{key}" if path else str(key), depth + 1) for key, item in pairs}
-        numel = 1 + sum(count for _, count in found.values())
-        self._nodes += 1 + len(found)
+        converted = {key: self.convert(item, f"{path}.{key}" if path else str(key), depth + 1) for key, item in pairs}
+        numel = 1 + sum(count for _, count in converted.values())
+        self._nodes += 1 + len(converted)
         if numel > _MAX_REPEATED + 16 * self._nodes:
             raise BadInput(f"'{self._where}' repeats the same values {numel} times at {path}: it is damaged.")
-        items = {key: item for key, (item, _) in found.items()}
+        items = {key: item for key, (item, _) in converted.items()}
         return (items if isinstance(value, Mapping) else list(items.values())), numel
 
 

@@ -1,4 +1,7 @@
-"""`deepspeed.ops`: the optimizers that scripts build themselves."""
+"""`deepspeed.ops`: the optimizers that scripts build themselves.
+
+adam  torch's AdamW and Adam under DeepSpeed's names
+"""
 
 from terrazzo.integrations.deepspeed.ops import adam
 
