@@ -273,8 +273,8 @@ MUTATIONS = [
     Mutation(
         "a default of DeepSpeed's is wrong",
         "dialects/formats/deepspeed/keys_zero.py",
-        '"stage3_param_persistence_threshold": Key(whole(), 100_000,',
-        '"stage3_param_persistence_threshold": Key(whole(), 10_000,',
+        '"stage3_param_persistence_threshold": Key(integer(), 100_000,',
+        '"stage3_param_persistence_threshold": Key(integer(), 10_000,',
         "dialects/test_deepspeed.py",
     ),
     Mutation(

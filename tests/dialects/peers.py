@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from terrazzo.dialects.core.description import Description, settings
+from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import flatten, split
@@ -74,7 +74,7 @@ def assert_lossless(name: str, document: dict[str, Any], **context: Any) -> dict
     before = reading(name, document, **context)
     written = dialect(name).write(before.description, ReadingContext(**context)).document
     after = described(name, written, **context)
-    for path, setting in settings(before.description):
+    for path, setting in before.description.items():
         assert (path, after[path].value) == (path, setting.value)
     flat = flatten(written)
     for verdict in before.verdicts:

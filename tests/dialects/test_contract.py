@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import DTYPES, Description
-from terrazzo.dialects.core.description import settings as settings_of
 from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KINDS
 from terrazzo.dialects.core.keys import MISSING, row_of
@@ -100,7 +99,7 @@ NO_DTYPES = ("loss_scaling", "static_loss_scale", "autocast", "rounding", "gathe
 
 def assert_sound(description: Description, keys: set[str]) -> None:
     """Dtypes are pinned, and every setting of the file names keys of the file."""
-    for path, setting in settings_of(description):
+    for path, setting in description.items():
         section, _, name = path.partition(".")
         if section == "precision" and name not in NO_DTYPES and setting.is_set:
             assert setting.value in DTYPES or (setting.value is None and setting.origin == "auto"), (path, setting)
@@ -125,10 +124,10 @@ def test_whatever_is_in_a_document(name: str, data: st.DataObject) -> None:
         if target.name != name and read.kind in ("lossy", "refused"):
             assert KINDS.index(became.kind) >= KINDS.index(read.kind), f"{became.key}: explained as {read.kind}"
     spoken = {verdict.key for verdict in target.write(reading.description, context).verdicts}
-    assert spoken == {path for path, setting in settings_of(reading.description) if setting.is_set}
+    assert spoken == {path for path, setting in reading.description.items() if setting.is_set}
     if target.name == name and not conversion.refused:
         again = read_document(target, conversion.document, context)
-        for path, setting in settings_of(reading.description):
+        for path, setting in reading.description.items():
             assert again.description[path].value == setting.value, path
 
 
@@ -158,7 +157,7 @@ def test_a_number_as_text_means_the_number(name: str) -> None:
         said = as_text(dialect(name), document)
         numbers += said != document
         one, other = (read_document(dialect(name), each, CONTEXTS[1]).description for each in (document, said))
-        for path, setting in settings_of(one):
+        for path, setting in one.items():
             assert other[path].value == setting.value, path
     assert numbers
 
@@ -217,7 +216,7 @@ def test_nothing_that_a_string_names_is_imported(name: str, tmp_path: Path, monk
 def test_an_empty_document_is_the_librarys_defaults(name: str) -> None:
     reading = assert_promises(dialect(name), {}, NO_CONTEXT)
     assert reading.verdicts == ()
-    assert {setting.origin for _, setting in settings_of(reading.description)} <= {"unset", "default", "derived"}
+    assert {setting.origin for _, setting in reading.description.items()} <= {"unset", "default", "derived"}
     for target in NAMES:
         conversion = convert_reading(dialect(name), reading, dialect(target), NO_CONTEXT)
         assert conversion.verdicts == ()

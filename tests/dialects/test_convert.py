@@ -16,7 +16,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, 
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.core.meaning import data_ranks, degrees, same
+from terrazzo.dialects.core.meaning import data_ranks, degrees, same_value
 from terrazzo.dialects.core.reader import Reader, derived, flatten, join, split
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
 from terrazzo.dialects.registry import dialect
@@ -35,10 +35,10 @@ def read_toy(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> 
     """Five keys: two that mean something anywhere, one with a rule, and two of its own."""
     reader = Reader(document, "Toy")
     lr = reader.number("old_lr") if "old_lr" in reader else reader.number("lr")
-    reader.say("old_lr", "renamed", "it is called lr now")
+    reader.mark("old_lr", "renamed", "it is called lr now")
     clip = reader.any("clip", 0.5)
     if clip.value == "auto":
-        reader.say("clip", "defaulted", "auto is 1.0 here")
+        reader.mark("clip", "defaulted", "auto is 1.0 here")
         clip = Setting(1.0, "auto", "clip")
     reader.keep("verbose", "how much is printed", loss="harmless")
     reader.keep("magic", "nothing else does magic", loss="refused")
@@ -328,7 +328,7 @@ def test_a_hybrid_row_without_degrees_has_unknown_ones() -> None:
     ],
 )
 def test_what_means_the_same(path: str, one: Any, other: Any, expected: bool) -> None:
-    assert same(path, one, other) is expected
+    assert same_value(path, one, other) is expected
 
 
 # -- comments ------------------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ import pytest
 
 from terrazzo.config import config_from_dict
 from terrazzo.config.files import Loaded, format_of, parse
-from terrazzo.dialects.core.description import Description, inactive
-from terrazzo.dialects.core.description import settings as settings_of
+from terrazzo.dialects.core.description import Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.meaning import agree
+from terrazzo.dialects.core.meaning import agree_on
 from terrazzo.dialects.core.reader import flatten, split
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
@@ -106,7 +105,7 @@ def assert_agrees_or_names_the_loss(name: str, reading: Reading, target: str) ->
     assert [verdict.key for verdict in conversion.verdicts] == [verdict.key for verdict in reading.verdicts]
     reread = read(target, written)
     by_path = {verdict.key: verdict for verdict in dialect(target).write(reading.description, CONTEXT).verdicts}
-    for path, setting in settings_of(reading.description):
+    for path, setting in reading.description.items():
         if setting.is_set:
             assert_agrees_or_said(path, reading.description, reread.description, by_path[path])
     grave = [verdict for verdict in (*conversion.verdicts, *conversion.unsaid) if verdict.kind in ("lossy", "refused")]
@@ -121,8 +120,8 @@ def assert_agrees_or_said(path: str, before: Description, after: Description, ve
     if verdict.kind not in KEPT or verdict.why:
         assert verdict.why, (path, verdict)
         return
-    assert agree(path, before, after), (path, before.value(path), after.value(path), verdict)
-    said = before[path].origin in ("file", "auto") and not inactive(path, before.value(path))
+    assert agree_on(path, before, after), (path, before.value(path), after.value(path), verdict)
+    said = before[path].origin in ("file", "auto") and not asks_for_nothing(path, before.value(path))
     if said and before.dialect != after.dialect:
         assert after[path].is_set or not verdict.target, (path, verdict)
 
@@ -176,13 +175,13 @@ def test_through_the_hub_and_back_nothing_is_lost_unnamed(name: str) -> None:
         out, hub_document = through(dialect(name), reading, HUB)
         back, written = through(HUB, read("terrazzo", hub_document), dialect(name))
         again = read(name, written).description
-        for path, setting in settings_of(reading.description):
+        for path, setting in reading.description.items():
             if setting.origin not in ("file", "auto") or setting.value is None:
                 continue
             verdicts = [verdict for verdict in out.verdicts if verdict.key in setting.keys]
             if all(verdict.kind in KEPT and not verdict.why for verdict in verdicts):
-                there_and_back += agree(path, reading.description, again) and again[path].is_set
-                assert agree(path, reading.description, again) or losses(back, path), (
+                there_and_back += agree_on(path, reading.description, again) and again[path].is_set
+                assert agree_on(path, reading.description, again) or losses(back, path), (
                     label,
                     path,
                     setting,
@@ -267,10 +266,10 @@ def test_the_keys_that_matter_come_back(name: str) -> None:
         _, hub_document = through(dialect(name), reading, HUB)
         _, written = through(HUB, read("terrazzo", hub_document), dialect(name))
         again = read(name, written).description
-        keys = {key for _, setting in settings_of(reading.description) for key in setting.keys}
+        keys = {key for _, setting in reading.description.items() for key in setting.keys}
         for key in keys:
-            paths = [path for path, setting in settings_of(reading.description) if key in setting.keys]
-            if all(again[path].is_set and agree(path, reading.description, again) for path in paths):
+            paths = [path for path, setting in reading.description.items() if key in setting.keys]
+            if all(again[path].is_set and agree_on(path, reading.description, again) for path in paths):
                 came.add(key)
     assert LOSSLESS[name] - came == set()
 

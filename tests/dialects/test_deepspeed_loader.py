@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
-from terrazzo.dialects.core.keys import ANY, LIST, SWITCH
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, STRICT, TABLE
@@ -121,13 +121,13 @@ def _values(key: str) -> st.SearchStrategy[Any]:
     row = TABLE[key]
     if key in _WORDS:
         return st.sampled_from(_WORDS[key])
-    if row.type is SWITCH:
+    if row.type is BOOLEAN:
         return st.sampled_from([True, False, True])
     if row.type.expected.startswith("a whole number"):
         return st.sampled_from([1, 2, 7, row.default if isinstance(row.default, int) else 3])
     if row.type.expected.startswith("a number"):
         return st.sampled_from([0.25, row.default if row.default is not None else 0.5])
-    if row.type is LIST:
+    if row.type is NAME_LIST:
         return st.just(["a.B"])
     return st.just(row.default if row.default is not None or row.type is ANY else "x")
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from terrazzo.config import KEYS, Config, config_from_dict
 from terrazzo.config.files import load
-from terrazzo.dialects.core.description import Description, Setting, build, settings
+from terrazzo.dialects.core.description import Description, Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
@@ -238,7 +238,7 @@ def assert_the_same_run(document: dict[str, Any]) -> Description:
     assert {v.kind for v in writing.verdicts} <= {"applied"}
     assert writing.document == document
     assert {verdict.key for verdict in writing.verdicts} == {
-        path for path, setting in settings(reading.description) if setting.is_set
+        path for path, setting in reading.description.items() if setting.is_set
     }
     config_from_dict(document)
     return reading.description

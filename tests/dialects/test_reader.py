@@ -19,7 +19,7 @@ def test_the_gravest_verdict_on_a_key_stands(graver: VerdictKind, milder: Verdic
     for kinds in itertools.permutations((graver, milder)):
         reader = Reader({"key": 1}, "a library")
         for kind in kinds:
-            reader.say("key", kind, f"it is {kind}")
+            reader.mark("key", kind, f"it is {kind}")
         assert (reader.verdicts["key"].kind, reader.verdicts["key"].why) == (graver, f"it is {graver}")
 
 

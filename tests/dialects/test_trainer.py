@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from terrazzo.dialects.core.description import settings
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
@@ -338,7 +337,7 @@ def test_what_they_save_is_read_as_what_made_it(options: dict[str, Any], argumen
     said = reading("trainer", saved)
     assert [verdict for verdict in said.verdicts if verdict.kind in ("refused", "lossy")] == []
     made = described("trainer", {"output_dir": saved["output_dir"], **options})
-    for path, setting in settings(said.description):
+    for path, setting in said.description.items():
         assert (path, setting.value) == (path, made[path].value)
 
 

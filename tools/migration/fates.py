@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.core.description import settings
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.core.reader import flatten, split
@@ -202,4 +201,4 @@ def _read(name: str, document: dict[str, Any]) -> Reading:
 
 
 def _values(reading: Reading) -> list[Any]:
-    return [(path, setting.value) for path, setting in settings(reading.description)]
+    return [(path, setting.value) for path, setting in reading.description.items()]

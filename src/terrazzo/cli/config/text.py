@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.cli.shared import terminal
 from terrazzo.cli.shared.terminal import say, say_json
-from terrazzo.dialects.core.description import shown
+from terrazzo.dialects.core.description import as_text
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.emit import plain
 from terrazzo.errors import printable
@@ -52,4 +52,4 @@ def columns_text(rows: Sequence[Sequence[str]]) -> str:
 
 def cell_text(value: Any) -> str:
     """A value as a cell of a table."""
-    return shown(plain(value))
+    return as_text(plain(value))

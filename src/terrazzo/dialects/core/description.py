@@ -27,7 +27,7 @@ from terrazzo.dialects.core.sections import (
     ScheduleSection,
     Setting,
     SettingOrigin,
-    SettingsByKey,
+    SettingsByPath,
     ShardingSection,
     TrainingSection,
     UnitsSection,
@@ -52,13 +52,12 @@ __all__ = [
     "Extra",
     "Setting",
     "SettingOrigin",
-    "SettingsByKey",
+    "SettingsByPath",
+    "as_text",
+    "asks_for_nothing",
     "build",
-    "inactive",
     "keys_in",
     "row_name",
-    "settings",
-    "shown",
 ]
 
 STATES = ("weight", "between", "grad", "optim")
@@ -123,11 +122,16 @@ class Description:
     def __getitem__(self, path: str) -> Setting[Any]:
         """The setting at `section.name`."""
         section, _, name = path.partition(".")
-        found: Setting[Any] = getattr(getattr(self, section), name)
-        return found
+        setting: Setting[Any] = getattr(getattr(self, section), name)
+        return setting
 
     def value(self, path: str) -> Any:
+        """The value of the setting at `section.name`; None where it is unset."""
         return self[path].value
+
+    def items(self) -> Iterator[tuple[str, Setting[Any]]]:
+        """Every setting with its path, in the order of the sections; unset ones, too."""
+        return ((path, self[path]) for path in PATHS)
 
     @property
     def row(self) -> str | None:
@@ -152,35 +156,32 @@ class Description:
                 raise KeyError(f"the neutral description has no {path!r}")
             section, _, name = path.partition(".")
             by_section.setdefault(section, {})[name] = setting
-        sections: dict[str, Any] = {name: replace(getattr(self, name), **given) for name, given in by_section.items()}
+        sections: dict[str, Any] = {
+            name: replace(getattr(self, name), **changes) for name, changes in by_section.items()
+        }
         return replace(self, **sections, extras=self.extras if extras is None else extras)
 
 
-def build(dialect: str, given: Mapping[str, Setting[Any]], extras: tuple[Extra, ...] = ()) -> Description:
+def build(dialect: str, settings: Mapping[str, Setting[Any]], extras: tuple[Extra, ...] = ()) -> Description:
     """The description with these settings by path, and all others unset."""
-    return Description(dialect).replace(given, extras)
+    return Description(dialect).replace(settings, extras)
 
 
-def settings(description: Description) -> Iterator[tuple[str, Setting[Any]]]:
-    """Every setting with its path, in the order of the sections."""
-    return ((path, description[path]) for path in PATHS)
-
-
-def inactive(path: str, value: Any) -> bool:
+def asks_for_nothing(path: str, value: Any) -> bool:
     """Whether this value asks for nothing to happen, so that a dialect without the setting agrees with it."""
     return value is None or bool(path in _OFF and value == _OFF[path])
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as a configuration writes it, shortened."""
     if isinstance(value, str):
         text = value
     elif value is None or isinstance(value, bool):
         text = {None: "none", True: "true", False: "false"}[value]
     elif isinstance(value, Mapping):
-        text = ", ".join(f"{name} {shown(inner)}" for name, inner in value.items()) or "none"
+        text = ", ".join(f"{name} {as_text(inner)}" for name, inner in value.items()) or "none"
     elif isinstance(value, tuple | list):
-        text = ", ".join(shown(each) for each in value) or "none"
+        text = ", ".join(as_text(each) for each in value) or "none"
     else:
         text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -6,7 +6,7 @@
     return draft.finish()
 
 What nobody has spoken of when the draft finishes is lossy, unless its value asks for nothing or follows from others.
-A `Pen` is a draft that also leaves out what the target does without being told.
+A `TerseDraft` is a draft that also leaves out what the target does without being told.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Description, Setting, inactive, settings, shown
+from terrazzo.dialects.core.description import Description, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Writing
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
-from terrazzo.dialects.core.meaning import idle
+from terrazzo.dialects.core.meaning import has_no_effect
 from terrazzo.dialects.core.reader import split
 
-__all__ = ["Draft", "Pen"]
+__all__ = ["Draft", "TerseDraft"]
 
 
 class Draft:
@@ -48,8 +48,8 @@ class Draft:
 
     def value(self, path: str, default: Any = None) -> Any:
         """The value at a path; the default where it is unset or None."""
-        found = self.description[path].value
-        return default if found is None else found
+        value = self.description[path].value
+        return default if value is None else value
 
     def is_set(self, path: str) -> bool:
         return self.description[path].is_set
@@ -61,7 +61,7 @@ class Draft:
     ) -> None:
         """Write a key, which says one or more settings. Unset ones get no verdict."""
         self.write(key, value)
-        self._say(paths, kind, key, why)
+        self._mark(paths, kind, key, why)
 
     def copy(self, path: str, key: str) -> None:
         """Write a setting's value as it is, if it is set and not None."""
@@ -72,10 +72,10 @@ class Draft:
 
     def implied(self, paths: str | Iterable[str], why: str = "", key: str = "") -> None:
         """The target does so without a key, or by `key`, already written."""
-        self._say(paths, "applied", key, why)
+        self._mark(paths, "applied", key, why)
 
     def lossy(self, paths: str | Iterable[str], why: str, key: str = "") -> None:
-        self._say(paths, "lossy", key, why)
+        self._mark(paths, "lossy", key, why)
 
     def missing(self, path: str, key: str, why: str) -> None:
         """The target needs a key that the source leaves to code."""
@@ -83,7 +83,7 @@ class Draft:
 
     def refuse(self, paths: str | Iterable[str], why: str) -> None:
         """The target cannot do this; `why` says what to do instead."""
-        self._say(paths, "refused", "", why)
+        self._mark(paths, "refused", "", why)
 
     def write(self, key: str, value: Any) -> None:
         """Write a dotted key that no setting stands behind."""
@@ -101,7 +101,7 @@ class Draft:
             place = place[name]
         return True
 
-    def _say(self, paths: str | Iterable[str], kind: VerdictKind, key: str, why: str) -> None:
+    def _mark(self, paths: str | Iterable[str], kind: VerdictKind, key: str, why: str) -> None:
         """The gravest verdict on a setting stands, in whatever order they come; of equal ones the last."""
         for path in [paths] if isinstance(paths, str) else paths:
             setting, before = self.description[path], self._verdicts.get(path)
@@ -119,24 +119,24 @@ class Draft:
         for extra in self.description.extras if self.own else ():
             if not self.has(extra.key):
                 self.write(extra.key, extra.value)
-        for path, setting in settings(self.description):
+        for path, setting in self.description.items():
             if not setting.is_set or path in self._verdicts:
                 continue
-            follows = setting.origin == "derived" or idle(self.description, path)
-            if self.own or inactive(path, setting.value) or follows:
+            follows = setting.origin == "derived" or has_no_effect(self.description, path)
+            if self.own or asks_for_nothing(path, setting.value) or follows:
                 self.implied(path)
             else:
-                self.lossy(path, f"{self.library} has nothing for {path} = {shown(setting.value)}")
+                self.lossy(path, f"{self.library} has nothing for {path} = {as_text(setting.value)}")
         return Writing(self.document, tuple(self._verdicts.values()), tuple(self._missing))
 
 
-class Pen(Draft):
+class TerseDraft(Draft):
     """A draft that leaves out what the target does by itself.
 
     Written for the dialect that the description was read from, it repeats exactly the keys that stood there.
     """
 
-    def wanted(self, path: str, default: Any, key: str = "") -> bool:
+    def needs_key(self, path: str, default: Any, key: str = "") -> bool:
         """Whether a setting needs its key.
 
         In this very dialect: if the file gave it, by `key` or one beside it where one is named. Else: if its value is
@@ -148,15 +148,15 @@ class Pen(Draft):
         if self.own and setting.origin in ("default", "derived"):
             return bool(key) and setting.origin == "derived" and key in setting.keys
         if self.own and setting.keys:
-            return not key or any(_beside(said, key) for said in setting.keys)
+            return not key or any(_beside(source_key, key) for source_key in setting.keys)
         return bool(setting.value != default)
 
-    def kept(self, key: str) -> bool:
+    def is_extra(self, key: str) -> bool:
         """Whether the source says this very key beyond the sections, so that it comes back by itself."""
         return self.own and any(extra.key == key for extra in self.description.extras)
 
-    def place(self, path: str, key: str) -> str:
-        """The key that said it in this very dialect, if it was one, else `key`."""
+    def own_key(self, path: str, key: str) -> str:
+        """The key that the setting came from in this very dialect, if it was one, else `key`."""
         keys = self.setting(path).keys
         return keys[0] if self.own and len(keys) == 1 and _beside(keys[0], key) else key
 
@@ -165,18 +165,18 @@ class Pen(Draft):
         setting = self.setting(path)
         if words is not None and setting.value is not None and setting.value not in words:
             self.lossy(path, f"{self.library} cannot say {setting.value!r}: {_listed(words)}")
-        elif self.wanted(path, default, key) and not self.kept(self.place(path, key)):
+        elif self.needs_key(path, default, key) and not self.is_extra(self.own_key(path, key)):
             value = words[setting.value] if words is not None and setting.value is not None else setting.value
-            self.put(path, self.place(path, key), list(value) if isinstance(value, tuple) else value, why)
+            self.put(path, self.own_key(path, key), list(value) if isinstance(value, tuple) else value, why)
         else:
             self.implied(path, why)
 
 
-def _beside(said: str, key: str) -> bool:
+def _beside(source_key: str, key: str) -> bool:
     """Whether two keys are one, or one is a part of the other, or both are forms of one argument."""
-    if said.startswith(f"{key}.") or key.startswith(f"{said}.") or said == key:
+    if source_key.startswith(f"{key}.") or key.startswith(f"{source_key}.") or source_key == key:
         return True
-    return said.partition(".")[0] == key.partition(".")[0] == "auto_wrap_policy"
+    return source_key.partition(".")[0] == key.partition(".")[0] == "auto_wrap_policy"
 
 
 def _listed(words: Mapping[Any, Any]) -> str:

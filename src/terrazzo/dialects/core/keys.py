@@ -20,21 +20,21 @@ from terrazzo.dialects.core.key_verdict import Loss
 
 __all__ = [
     "ANY",
-    "LIST",
+    "BOOLEAN",
     "MISSING",
-    "SWITCH",
+    "NAME_LIST",
     "TEXT",
     "Keep",
     "Key",
     "Rows",
     "Type",
+    "choice",
+    "integer",
     "matches",
     "meaning_of",
     "number",
     "row_of",
     "section",
-    "whole",
-    "words",
 ]
 
 Keep = Loss | Literal[""]
@@ -88,7 +88,7 @@ class Key:
 
     @property
     def nullable(self) -> bool:
-        return (self.default is None or self.type in (ANY, LIST)) if self.null is None else self.null
+        return (self.default is None or self.type in (ANY, NAME_LIST)) if self.null is None else self.null
 
 
 Rows = Mapping[str, Key | tuple[Any, str]]
@@ -114,8 +114,8 @@ def matches(key: str, pattern: str) -> bool:
 
 def row_of(keys: Mapping[str, Key], key: str) -> Key | None:
     """The row of a key: its own, else that of the first pattern that it is one of."""
-    found = keys.get(key)
-    return found or next((row for name, row in keys.items() if name[-1] in "*>" and matches(key, name)), None)
+    patterns = (row for name, row in keys.items() if name[-1] in "*>" and matches(key, name))
+    return keys.get(key) or next(patterns, None)
 
 
 def meaning_of(keys: Mapping[str, Key], key: str) -> str:
@@ -127,13 +127,13 @@ def meaning_of(keys: Mapping[str, Key], key: str) -> str:
 # -- types ---------------------------------------------------------------------------------------------------------
 
 
-def whole(low: int = 0, high: int | None = None) -> Type:
+def integer(low: int = 0, high: int | None = None) -> Type:
     """A whole number, also written `8.0` or `5e8`."""
 
     def parse(value: Any) -> Any:
-        found = _number(value, low, high)
-        fits = found is not MISSING and abs(found) <= _LARGEST and found == int(found)
-        return int(found) if fits else MISSING
+        parsed = _number(value, low, high)
+        fits = parsed is not MISSING and abs(parsed) <= _LARGEST and parsed == int(parsed)
+        return int(parsed) if fits else MISSING
 
     return Type(f"a whole number from {low}{'' if high is None else f' to {high}'}", parse)
 
@@ -144,7 +144,7 @@ def number(low: float = 0.0, high: float | None = None) -> Type:
     return Type(f"a number from {low:g}{top}", lambda value: _number(value, low, high))
 
 
-def words(choices: Mapping[Any, Any], *, fold: bool = True) -> Type:
+def choice(choices: Mapping[Any, Any], *, fold: bool = True) -> Type:
     """One of some words or numbers, as what it stands for. `fold`: upper case is as lower case; keys are lower."""
 
     def parse(value: Any) -> Any:
@@ -179,9 +179,9 @@ def _names(value: Any) -> Any:
     return MISSING
 
 
-SWITCH = Type("true or false", _switch)
+BOOLEAN = Type("true or false", _switch)
 """True or false, also as the words."""
 TEXT = Type("text", lambda value: value if isinstance(value, str) else MISSING)
-LIST = Type("a list of names", _names)
+NAME_LIST = Type("a list of names", _names)
 """A list of names, or one text with commas, as a tuple."""
 ANY = Type("a value", lambda value: value)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import MODEL_AXES, TIERS, Description, Extra, inactive, settings
+from terrazzo.dialects.core.description import MODEL_AXES, TIERS, Description, Extra, asks_for_nothing
 from terrazzo.engine import PLANS, Place, Plan
 from terrazzo.errors import BadInput
 
@@ -15,13 +15,13 @@ __all__ = [
     "NVME_ONLY",
     "ON_CPU",
     "TWO_AXES",
-    "agree",
+    "agree_on",
     "data_ranks",
     "degrees",
     "extras_by_key",
-    "idle",
-    "left",
-    "same",
+    "has_no_effect",
+    "ranks_left",
+    "same_value",
     "tier_and_share",
 ]
 
@@ -44,10 +44,10 @@ def degrees(description: Description) -> dict[str, int | None]:
     `dp_shard` is what is left of the world. Where it is given and `dp_replicate` is set to None, that is what is left.
     A hybrid row of which neither is given splits over one node, and how many there are is not known.
     """
-    found = {axis: description.value(f"mesh.{axis}") or 1 for axis in ("pp", "dp_replicate", "cp", "sp", "tp")}
+    sizes = {axis: description.value(f"mesh.{axis}") or 1 for axis in ("pp", "dp_replicate", "cp", "sp", "tp")}
     shard, world, replicas = (description[f"mesh.{name}"] for name in ("dp_shard", "world", "dp_replicate"))
     open_replicas = replicas.is_set and replicas.value is None
-    known: dict[str, int | None] = {**found, "dp_shard": shard.value}
+    known: dict[str, int | None] = {**sizes, "dp_shard": shard.value}
     if shard.value is None and open_replicas and description.value("sharding.optim") in ("S", "S,R"):
         return {**known, "dp_replicate": None}
     if shard.value is not None and not open_replicas:
@@ -62,14 +62,14 @@ def degrees(description: Description) -> dict[str, int | None]:
 
 def data_ranks(description: Description) -> int | None:
     """Ranks that see different data; None where it is not known."""
-    found, world = degrees(description), description.value("mesh.world")
-    if found["dp_shard"] and found["dp_replicate"]:
-        return found["dp_shard"] * found["dp_replicate"]
-    others = math.prod(found[axis] or 1 for axis in APART)
+    sizes, world = degrees(description), description.value("mesh.world")
+    if sizes["dp_shard"] and sizes["dp_replicate"]:
+        return sizes["dp_shard"] * sizes["dp_replicate"]
+    others = math.prod(sizes[axis] or 1 for axis in APART)
     return None if world is None or world % others else world // others
 
 
-def left(description: Description, world: int | None, axes: Iterable[str]) -> int | None:
+def ranks_left(description: Description, world: int | None, axes: Iterable[str]) -> int | None:
     """Ranks that some axes leave: of the world that the description says, else of `world`.
 
     0 where they need more than there are; None where the number of ranks is not known.
@@ -80,11 +80,11 @@ def left(description: Description, world: int | None, axes: Iterable[str]) -> in
 
 def extras_by_key(description: Description) -> Mapping[str, Extra]:
     """What the source says beyond the sections. Without the spelling of settings, which a dialect may keep, too."""
-    spoken = {key for _, setting in settings(description) for key in setting.keys}
+    spoken = {key for _, setting in description.items() for key in setting.keys}
     return {extra.key: extra for extra in description.extras if extra.key not in spoken}
 
 
-def idle(description: Description, path: str) -> bool:
+def has_no_effect(description: Description, path: str) -> bool:
     """Whether a setting says how something is done that is not done here: it has no effect."""
     if axis := _OF_AXIS.get(path):
         return description.value(f"mesh.{axis}") in (None, 1)
@@ -112,11 +112,11 @@ def tier_and_share(text: str) -> tuple[str, float | None, bool]:
     return list(shares)[-1], None if "device" not in shares else sum(off), len(off) > 1
 
 
-def agree(path: str, one: Description, other: Description) -> bool:
+def agree_on(path: str, one: Description, other: Description) -> bool:
     """Whether two descriptions mean the same by a setting, as far as both say it."""
-    if not one[path].is_set or not other[path].is_set or same(path, one.value(path), other.value(path)):
+    if not one[path].is_set or not other[path].is_set or same_value(path, one.value(path), other.value(path)):
         return True
-    if idle(one, path) and idle(other, path):
+    if has_no_effect(one, path) and has_no_effect(other, path):
         return True
     axis = path.removeprefix("mesh.")
     if axis in ("dp_shard", "dp_replicate"):  # one may say what the other leaves to the world
@@ -125,14 +125,14 @@ def agree(path: str, one: Description, other: Description) -> bool:
     return False
 
 
-def same(path: str, one: Any, other: Any) -> bool:
+def same_value(path: str, one: Any, other: Any) -> bool:
     """Whether two values of a setting mean the same."""
-    if inactive(path, one) and inactive(path, other):
+    if asks_for_nothing(path, one) and asks_for_nothing(path, other):
         return True
     if path == "saving.export":  # a Hugging Face folder holds the full state dict
         return {one, other} <= {"full", "hf"}
     if isinstance(one, float | int) and isinstance(other, float | int):
         return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(same(path, a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(same_value(path, a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)

@@ -16,13 +16,25 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByKey, build
+from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
 from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind, worst
-from terrazzo.dialects.core.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
+from terrazzo.dialects.core.keys import (
+    BOOLEAN,
+    MISSING,
+    NAME_LIST,
+    ONE_OF,
+    TEXT,
+    Key,
+    Type,
+    choice,
+    integer,
+    number,
+    row_of,
+)
 from terrazzo.errors import did_you_mean
 
-__all__ = ["Reader", "derived", "flatten", "given_only", "join", "split"]
+__all__ = ["Reader", "derived", "flatten", "join", "only_from_file", "split"]
 
 
 def flatten(document: ConfigDocument, opaque: Iterable[str] = ()) -> dict[str, Any]:
@@ -100,7 +112,7 @@ class Reader:
         """Whatever stands there: from the file, else the default."""
         if key not in self.flat:
             return Setting(default, "default", "")
-        self.say(key, "applied")
+        self.mark(key, "applied")
         return Setting(self.flat[key], "file", key)
 
     def take(self, key: str) -> Setting[Any]:
@@ -109,7 +121,7 @@ class Reader:
         if row is None:
             return self.any(key)
         default = self.default(key)
-        return self._checked(key, default or () if row.type is LIST else default, row.type, row.nullable)
+        return self._checked(key, default or () if row.type is NAME_LIST else default, row.type, row.nullable)
 
     def default(self, key: str) -> Any:
         """What the library does where the document does not say it, in neutral words."""
@@ -119,7 +131,7 @@ class Reader:
         self, key: str, default: int | None = None, *, low: int = 0, high: int | None = None, null: bool = False
     ) -> Setting[Any]:
         """A whole number, also written `8.0` or `5e8`; with `null`, also nothing at all."""
-        return self._checked(key, default, whole(low, high), null)
+        return self._checked(key, default, integer(low, high), null)
 
     def number(
         self, key: str, default: float | None = None, *, low: float = 0.0, high: float | None = None, null: bool = False
@@ -128,7 +140,7 @@ class Reader:
 
     def boolean(self, key: str, default: bool | None = None, *, null: bool = False) -> Setting[Any]:
         """True or false, also as the words."""
-        return self._checked(key, default, SWITCH, null)
+        return self._checked(key, default, BOOLEAN, null)
 
     def text(self, key: str, default: str | None = None, *, null: bool = False) -> Setting[Any]:
         return self._checked(key, default, TEXT, null)
@@ -137,11 +149,11 @@ class Reader:
         self, key: str, choices: Mapping[Any, Any], default: Any = None, *, fold: bool = True, null: bool = False
     ) -> Setting[Any]:
         """One of some words or numbers, as what it stands for. See `keys.words`."""
-        return self._checked(key, default, words(choices, fold=fold), null)
+        return self._checked(key, default, choice(choices, fold=fold), null)
 
     def names(self, key: str, default: Sequence[str] = (), *, null: bool = True) -> Setting[Any]:
         """A list of names, or one text with commas, as a tuple."""
-        return self._checked(key, tuple(default), LIST, null)
+        return self._checked(key, tuple(default), NAME_LIST, null)
 
     def section(self, key: str, default: Mapping[str, Any] | None = None) -> Setting[Any]:
         """Everything below a key, as a mapping; each of its leaves is taken."""
@@ -155,7 +167,7 @@ class Reader:
             return Setting(dict(default or {}), "default", "")
         nested: dict[str, Any] = {}
         for name, value in below.items():
-            self.say(name, "applied")
+            self.mark(name, "applied")
             _put(nested, split(name.removeprefix(f"{key}.")), value)
         return Setting(nested, "file", ", ".join(below))
 
@@ -165,30 +177,30 @@ class Reader:
             return Setting(default, "default", "")
         raw = self.flat[key]
         if raw is None and null:
-            self.say(key, "applied")
+            self.mark(key, "applied")
             return Setting(default, "default", key)
         value = kind.parse(raw)
         if value is MISSING:
             self.refuse(key, f"it is {_shown(raw)}, expected {_expected(kind, raw)}")
             return Setting(default, "default", key)
-        self.say(key, "applied")
+        self.mark(key, "applied")
         return Setting(value, "file", key)
 
     # -- verdicts --------------------------------------------------------------------------------------------------
 
-    def say(self, key: str, kind: VerdictKind, why: str = "", target: str = "") -> None:
+    def mark(self, key: str, kind: VerdictKind, why: str = "", target: str = "") -> None:
         """What became of a key: the gravest verdict stands, in whatever order they come; of equal ones the last."""
         before = self.verdicts.get(key)
         if key in self.flat and (before is None or worst([before.kind, kind]) == kind):
             self.verdicts[key] = KeyVerdict(key, self.flat[key], kind, target, why)
 
     def refuse(self, key: str, why: str) -> None:
-        self.say(key, "refused", why)
+        self.mark(key, "refused", why)
 
     def keep(self, key: str, why: str = "", *, loss: Loss = "lossy") -> None:
         """Keep a key, or all below it, as it is: it means something to this library alone. See `Extra`."""
         for name in [name for name in self.flat if name == key or name.startswith(f"{key}.")]:
-            self.say(name, "applied")
+            self.mark(name, "applied")
             self._extras.append(Extra(name, self.flat[name], why, loss))
 
     def keep_as(self, key: str, value: Any, why: str = "another way to write the same") -> None:
@@ -196,8 +208,8 @@ class Reader:
         self._extras = [extra for extra in self._extras if extra.key != key]
         self._extras.append(Extra(key, value, why, loss="harmless"))
 
-    def kept_keys(self) -> frozenset[str]:
-        """Keys of which a value is kept."""
+    def extra_keys(self) -> frozenset[str]:
+        """Keys of which a value is kept as an extra."""
         return frozenset(extra.key for extra in self._extras)
 
     def keep_nulls(self) -> None:
@@ -225,7 +237,7 @@ class Reader:
     def finish(
         self,
         dialect: str,
-        given: Mapping[str, Setting[Any]],
+        settings: Mapping[str, Setting[Any]],
         known: Iterable[str] | None = None,
         unknown: str = "ignores it",
     ) -> Reading:
@@ -233,7 +245,7 @@ class Reader:
 
         Args:
             dialect: its name.
-            given: settings by path.
+            settings: settings by path.
             known: the dialect's known keys, for the nearest one to a misspelt key; default: those of the rows.
             unknown: what the library does with a key that it does not know, after its name.
         """
@@ -244,23 +256,23 @@ class Reader:
                 self.refuse(key, f"it is {str(self.flat[key])[:60]!r}, which {self.library} does not take there")
                 continue
             if self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
-                self.say(key, "applied", "an empty section says nothing")
+                self.mark(key, "applied", "an empty section says nothing")
                 continue
             near = _nearest(key, names)
             self.refuse(key, f"{self.library} has no such key and {unknown}.{near}")
-        self._name_targets(given)
+        self._name_targets(settings)
         ordered = tuple(self.verdicts[key] for key in self.flat)
-        return Reading(build(dialect, given, tuple(self._extras)), ordered)
+        return Reading(build(dialect, settings, tuple(self._extras)), ordered)
 
-    def _name_targets(self, given: Mapping[str, Setting[Any]]) -> None:
+    def _name_targets(self, settings: Mapping[str, Setting[Any]]) -> None:
         paths: dict[str, list[str]] = {}
-        for path, setting in given.items():
+        for path, setting in settings.items():
             for key in setting.keys:
                 paths.setdefault(key, []).append(path)
-        for key, found in paths.items():
+        for key, targets in paths.items():
             verdict = self.verdicts.get(key)
             if verdict is not None and not verdict.target:
-                self.verdicts[key] = KeyVerdict(key, verdict.value, verdict.kind, ", ".join(found), verdict.why)
+                self.verdicts[key] = KeyVerdict(key, verdict.value, verdict.kind, ", ".join(targets), verdict.why)
 
 
 def derived(value: Any, *sources: Setting[Any], origin: SettingOrigin = "derived") -> Setting[Any]:
@@ -269,7 +281,7 @@ def derived(value: Any, *sources: Setting[Any], origin: SettingOrigin = "derived
     return Setting(value, origin, ", ".join(keys))
 
 
-def given_only(settings: Mapping[str, Setting[Any]]) -> SettingsByKey:
+def only_from_file(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
     """The settings that the file gives a value: a default that says nothing to others is left unset."""
     return {path: setting for path, setting in settings.items() if setting.origin == "file"}
 

@@ -24,7 +24,7 @@ __all__ = [
     "ScheduleSection",
     "Setting",
     "SettingOrigin",
-    "SettingsByKey",
+    "SettingsByPath",
     "ShardingSection",
     "TrainingSection",
     "UnitsSection",
@@ -59,7 +59,7 @@ class Setting(Generic[T]):
         return self.origin != "unset"
 
 
-SettingsByKey = dict[str, Setting[Any]]
+SettingsByPath = dict[str, Setting[Any]]
 """Settings by path."""
 UNSET: Setting[Any] = Setting(None, "unset")
 """Left to the user's code: the dialect has no such setting, or gives it no default."""

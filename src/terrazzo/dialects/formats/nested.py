@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from terrazzo.config.files import load
-from terrazzo.dialects.core.description import Extra, Setting, keys_in, settings
+from terrazzo.dialects.core.description import Extra, Setting, keys_in
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
@@ -30,12 +30,12 @@ class Nested:
     """An inner document, read, with its keys as the outer document has them.
 
     Attributes:
-        given: settings by path.
+        settings: by path.
         document: the inner document itself.
         inner: its own reading, under its own keys.
     """
 
-    given: Mapping[str, Setting[Any]]
+    settings: Mapping[str, Setting[Any]]
     verdicts: tuple[KeyVerdict, ...]
     extras: tuple[Extra, ...]
     document: ConfigDocument
@@ -55,16 +55,16 @@ def read_nested(
     def key(inner: str) -> str:
         return section if file is not None else f"{section}.{inner}"
 
-    given = {
+    settings = {
         path: replace(setting, key=", ".join(dict.fromkeys(key(each) for each in setting.keys)))
-        for path, setting in settings(reading.description)
+        for path, setting in reading.description.items()
         if setting.is_set
     }
     verdicts = [replace(verdict, key=key(verdict.key)) for verdict in reading.verdicts]
     if file is not None:
         verdicts = merge([replace(verdict, value=file) for verdict in verdicts])
     extras = tuple(replace(extra, key=f"{section}.{extra.key}") for extra in reading.description.extras)
-    return Nested(given, tuple(verdicts), extras, document, reading)
+    return Nested(settings, tuple(verdicts), extras, document, reading)
 
 
 def keyed(findings: list[Finding], section: str) -> list[Finding]:
@@ -87,14 +87,14 @@ def merge(verdicts: list[KeyVerdict]) -> list[KeyVerdict]:
     by_key: dict[str, list[KeyVerdict]] = {}
     for verdict in verdicts:
         by_key.setdefault(verdict.key, []).append(verdict)
-    return [_gravest(key, found) for key, found in by_key.items()]
+    return [_gravest(key, verdicts_of_key) for key, verdicts_of_key in by_key.items()]
 
 
-def _gravest(key: str, found: list[KeyVerdict]) -> KeyVerdict:
-    kind = worst(verdict.kind for verdict in found)
-    targets = dict.fromkeys(path for verdict in found for path in keys_in(verdict.target))
-    words = dict.fromkeys(verdict.why for verdict in found if verdict.why and verdict.kind == kind)
-    return KeyVerdict(key, found[0].value, kind, ", ".join(targets), "; ".join(words))
+def _gravest(key: str, verdicts: list[KeyVerdict]) -> KeyVerdict:
+    kind = worst(verdict.kind for verdict in verdicts)
+    targets = dict.fromkeys(path for verdict in verdicts for path in keys_in(verdict.target))
+    words = dict.fromkeys(verdict.why for verdict in verdicts if verdict.why and verdict.kind == kind)
+    return KeyVerdict(key, verdicts[0].value, kind, ", ".join(targets), "; ".join(words))
 
 
 def load_named(value: Any, context: ReadingContext) -> tuple[dict[str, Any], str]:

@@ -18,9 +18,9 @@ __all__ = ["check"]
 
 def check(understood: Understood) -> list[Finding]:
     """All findings, errors first."""
-    found = [*_keys(understood), *_everywhere(understood)]
-    found += understood.dialect.findings(understood.loaded.document, understood.reading, understood.context)
-    unique = list(dict.fromkeys(found))
+    findings = [*_keys(understood), *_everywhere(understood)]
+    findings += understood.dialect.findings(understood.loaded.document, understood.reading, understood.context)
+    unique = list(dict.fromkeys(findings))
     return sorted(unique, key=lambda finding: finding.level != "error")
 
 
@@ -57,14 +57,14 @@ def _everywhere(understood: Understood) -> Iterator[Finding]:
 
 
 def _world(understood: Understood) -> Iterator[Finding]:
-    description, given = understood.description, understood.context.world
+    description, launched = understood.description, understood.context.world
     world, key = description.value("mesh.world"), description["mesh.world"].key or "mesh.world"
-    if given is not None and world is not None and world != given:
-        yield Finding(key, "error", f"it says {world} ranks, and --world {given}")
+    if launched is not None and world is not None and world != launched:
+        yield Finding(key, "error", f"it says {world} ranks, and --world {launched}")
     axes = degrees(description)
-    given_axes = {axis: degree for axis, degree in axes.items() if description.value(f"mesh.{axis}") is not None}
-    wanted = math.prod(degree or 1 for degree in given_axes.values())
-    product = " × ".join(f"{axis} {degree}" for axis, degree in given_axes.items() if degree != 1) or "1"
+    known_axes = {axis: degree for axis, degree in axes.items() if description.value(f"mesh.{axis}") is not None}
+    wanted = math.prod(degree or 1 for degree in known_axes.values())
+    product = " × ".join(f"{axis} {degree}" for axis, degree in known_axes.items() if degree != 1) or "1"
     keys = ", ".join(dict.fromkeys(key for axis in axes for key in description[f"mesh.{axis}"].keys)) or "mesh.world"
     if world is None:
         return
@@ -140,10 +140,10 @@ def _plan(description: Description) -> Iterator[Finding]:
     plan = description.plan
     if plan is None:
         return
-    found, key = degrees(description), description["sharding.weight"].key or "plan"
-    if description.row in TWO_AXES and found["dp_replicate"] == 1:
+    sizes, key = degrees(description), description["sharding.weight"].key or "plan"
+    if description.row in TWO_AXES and sizes["dp_replicate"] == 1:
         text = f"{plan.name} needs two data axes; without replicas nothing is replicated: give both degrees"
-        yield Finding(key, "warning" if found["dp_shard"] is None else "error", text)
+        yield Finding(key, "warning" if sizes["dp_shard"] is None else "error", text)
     rows = {state: ",".join(place.axes) or "-" for state, place in plan.places().items()}
     try:
         Plan(**rows).resolve(("dp_replicate", "dp_shard", "cp"))

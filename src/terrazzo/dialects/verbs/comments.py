@@ -36,16 +36,16 @@ def take(text: str) -> dict[str, Comment]:
     spots = list(_keys(text))
     lines = [line for line, _, _ in spots]
     first = {line: name for line, _, name in reversed(spots)}
-    found: dict[str, Comment] = {}
+    comments: dict[str, Comment] = {}
     for line, alone, words in _comments(text):
         after = bisect_right(lines, line)
         if not alone:
             key = first[lines[after - 1]] if after else ""
-            found.setdefault(key, Comment()).beside.append(words)
+            comments.setdefault(key, Comment()).beside.append(words)
         else:
             key = spots[after][2] if 0 < after < len(spots) else ""
-            found.setdefault(key, Comment()).above.append(words)
-    return found
+            comments.setdefault(key, Comment()).above.append(words)
+    return comments
 
 
 def place(text: str, comments: Mapping[str, Comment]) -> str:
@@ -98,8 +98,8 @@ def _comments(text: str) -> Iterator[tuple[int, bool, str]]:
                 start = first.column if number == first.line else 0
                 inside.setdefault(number, []).append((start, last.column if number == last.line else len(text)))
     for number, line in enumerate(text.splitlines()):
-        for found in re.finditer(r"(?:^|(?<=\s))#", line):
-            if not any(start <= found.start() < end for start, end in inside.get(number, ())):
-                words = line[found.end() :].removeprefix(" ").rstrip()
-                yield number, not line[: found.start()].strip(), words
+        for mark in re.finditer(r"(?:^|(?<=\s))#", line):
+            if not any(start <= mark.start() < end for start, end in inside.get(number, ())):
+                words = line[mark.end() :].removeprefix(" ").rstrip()
+                yield number, not line[: mark.start()].strip(), words
                 break

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.core.description import Description, Extra, Setting, inactive, keys_in, settings, shown
+from terrazzo.dialects.core.description import Description, Extra, Setting, as_text, asks_for_nothing, keys_in
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
-from terrazzo.dialects.core.meaning import agree, extras_by_key, idle
+from terrazzo.dialects.core.meaning import agree_on, extras_by_key, has_no_effect
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.verbs.understand import Understood, read_document
 
@@ -76,19 +76,19 @@ class _Fates:
         self.own = list(flatten(writing.document)) if before.dialect == target.name else []
         self.by_path = {verdict.key: self._read_back(verdict) for verdict in writing.verdicts}
         self.paths: dict[str, list[str]] = {}
-        for path, setting in settings(before):
+        for path, setting in before.items():
             for key in setting.keys:
                 self.paths.setdefault(key, []).append(path)
 
     def _read_back(self, verdict: KeyVerdict) -> KeyVerdict:
         """The writer's verdict; lossy where the document read back says otherwise, and the writer did not say why."""
-        if verdict.kind in ("lossy", "refused") or verdict.why or agree(verdict.key, self.before, self.after):
+        if verdict.kind in ("lossy", "refused") or verdict.why or agree_on(verdict.key, self.before, self.after):
             return verdict
-        now, title = shown(self.after.value(verdict.key)), self.target.title
+        now, title = as_text(self.after.value(verdict.key)), self.target.title
         if verdict.value is None:
             why = f"{verdict.key} is open here, and {title} takes {now}"
         else:
-            why = f"{title} has {now} for {verdict.key}, not {shown(verdict.value)}"
+            why = f"{title} has {now} for {verdict.key}, not {as_text(verdict.value)}"
         return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, why)
 
     def of_key(self, read: KeyVerdict) -> KeyVerdict:
@@ -116,16 +116,16 @@ class _Fates:
     def _composed(self, read: KeyVerdict, written: list[KeyVerdict]) -> KeyVerdict:
         direct = [verdict for verdict in written if self.before[verdict.key].origin != "derived"] or written
         targets = _once(part for verdict in direct for part in keys_in(verdict.target))
-        said = list(written)
+        verdicts = list(written)
         if rest := self.partial.get(read.key):  # what the key says beyond its settings
-            said.append(KeyVerdict(read.key, read.value, LOST[rest.loss], "", rest.why))
-        kind = worst([read.kind, *(verdict.kind for verdict in said)])
+            verdicts.append(KeyVerdict(read.key, read.value, LOST[rest.loss], "", rest.why))
+        kind = worst([read.kind, *(verdict.kind for verdict in verdicts)])
         stays = any(target == read.key or target.startswith(f"{read.key}.") for target in [*targets, *self.own])
         if kind in ("applied", "renamed") and targets:
             kind = "applied" if stays and read.kind == "applied" else "renamed"
         if kind == "renamed" and read.kind == "defaulted":
             kind = "defaulted"
-        grave = [verdict.why for verdict in said if verdict.kind == kind] if kind in ("lossy", "refused") else []
+        grave = [verdict.why for verdict in verdicts if verdict.kind == kind] if kind in ("lossy", "refused") else []
         why = "; ".join(_once([read.why, *(grave or [verdict.why for verdict in written])]))
         return KeyVerdict(read.key, read.value, kind, ", ".join(targets), why)
 
@@ -133,15 +133,24 @@ class _Fates:
         """Losses of settings that no key of the source gave, and what the target needs beside them."""
         yield from self.missing
         for path, verdict in self.by_path.items():
-            if not self.before[path].key and verdict.kind in ("lossy", "refused") and not idle(self.before, path):
+            if (
+                not self.before[path].key
+                and verdict.kind in ("lossy", "refused")
+                and not has_no_effect(self.before, path)
+            ):
                 yield verdict
 
     def added(self) -> Iterable[KeyVerdict]:
         """The target's own choices where the source makes none, or what it asks for is refused."""
-        for path, now in settings(self.after):
+        for path, now in self.after.items():
             was: Setting[Any] = self.before[path]
             open_now = not was.is_set or (self.by_path[path].kind == "refused" and now.origin == "default")
-            if now.is_set and open_now and not inactive(path, now.value) and not idle(self.after, path):
+            if (
+                now.is_set
+                and open_now
+                and not asks_for_nothing(path, now.value)
+                and not has_no_effect(self.after, path)
+            ):
                 yield KeyVerdict(path, now.value, "defaulted", now.key, f"{self.target.title}'s default")
 
 

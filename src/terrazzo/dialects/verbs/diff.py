@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from terrazzo.dialects.core.description import MEANING, PATHS, Description, Setting, inactive
-from terrazzo.dialects.core.meaning import agree, extras_by_key, idle
+from terrazzo.dialects.core.description import MEANING, PATHS, Description, Setting, asks_for_nothing
+from terrazzo.dialects.core.meaning import agree_on, extras_by_key, has_no_effect
 
 __all__ = ["SettingDifference", "compare"]
 
@@ -29,22 +29,22 @@ class SettingDifference:
 
 def compare(a: Description, b: Description) -> list[SettingDifference]:
     """Every difference, in the order of the sections. What one leaves to code and the other turns off is none."""
-    found = []
+    differences = []
     for path in PATHS:
         one, other = a[path], b[path]
         if one.is_set and other.is_set:
-            if not agree(path, a, b):
-                found.append(SettingDifference(path, MEANING[path], "value", one, other))
+            if not agree_on(path, a, b):
+                differences.append(SettingDifference(path, MEANING[path], "value", one, other))
         elif one.is_set != other.is_set:
-            said = one if one.is_set else other
-            if not inactive(path, said.value) and not idle(a if one.is_set else b, path):
-                found.append(SettingDifference(path, MEANING[path], "a" if one.is_set else "b", one, other))
-    return found + (_extras(a, b) if a.dialect == b.dialect else [])
+            one_sided = one if one.is_set else other
+            if not asks_for_nothing(path, one_sided.value) and not has_no_effect(a if one.is_set else b, path):
+                differences.append(SettingDifference(path, MEANING[path], "a" if one.is_set else "b", one, other))
+    return differences + (_extras(a, b) if a.dialect == b.dialect else [])
 
 
 def _extras(a: Description, b: Description) -> list[SettingDifference]:
     ours, theirs = extras_by_key(a), extras_by_key(b)
-    found = []
+    differences = []
     for key in dict.fromkeys([*ours, *theirs]):
         one, other = (
             Setting(side[key].value, "file", key) if key in side else Setting(None, "unset") for side in (ours, theirs)
@@ -53,5 +53,5 @@ def _extras(a: Description, b: Description) -> list[SettingDifference]:
             continue
         meaning = (ours.get(key) or theirs[key]).why
         kind: Literal["value", "a", "b"] = "value" if one.is_set and other.is_set else "a" if one.is_set else "b"
-        found.append(SettingDifference(key, meaning, kind, one, other))
-    return found
+        differences.append(SettingDifference(key, meaning, kind, one, other))
+    return differences

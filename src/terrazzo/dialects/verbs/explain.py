@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, settings, shown
+from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, as_text
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.meaning import data_ranks, degrees, extras_by_key
 from terrazzo.dialects.verbs.understand import Understood
@@ -64,7 +64,7 @@ def explain(understood: Understood) -> Page:
     description = understood.description
     options = [
         OptionRow(path, setting.value, setting.origin, setting.key, MEANING[path])
-        for path, setting in settings(description)
+        for path, setting in description.items()
         if setting.is_set
     ]
     unsettled = [verdict for verdict in understood.reading.verdicts if verdict.kind != "applied"]
@@ -73,7 +73,7 @@ def explain(understood: Understood) -> Page:
         understood.dialect.title,
         tuple(plan_words(description)),
         tuple(options),
-        tuple(path for path, setting in settings(description) if not setting.is_set),
+        tuple(path for path, setting in description.items() if not setting.is_set),
         tuple(extras_by_key(description).values()),
         tuple(unsettled),
     )
@@ -117,21 +117,21 @@ def _in_full(description: Description) -> Iterator[str]:
 
 
 def _mesh(description: Description) -> str:
-    found = degrees(description)
-    given = {axis: degree for axis, degree in found.items() if degree not in (1, None)}
+    sizes = degrees(description)
+    known = {axis: degree for axis, degree in sizes.items() if degree not in (1, None)}
     if (ep := description.value("mesh.ep")) not in (None, 1):
-        given["ep"] = ep
+        known["ep"] = ep
     world = description.value("mesh.world")
-    product = " × ".join(f"{axis} {degree}" for axis, degree in given.items())
+    product = " × ".join(f"{axis} {degree}" for axis, degree in known.items())
     if world is None:
-        return product + (" × dp_shard as many as are left" if product and found["dp_shard"] is None else "")
+        return product + (" × dp_shard as many as are left" if product and sizes["dp_shard"] is None else "")
     return f"{world} = {product}" if product else str(world)
 
 
 def _dtypes(description: Description) -> str:
     names = ("weight", "compute", "reduce", "accumulate", "master", "moments")
-    found = [(name, description.value(f"precision.{name}")) for name in names]
-    known = [f"{name} {'as loaded' if dtype == LOADED else dtype}" for name, dtype in found if dtype]
+    dtypes = [(name, description.value(f"precision.{name}")) for name in names]
+    known = [f"{name} {'as loaded' if dtype == LOADED else dtype}" for name, dtype in dtypes if dtype]
     if scaling := description.value("precision.loss_scaling"):
         known.append(scaling_words(scaling))
     if fixed := description.value("precision.static_loss_scale"):
@@ -152,4 +152,4 @@ def _batch(description: Description) -> str:
         whole, product = sizes["global_batch"], micro * count * ranks
         apart = "" if product == whole else f", which are {product}: the file contradicts itself"
         return f"{whole} sequences {'≠' if apart else '='} {micro} × {count} micro-batches × {ranks} data ranks{apart}"
-    return ", ".join(f"{name} {shown(size)}" for name, size in sizes.items() if size)
+    return ", ".join(f"{name} {as_text(size)}" for name, size in sizes.items() if size)

@@ -108,13 +108,13 @@ def _size(description: Description, name: str) -> float | None:
 def _shards(description: Description, state: str, ranks: int) -> int | None:
     """Into how many parts a state is cut; None where that is not known, or not of so many ranks."""
     axes = description.value(f"sharding.{state}")
-    found = degrees(description.replace({"mesh.world": Setting(ranks, "derived")}))
-    if None not in found.values() and math.prod(degree or 1 for degree in found.values()) != ranks:
+    sizes = degrees(description.replace({"mesh.world": Setting(ranks, "derived")}))
+    if None not in sizes.values() and math.prod(degree or 1 for degree in sizes.values()) != ranks:
         return None
-    data = {"S": found["dp_shard"], "R": found["dp_replicate"], "cp": found["cp"]}
+    data = {"S": sizes["dp_shard"], "R": sizes["dp_replicate"], "cp": sizes["cp"]}
     data["D"] = None if data["S"] is None else data["S"] * (data["R"] or 1) * (data["cp"] or 1)
     parts = [] if axes == "-" else str(axes).split(",")
-    count = (found["tp"] or 1) * (found["pp"] or 1)
+    count = (sizes["tp"] or 1) * (sizes["pp"] or 1)
     for part in parts:
         degree = data.get(_NAMES.get(part, part))
         if degree is None:

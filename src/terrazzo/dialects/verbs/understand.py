@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from terrazzo.config.files import Loaded, load
-from terrazzo.dialects.core.description import Description, Setting, SettingsByKey
+from terrazzo.dialects.core.description import Description, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import data_ranks
 from terrazzo.dialects.core.reader import derived
@@ -39,22 +39,22 @@ def understand(path: str | Path, name: str | None = None, context: ReadingContex
     Raises: `BadInput` for a file that cannot be loaded, or is of no dialect or of several.
     """
     loaded = load(path)
-    found = dialect(name) if name else recognise(loaded.document, str(path))
+    source = dialect(name) if name else recognise(loaded.document, str(path))
     context = replace(context, folder=loaded.path.parent)
-    return Understood(loaded, found, read_document(found, loaded.document, context), context)
+    return Understood(loaded, source, read_document(source, loaded.document, context), context)
 
 
-def read_document(found: Dialect, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
+def read_document(source: Dialect, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What a document means, with the number of ranks of the context and the third of the batch's three sizes."""
-    reading = found.read(document, context)
-    given: SettingsByKey = {}
+    reading = source.read(document, context)
+    settings: SettingsByPath = {}
     if reading.description.value("mesh.world") is None and context.world is not None:
-        given["mesh.world"] = Setting(context.world, "derived")
-    description = reading.description.replace(given)
+        settings["mesh.world"] = Setting(context.world, "derived")
+    description = reading.description.replace(settings)
     return Reading(description.replace(_batch(description)), reading.verdicts)
 
 
-def _batch(description: Description) -> SettingsByKey:
+def _batch(description: Description) -> SettingsByPath:
     """The one size that follows from the others and the number of ranks, if one is missing."""
     whole, micro, count = (description[f"batch.{name}"] for name in ("global_batch", "micro_batch", "accumulation"))
     ranks = data_ranks(description)

@@ -60,15 +60,15 @@ class Accelerator(accelerate.Accelerator):
         setup: EngineSetup | None = None,
         **arguments: Any,
     ) -> None:
-        given = inspect.signature(super().__init__).bind(*positional, **arguments).arguments
+        bound = inspect.signature(super().__init__).bind(*positional, **arguments).arguments
         words = TerrazzoArguments(plan, precision, units, offload=offload)
-        self._requested, self.setup = RequestedSetup(given, words, setup is not None), setup
+        self._requested, self.setup = RequestedSetup(bound, words, setup is not None), setup
         if self._requested.deepspeed:
-            given["mixed_precision"] = "no"
+            bound["mixed_precision"] = "no"
         if not torch.accelerator.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            given["cpu"] = True  # else Accelerate starts one lone training on each rank
+            bound["cpu"] = True  # else Accelerate starts one lone training on each rank
         with hidden():
-            super().__init__(**given)
+            super().__init__(**bound)
         self.scaler = None  # the engine scales
         _open_group(self.device)
         self._set_up()
@@ -171,9 +171,9 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             BadInput: a part of a sharded model's parameters, or those of several models.
         """
-        given, model = self._owned(parameters)
+        tensors, model = self._owned(parameters)
         if model is None:
-            norm: Tensor = super().clip_grad_norm_(given, max_norm, norm_type)
+            norm: Tensor = super().clip_grad_norm_(tensors, max_norm, norm_type)
             return norm
         if self._clip is not None and max_norm not in (self._clip, float("inf")):
             raise BadInput(
@@ -187,13 +187,13 @@ class Accelerator(accelerate.Accelerator):
 
     def _owned(self, parameters: Any) -> tuple[list[Tensor], nn.Module | None]:
         """Parameters as a list, and the sharded model that trains just these; None where they are of no such model."""
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        wanted = {each for each in given if each.requires_grad}
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        wanted = {each for each in tensors if each.requires_grad}
         models: list[nn.Module] = [model for model in self._models if is_sharded(model)]
         for model in models:
             own: set[Tensor] = {each for each in model.parameters() if each.requires_grad}
             if own == wanted:
-                return given, model
+                return tensors, model
             optimizer = engine_of(model).optimizer
             own |= {each for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
             if own & wanted:
@@ -201,14 +201,14 @@ class Accelerator(accelerate.Accelerator):
                     f"{len(wanted)} parameters were given to be clipped, and they are not those that one model trains: "
                     "pass model.parameters() of one prepared model."
                 )
-        return given, None
+        return tensors, None
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Refused for a sharded model, as by Accelerate under FSDP and DeepSpeed."""
-        given, model = self._owned(parameters)
+        tensors, model = self._owned(parameters)
         if model is not None:
             raise Misuse("clip_grad_value_ is not there for sharded models: use accelerator.clip_grad_norm_.")
-        super().clip_grad_value_(given, clip_value)
+        super().clip_grad_value_(tensors, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing is to be done: gradients are never seen scaled."""
@@ -252,14 +252,14 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(input_dir, load_kwargs)
 
 
-def _refuse_keywords(given: dict[str, Any], name: str) -> None:
-    if given:
-        raise BadInput(f"{name} was given {', '.join(given)}, for another engine: leave it out.")
+def _refuse_keywords(keywords: dict[str, Any], name: str) -> None:
+    if keywords:
+        raise BadInput(f"{name} was given {', '.join(keywords)}, for another engine: leave it out.")
 
 
 def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.Module, Optimizer]:
     """Which optimizer is which model's. Raises: `BadInput` where that is not one to one."""
-    found: dict[nn.Module, Optimizer] = {}
+    partners: dict[nn.Module, Optimizer] = {}
     for optimizer in optimizers:
         owner = owner_of(
             optimizer,
@@ -267,13 +267,13 @@ def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.M
             "prepared models",
             "build an optimizer over model.parameters() of each model, and pass both to accelerator.prepare",
         )
-        if owner in found or (is_sharded(owner) and engine_of(owner).optimizer is not None):
+        if owner in partners or (is_sharded(owner) and engine_of(owner).optimizer is not None):
             raise BadInput(
                 f"{type(optimizer).__name__} is a second optimizer of one {type(owner).__name__}, and through "
                 "Accelerate a model has one: give it several param groups."
             )
-        found[owner] = optimizer
-    return found
+        partners[owner] = optimizer
+    return partners
 
 
 def _open_group(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from terrazzo.dialects.formats.accelerate.launched import (
     deepspeed_file,
     dynamo_section,
     fsdp_section,
-    launched,
+    launched_document,
     parallelism_section,
 )
 from terrazzo.dialects.registry import dialect
@@ -45,11 +45,11 @@ _REFUSED = {
 def hidden() -> Iterator[None]:
     """An environment in which Accelerate finds no other engine to start."""
     names = [name for name in os.environ if name in SWITCHES.values() or name.startswith(DYNAMO)]
-    kept = {name: os.environ.pop(name) for name in names}
+    variables = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(variables)
 
 
 class RequestedSetup:
@@ -68,25 +68,27 @@ class RequestedSetup:
     Raises: `BadInput` naming the setting that cannot be honoured.
     """
 
-    def __init__(self, given: dict[str, Any], words: TerrazzoArguments, alone: bool) -> None:
+    def __init__(self, arguments: dict[str, Any], words: TerrazzoArguments, alone: bool) -> None:
         self.words = words
-        self.mixed = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+        self.mixed = str(
+            arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+        ).lower()
         self.float8 = self.mixed == "fp8"
         if self.float8:
-            given["mixed_precision"] = self.mixed = "bf16"
+            arguments["mixed_precision"] = self.mixed = "bf16"
         self.scaling = LossScaling()
-        self.document, plugin = launched(os.environ), _one_plugin(given)
+        self.document, plugin = launched_document(os.environ), _one_plugin(arguments)
         self.plugin = deepspeed_file(self.document, os.environ) if plugin is None else plugin
-        if (fsdp := given.pop("fsdp_plugin", None)) is not None:
+        if (fsdp := arguments.pop("fsdp_plugin", None)) is not None:
             self.document |= {"distributed_type": "FSDP", "fsdp_config": fsdp_section(fsdp)}
-        if (sizes := given.pop("parallelism_config", None)) is not None:
+        if (sizes := arguments.pop("parallelism_config", None)) is not None:
             kind = self.document.get("distributed_type", "MULTI_GPU")
             self.document |= {"distributed_type": kind, "parallelism_config": parallelism_section(sizes)}
-        self.compile = _compile(given)
+        self.compile = _compile(arguments)
         self.deepspeed = self.plugin is not None or self.document.get("distributed_type") == "DEEPSPEED"
-        for handler in given.get("kwargs_handlers") or ():
+        for handler in arguments.get("kwargs_handlers") or ():
             self._take(handler)
-        self._refuse(given, alone)
+        self._refuse(arguments, alone)
 
     def _take(self, handler: Any) -> None:
         """What a kwargs handler asks of the engine that Terrazzo stands in for."""
@@ -108,10 +110,10 @@ class RequestedSetup:
             growth, backoff = handler.growth_factor, handler.backoff_factor
             self.scaling = LossScaling(handler.init_scale, growth, backoff, handler.growth_interval)
 
-    def _refuse(self, given: dict[str, Any], alone: bool) -> None:
+    def _refuse(self, arguments: dict[str, Any], alone: bool) -> None:
         words, engine = self.words, "DEEPSPEED" if self.plugin else self.document.get("distributed_type")
         for name, why in _REFUSED.items():
-            if given.pop(name, None) is not None:
+            if arguments.pop(name, None) is not None:
                 raise BadInput(f"{name} cannot be honoured: {why}. Leave it out.")
         lost = os.environ.get("MIXED_PRECISION", "no").lower() if "NPROC" in os.environ else "no"
         if lost not in ("no", "fp8" if self.float8 else self.mixed):
@@ -173,33 +175,33 @@ class RequestedSetup:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    found = trained_dtypes(model)
-    if len(found) > 1:
-        raise BadInput(f"The trained parameters are {', '.join(sorted(map(str, found)))}: give them one dtype.")
-    return found[0]
+    dtypes = trained_dtypes(model)
+    if len(dtypes) > 1:
+        raise BadInput(f"The trained parameters are {', '.join(sorted(map(str, dtypes)))}: give them one dtype.")
+    return dtypes[0]
 
 
-def _one_plugin(given: dict[str, Any]) -> Any:
+def _one_plugin(arguments: dict[str, Any]) -> Any:
     """DeepSpeed's plugin, if there is one."""
-    plugins = [given.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
-    found = next((plugin for plugin in plugins if plugin is not None), None)
-    if isinstance(found, dict):
-        if len(found) != 1:
+    plugins = [arguments.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
+    chosen = next((plugin for plugin in plugins if plugin is not None), None)
+    if isinstance(chosen, dict):
+        if len(chosen) != 1:
             raise BadInput(
-                f"deepspeed_plugin has {len(found)} plugins, and this integration takes one: {', '.join(found)}."
+                f"deepspeed_plugin has {len(chosen)} plugins, and this integration takes one: {', '.join(chosen)}."
             )
-        return next(iter(found.values()))
-    return found
+        return next(iter(chosen.values()))
+    return chosen
 
 
-def _compile(given: dict[str, Any]) -> bool:
+def _compile(arguments: dict[str, Any]) -> bool:
     """Whether units are compiled. Raises: `BadInput` for another compiler, or options that would be lost."""
-    said = dynamo_section(os.environ, given.pop("dynamo_plugin", None), given.pop("dynamo_backend", None))
-    chosen = said.get("backend", "no")
+    section = dynamo_section(os.environ, arguments.pop("dynamo_plugin", None), arguments.pop("dynamo_backend", None))
+    chosen = section.get("backend", "no")
     if chosen == "no":
         return False
-    lost = [key for key in ("use_fullgraph", "use_dynamic") if said.get(key)]
-    lost += ["mode"] if said.get("mode") not in (None, "default") else []
+    lost = [key for key in ("use_fullgraph", "use_dynamic") if section.get(key)]
+    lost += ["mode"] if section.get("mode") not in (None, "default") else []
     if chosen != "inductor" or lost:
         raise BadInput(
             f"dynamo_backend is {chosen}{' with ' if lost else ''}{', '.join(lost)}: Terrazzo compiles each unit with "

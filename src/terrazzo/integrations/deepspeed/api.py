@@ -111,10 +111,10 @@ def _config_of(args: Any, config: DeepSpeedConfig) -> str | os.PathLike[str] | d
     named = getattr(args, "deepspeed_config", None)
     if named is not None and config is not None:
         raise BadInput(f"A configuration was given twice, as --deepspeed_config {named} and as config=: leave one out.")
-    found = named if config is None else config
-    if found is None:
+    chosen = named if config is None else config
+    if chosen is None:
         raise BadInput("No configuration: pass config= to initialize(), or --deepspeed_config to the script.")
-    return found
+    return chosen
 
 
 def _cast(model: nn.Module, configuration: Configuration) -> None:
@@ -132,11 +132,11 @@ def _cast(model: nn.Module, configuration: Configuration) -> None:
                 buffer.data = buffer.data.to(wanted)
 
 
-def _optimizer(given: Any, parameters: Any, configuration: Configuration) -> Optimizer | None:
-    if isinstance(given, Optimizer):
-        built: Optimizer = given
-    elif given is not None:
-        built = given(parameters)
+def _optimizer(passed: Any, parameters: Any, configuration: Configuration) -> Optimizer | None:
+    if isinstance(passed, Optimizer):
+        built: Optimizer = passed
+    elif passed is not None:
+        built = passed(parameters)
     elif (name := configuration.description.value("optimizer.name")) is not None:
         built = build_optimizer(name, configuration.get("optimizer.params", {}), parameters)
     else:
@@ -151,10 +151,10 @@ def _check_schedule(configuration: Configuration) -> None:
         raise BadInput(f"scheduler.type is {name!r}; this integration has {', '.join(SCHEDULES)}.")
 
 
-def _scheduler(given: Any, optimizer: Optimizer | None, configuration: Configuration) -> Any:
-    if given is not None:
-        made = callable(given) and not hasattr(given, "step")
-        return given(optimizer) if made else given
+def _scheduler(passed: Any, optimizer: Optimizer | None, configuration: Configuration) -> Any:
+    if passed is not None:
+        made = callable(passed) and not hasattr(passed, "step")
+        return passed(optimizer) if made else passed
     name = configuration.get("scheduler.type")
     if name is None or optimizer is None:
         return None

@@ -56,14 +56,14 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
 def _launched() -> dict[str, str]:
     """The variables that torchrun sets, from those of another launcher; empty without one, or with torchrun."""
     for names in _LAUNCHERS if "RANK" not in os.environ else ():
-        found = {ours: os.environ.get(theirs, "") for ours, theirs in names.items()}
-        if all(found.values()) and int(found["WORLD_SIZE"]) > 1:
+        variables = {ours: os.environ.get(theirs, "") for ours, theirs in names.items()}
+        if all(variables.values()) and int(variables["WORLD_SIZE"]) > 1:
             if "MASTER_ADDR" not in os.environ:
                 raise BadInput(
-                    f"{names['WORLD_SIZE']} says {found['WORLD_SIZE']} ranks, but not where the first one is: set "
+                    f"{names['WORLD_SIZE']} says {variables['WORLD_SIZE']} ranks, but not where the first one is: set "
                     "MASTER_ADDR to its host and MASTER_PORT to a free port, or start the ranks by torchrun."
                 )
-            return found
+            return variables
     return {}
 
 

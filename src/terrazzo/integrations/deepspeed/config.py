@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from terrazzo.config.files import Loaded, load
-from terrazzo.dialects.core.description import Description, Setting, settings
+from terrazzo.dialects.core.description import Description, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.meaning import extras_by_key
 from terrazzo.dialects.formats.deepspeed.keys import TABLE
@@ -65,12 +65,12 @@ class Configuration:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at a dotted key of the document."""
-        found: Any = self.document
+        value: Any = self.document
         for name in key.split("."):
-            if not isinstance(found, Mapping) or found.get(name) is None:
+            if not isinstance(value, Mapping) or value.get(name) is None:
                 return default
-            found = found[name]
-        return found
+            value = value[name]
+        return value
 
     @property
     def gathers_on_save(self) -> bool:
@@ -90,9 +90,9 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device:
     Raises: `BadInput` listing every key that is refused, each with why.
     """
     loaded = _loaded(config)
-    found, context = dialect("deepspeed"), ReadingContext(world=world, folder=loaded.path.parent)
-    reading = read_document(found, loaded.document, context)
-    findings = check(Understood(loaded, found, reading, context))
+    source, context = dialect("deepspeed"), ReadingContext(world=world, folder=loaded.path.parent)
+    reading = read_document(source, loaded.document, context)
+    findings = check(Understood(loaded, source, reading, context))
     errors = [f"{each.key}: {each.text}" if each.key else each.text for each in findings if each.level == "error"]
     if loaded.document.get("managed_gradient_accumulation") in (False, "false", "False"):
         errors.append(_UNMANAGED)
@@ -120,7 +120,7 @@ def _loaded(config: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
 
 def _open(description: Description) -> Iterator[str]:
     """Keys that say "auto" and stay open: only Hugging Face's libraries fill them in."""
-    keys = [setting.key for _, setting in settings(description) if setting.origin == "auto" and setting.value is None]
+    keys = [setting.key for _, setting in description.items() if setting.origin == "auto" and setting.value is None]
     for key in dict.fromkeys(keys):
         yield f"{key} is 'auto', which Hugging Face's libraries fill in, and DeepSpeed does not: put a value"
 

@@ -52,11 +52,11 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> Op
 
 def _trainable(parameters: Any) -> list[Any]:
     """The parameters without frozen ones, and without param groups that are then empty."""
-    kept: list[Any] = []
+    trainable: list[Any] = []
     for each in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
         if isinstance(each, Mapping):
             inside = [parameter for parameter in each["params"] if parameter.requires_grad]
-            kept += [{**each, "params": inside}] if inside else []
+            trainable += [{**each, "params": inside}] if inside else []
         elif each.requires_grad:
-            kept.append(each)
-    return kept
+            trainable.append(each)
+    return trainable

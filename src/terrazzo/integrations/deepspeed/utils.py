@@ -27,11 +27,11 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-_SAID: set[str] = set()
+_WARNED: set[str] = set()
 
 
 def warn_once(text: str) -> None:
     """A warning on rank 0, the first time."""
-    if is_first() and text not in _SAID:
-        _SAID.add(text)
+    if is_first() and text not in _WARNED:
+        _WARNED.add(text)
         warnings.warn(text, UserWarning, stacklevel=2)

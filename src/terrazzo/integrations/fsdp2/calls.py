@@ -184,9 +184,9 @@ def _root_of(module: nn.Module) -> nn.Module:
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that are inside none of the others."""
-    given = list(modules)
-    inside = {inner for module in given for inner in module.modules() if inner is not module}
-    return [module for module in given if module not in inside]
+    candidates = list(modules)
+    inside = {inner for module in candidates for inner in module.modules() if inner is not module}
+    return [module for module in candidates if module not in inside]
 
 
 def _cast_at_borders(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
@@ -261,13 +261,13 @@ def _check_placements(module: nn.Module, chosen: Callable[[nn.Parameter], Any] |
         )
 
 
-def _reshard(given: list[bool | int | None]) -> bool | int | None:
+def _reshard(choices: list[bool | int | None]) -> bool | int | None:
     """One choice for all units; where there are several, None means True."""
-    chosen = {True if each is None and len(given) > 1 else each for each in given}
+    chosen = {True if each is None and len(choices) > 1 else each for each in choices}
     if len(chosen) == 1:
         return chosen.pop()
     if not chosen <= {True, False}:
-        raise BadInput(f"fully_shard: {_RESHARD} is {', '.join(map(str, given))}: give all units the same.")
+        raise BadInput(f"fully_shard: {_RESHARD} is {', '.join(map(str, choices))}: give all units the same.")
     warnings.warn(
         f"fully_shard: {_RESHARD} is False for some units only: all are freed after forward. That changes memory and "
         "traffic, and no number.",
@@ -296,12 +296,12 @@ def _document(own: Mapping[str, Any], reshard: bool | int | None) -> dict[str, A
 
 
 def _dtype_of(root: nn.Module) -> torch.dtype:
-    found = trained_dtypes(root)
-    if len(found) > 1:
+    dtypes = trained_dtypes(root)
+    if len(dtypes) > 1:
         raise BadInput(
-            f"fully_shard: trainable parameters are in {', '.join(map(str, found))}: convert them to one dtype."
+            f"fully_shard: trainable parameters are in {', '.join(map(str, dtypes))}: convert them to one dtype."
         )
-    return found[0]
+    return dtypes[0]
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:

@@ -91,9 +91,9 @@ class FSDPModule(TorchFSDPModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load into a model that is not sharded yet: full tensors, or DTensors, which are gathered one by one."""
         whole = {name: whole_value(value) for name, value in state_dict.items()}
-        found = super().load_state_dict(whole, *args, **kwargs)  # type: ignore[misc]
+        unmatched = super().load_state_dict(whole, *args, **kwargs)  # type: ignore[misc]
         place(self.parameters(), self._mark.arguments["mesh"])  # type: ignore[attr-defined]
-        return found
+        return unmatched
 
     @property
     def _terrazzo(self) -> Engine:
@@ -162,8 +162,8 @@ class FSDPModule(TorchFSDPModule):
         root: Any = self._root()
         self._mark.divide_factor = float(factor)
         modules = [unit.module for unit in engine_of(root).units]
-        asked = {module._mark.divide_factor for module in modules if isinstance(module, FSDPModule)}
-        root._mark.uneven = len(asked) > 1
+        factors = {module._mark.divide_factor for module in modules if isinstance(module, FSDPModule)}
+        root._mark.uneven = len(factors) > 1
         root.set_gradient_denominator(float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name

@@ -55,5 +55,5 @@ def _check_there(path: str) -> None:
 def _loaded(path: str) -> dict[str, Any]:
     if os.path.isdir(path):
         raise BadInput(f"'{path}' is a folder that is not a checkpoint of Terrazzo's: try tz.checkpoint.load_weights.")
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return found
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return checkpoint

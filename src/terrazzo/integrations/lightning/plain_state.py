@@ -55,13 +55,13 @@ def from_json(value: Any) -> Any:
     kind = value.get(_KIND)
     if kind is None:
         return {key: from_json(each) for key, each in value.items()}
-    held = from_json(value["value"])
+    inner = from_json(value["value"])
     if kind == "items":
-        return {key: each for key, each in held}  # noqa: C416 (pairs are lists)
+        return {key: each for key, each in inner}  # noqa: C416 (pairs are lists)
     if kind == "tensor":
-        found = torch.tensor(held, dtype=getattr(torch, value["dtype"]))
-        return found.reshape(value["shape"]) if "shape" in value else found
-    return tuple(held) if kind == "tuple" else float(held)
+        tensor = torch.tensor(inner, dtype=getattr(torch, value["dtype"]))
+        return tensor.reshape(value["shape"]) if "shape" in value else tensor
+    return tuple(inner) if kind == "tuple" else float(inner)
 
 
 def _tagged(kind: str, value: Any, **more: Any) -> dict[str, Any]:

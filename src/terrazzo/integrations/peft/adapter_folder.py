@@ -74,16 +74,16 @@ def _load_adapter(model: nn.Module, folder: Path, adapter: str) -> None:
     tensors, saved = load_file(str(folder / ADAPTER_FILE)), saved_names(model, adapter)
     shapes = {name: each.shape for each in ModelState(model).parameters() for name in each.names}
     wanted = {name: shapes[parameter] for name, parameter in saved.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [
         f"{key} is {getattr(theirs, key, None)!r} there and {getattr(ours, key, None)!r} here"
         for key in SCALES
         if getattr(theirs, key, None) != getattr(ours, key, None)
     ]
     wrong += [
-        f"{name} is {found.get(name, 'not there')} and should be {wanted.get(name, 'absent')}"
-        for name in sorted(wanted.keys() | found.keys())
-        if wanted.get(name) != found.get(name)
+        f"{name} is {there.get(name, 'not there')} and should be {wanted.get(name, 'absent')}"
+        for name in sorted(wanted.keys() | there.keys())
+        if wanted.get(name) != there.get(name)
     ]
     if wrong:
         raise BadInput(

@@ -50,13 +50,13 @@ def saved_names(model: nn.Module, adapter: str) -> dict[str, str]:
     shown = {name: torch.empty(0) for name, _ in model.named_parameters(remove_duplicate=False)}
     names = {id(tensor): name for name, tensor in shown.items()}
     with _unread(model):
-        kept = get_peft_model_state_dict(model, state_dict=shown, adapter_name=adapter, save_embedding_layers=False)
-    if unknown := [name for name, tensor in kept.items() if id(tensor) not in names]:
+        saved = get_peft_model_state_dict(model, state_dict=shown, adapter_name=adapter, save_embedding_layers=False)
+    if unknown := [name for name, tensor in saved.items() if id(tensor) not in names]:
         raise BadInput(
             f"An adapter of type {configs[adapter].peft_type.value} computes what it saves ({unknown[0]!r}), so it "
             "cannot be saved or loaded under sharding. Use LoRA."
         )
-    return {name: names[id(tensor)] for name, tensor in kept.items()}
+    return {name: names[id(tensor)] for name, tensor in saved.items()}
 
 
 @contextlib.contextmanager

@@ -28,25 +28,25 @@ def precision_of(quantization: Any, precision: Precision | str = "bf16") -> Prec
     Raises:
         BadInput: 8 bits, FP4, or modules that are left out by name.
     """
-    given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-    said = {key.removeprefix("_"): value for key, value in given.items()}
-    if not said.get("load_in_4bit"):
+    keys = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    config = {key.removeprefix("_"): value for key, value in keys.items()}
+    if not config.get("load_in_4bit"):
         raise BadInput(
             "This quantization config does not have load_in_4bit, and a base is kept in 4 bits alone: set it."
         )
-    if (kind := said.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+    if (kind := config.get("bnb_4bit_quant_type", "fp4")) != "nf4":
         raise BadInput(
             f"bnb_4bit_quant_type is {kind!r} (fp4 unless it is given), and a base is kept in NF4 alone: set it to "
             "'nf4'."
         )
-    if skipped := said.get("llm_int8_skip_modules"):
+    if skipped := config.get("llm_int8_skip_modules"):
         raise BadInput(
             f"llm_int8_skip_modules names {listed([*map(repr, skipped)], 5)}, and here what lies outside of the blocks "
             "is left in 16 bits, such as the head, and nothing else by name: leave it out."
         )
-    form = FrozenFormat.NF4_DOUBLE if said.get("bnb_4bit_use_double_quant") else FrozenFormat.NF4
+    form = FrozenFormat.NF4_DOUBLE if config.get("bnb_4bit_use_double_quant") else FrozenFormat.NF4
     base = Precision.named(precision) if isinstance(precision, str) else precision
-    compute = said.get("bnb_4bit_compute_dtype") or base.compute
+    compute = config.get("bnb_4bit_compute_dtype") or base.compute
     if not isinstance(compute, torch.dtype):
         compute = DTYPES[dtype_named(compute)]
     scaling = Precision.named("fp16").loss_scaling if compute == torch.float16 else None

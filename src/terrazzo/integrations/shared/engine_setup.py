@@ -72,13 +72,13 @@ class EngineSetup:
     float8: str | None = None
     skip: tuple[str, ...] | None = None
 
-    def over(self, **given: Any) -> Self:
+    def over(self, **changes: Any) -> Self:
         """This one with what is given in its place, plan and precision perhaps by name; None leaves what is here."""
-        kept = {name: value for name, value in given.items() if value is not None}
+        set_ones = {name: value for name, value in changes.items() if value is not None}
         for name, kind in (("plan", Plan), ("precision", Precision)):
-            if isinstance(kept.get(name), str | torch.dtype):
-                kept[name] = kind.named(kept[name])
-        return replace(self, **kept)
+            if isinstance(set_ones.get(name), str | torch.dtype):
+                set_ones[name] = kind.named(set_ones[name])
+        return replace(self, **set_ones)
 
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
         """Convert linear layers, checkpoint activations, compile units and shard: see `tz.shard`. Both change in place.
@@ -147,9 +147,9 @@ def trained_dtypes(model: nn.Module) -> list[torch.dtype]:
 
 def _convert_linears(model: nn.Module, recipe: str, skip: Sequence[str] | None) -> None:
     """Have linear layers multiply in 8 bits, as `tz.nn.float8` does, and say on the first rank which do."""
-    found = float8(model, recipe, skip=skip)
+    conversion = float8(model, recipe, skip=skip)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logging.getLogger("terrazzo").warning("%s", found)
+        logging.getLogger("terrazzo").warning("%s", conversion)
 
 
 def _check_data_parallel(model: nn.Module) -> None:

@@ -176,15 +176,15 @@ def _shape(description: Description, world: int) -> tuple[int, ...]:
     told = description.value("mesh.world")
     if told not in (None, world):
         raise BadInput(f"{_name(description, 'mesh.world')} says {told} ranks; {world} are running. Start {told}.")
-    found = degrees(description.replace({"mesh.world": Setting(world, "derived")}))
-    replicas, shards = found["dp_replicate"], found["dp_shard"]
+    axes = degrees(description.replace({"mesh.world": Setting(world, "derived")}))
+    replicas, shards = axes["dp_replicate"], axes["dp_shard"]
     hybrid = any(axis in str(description.value(f"sharding.{state}")) for state in ("weight", "optim") for axis in "SR")
     if hybrid and replicas is None and shards is None:
         replicas, shards = _nodes(description, world)
     if replicas is None or shards is None or replicas * shards != world:
-        given = f"{replicas or '?'} replicas × {shards or '?'} shards"
+        sizes = f"{replicas or '?'} replicas × {shards or '?'} shards"
         keys = [_name(description, f"mesh.{name}") for name in ("dp_replicate", "dp_shard")]
-        raise BadInput(f"{' and '.join(dict.fromkeys(keys))}: {given} do not make up the {world} ranks that run.")
+        raise BadInput(f"{' and '.join(dict.fromkeys(keys))}: {sizes} do not make up the {world} ranks that run.")
     return (replicas, shards) if hybrid or replicas > 1 else (shards,)
 
 
@@ -232,8 +232,8 @@ def _units(description: Description) -> tuple[str, ...] | None:
 
 
 def _prefetch(description: Description) -> int:
-    given = [description.value(f"prefetch.{way}") for way in ("forward", "backward")]
-    known = [value for value in given if value is not None]
+    ahead = [description.value(f"prefetch.{way}") for way in ("forward", "backward")]
+    known = [value for value in ahead if value is not None]
     return max(known) if known else 1
 
 
@@ -241,18 +241,18 @@ def _offload(description: Description) -> Offload:
     def value(name: str) -> Any:
         return description.value(f"offload.{name}")
 
-    given: dict[str, Any] = {name: value(name) for name in ("path", "pin", "threads", "direct", "depth", "digest")}
-    given["step"] = value("step") if value("step") != "auto" else None
-    given["path"] = value("path") or None
+    arguments: dict[str, Any] = {name: value(name) for name in ("path", "pin", "threads", "direct", "depth", "digest")}
+    arguments["step"] = value("step") if value("step") != "auto" else None
+    arguments["path"] = value("path") or None
     if value("block_bytes"):
-        given["block_mib"] = value("block_bytes") / _MIB
+        arguments["block_mib"] = value("block_bytes") / _MIB
     nvme = any("nvme" in str(value(state)) for state in ("weight", "grad", "optim"))
-    if nvme and not given["path"]:
+    if nvme and not arguments["path"]:
         raise BadInput(
             f"{_name(description, 'offload.optim')} places states on nvme, and no folder is named for them: set "
             f"{_name(description, 'offload.path')}, on a local NVMe drive."
         )
-    return Offload(**{name: setting for name, setting in given.items() if setting is not None})
+    return Offload(**{name: setting for name, setting in arguments.items() if setting is not None})
 
 
 def _activation_checkpointing(description: Description) -> ActivationSetup:

@@ -30,9 +30,9 @@ def generate_together(model: nn.Module) -> None:
     own = getattr(type(base), "generate", None)
     if not engine.plan.weight.axes or own is None or "synced_gpus" not in inspect.signature(own).parameters:
         return
-    found = base.generate  # perhaps not the class's: a partial of it, say
-    inner: Callable[[], Any] = WeakMethod(found) if inspect.ismethod(found) else lambda: found
-    place = _place(found)
+    bound = base.generate  # perhaps not the class's: a partial of it, say
+    inner: Callable[[], Any] = WeakMethod(bound) if inspect.ismethod(bound) else lambda: bound
+    place = _place(bound)
 
     @wraps(own)
     def generate(inner: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

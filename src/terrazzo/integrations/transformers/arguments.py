@@ -12,8 +12,8 @@ from torch import nn
 
 from terrazzo.dialects.core.description import PATHS, Description
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.meaning import agree
-from terrazzo.dialects.formats.accelerate.launched import SWITCHES, dynamo_section, launched
+from terrazzo.dialects.core.meaning import agree_on
+from terrazzo.dialects.formats.accelerate.launched import SWITCHES, dynamo_section, launched_document
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES
@@ -34,8 +34,8 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
     _check_launcher(args)
     document = args.to_dict()
     if args.parallelism_config is not None:
-        said = vars(args.parallelism_config).items()
-        document["parallelism_config"] = {name: value for name, value in said if name.endswith("_size")}
+        fields = vars(args.parallelism_config).items()
+        document["parallelism_config"] = {name: value for name, value in fields if name.endswith("_size")}
     if args.mixed_precision != "no":  # said by the launcher, where it is not said here
         document |= {args.mixed_precision: True}
     name = DTYPE_NAMES.get(loaded, str(loaded).removeprefix("torch."))
@@ -50,10 +50,10 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
 
 def _check_launcher(args: transformers.TrainingArguments) -> None:
     """What the Trainer leaves to Accelerate, which is not asked here. Its mixed_precision is honoured."""
-    asked = launched(os.environ).get("distributed_type")
-    if asked is not None:
+    engine = launched_document(os.environ).get("distributed_type")
+    if engine is not None:
         raise BadInput(
-            f"accelerate launch was told {asked} ({' or '.join(SWITCHES.values())}), and here the plan is said by "
+            f"accelerate launch was told {engine} ({' or '.join(SWITCHES.values())}), and here the plan is said by "
             "TrainingArguments(fsdp=..., deepspeed=...) or terrazzo=TerrazzoArguments(plan=...): say it there, and "
             "start the script with torchrun."
         )
@@ -69,7 +69,7 @@ def _check_deepspeed(document: Mapping[str, Any], context: ReadingContext) -> No
     """The Trainer steps, schedules and clips as its own arguments say: a DeepSpeed document must not say otherwise."""
     both = read_document(dialect("trainer"), document, context).description
     own = read_document(dialect("trainer"), {**document, "deepspeed": None}, context).description
-    differing = [path for path in PATHS if path.startswith(_THEIRS) and not agree(path, both, own)]
+    differing = [path for path in PATHS if path.startswith(_THEIRS) and not agree_on(path, both, own)]
     if differing:
         told = "; ".join(
             f"{both[path].key or path} is {both.value(path)!r}, not {own.value(path)!r}" for path in differing
@@ -98,8 +98,8 @@ def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype
         "use_transformers_continuous_batching, which turns the weights into another dtype and runs each rank for "
         "itself: leave it out": getattr(args, "use_transformers_continuous_batching", False),
     }
-    if found := [text for text, there in problems.items() if there]:
-        raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(found)}.")
+    if wrong := [text for text, there in problems.items() if there]:
+        raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(wrong)}.")
     return trained_dtypes(model)[0]
 
 
@@ -113,5 +113,5 @@ def check_split(args: transformers.TrainingArguments, plan: str) -> None:
         ),
         "use_vllm sends whole weights to vLLM: leave it out": getattr(args, "use_vllm", False),
     }
-    if found := [text for text, there in problems.items() if there]:
-        raise BadInput(f"Plan {plan} splits weights: {'; '.join(found)}, or use zero2.")
+    if wrong := [text for text, there in problems.items() if there]:
+        raise BadInput(f"Plan {plan} splits weights: {'; '.join(wrong)}, or use zero2.")

@@ -180,8 +180,8 @@ def opened(path: str, model: nn.Module | None = None) -> checkpoint.Source:
 
 def newest_complete(output_dir: str) -> str | None:
     """The newest checkpoint whose last file has been written."""
-    found = sort_checkpoints(output_dir, use_mtime=False) if os.path.isdir(output_dir) else []
-    return next((each for each in reversed(found) if os.path.isfile(os.path.join(each, TRAINER_STATE_NAME))), None)
+    folders = sort_checkpoints(output_dir, use_mtime=False) if os.path.isdir(output_dir) else []
+    return next((each for each in reversed(folders) if os.path.isfile(os.path.join(each, TRAINER_STATE_NAME))), None)
 
 
 @contextmanager

@@ -17,18 +17,18 @@ _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """All of them."""
-    source = AccelerateReader(document, context)
-    kind = str(source.get("distributed_type", "")).upper()
-    if source.get("distributed_type") is None:
+    reader = AccelerateReader(document, context)
+    kind = str(reader.get("distributed_type", "")).upper()
+    if reader.get("distributed_type") is None:
         yield _error("distributed_type", "Accelerate refuses a file without it: write distributed_type: NO for one GPU")
-    yield from _parallelism(source, kind)
+    yield from _parallelism(reader, kind)
     if kind == "FSDP":
-        yield from _fsdp(source, reading)
+        yield from _fsdp(reader, reading)
     if kind == "DEEPSPEED":
-        yield from _deepspeed(source)
+        yield from _deepspeed(reader)
     if kind in TYPES and kind not in ("FSDP", "DEEPSPEED"):
         for section in ("fsdp_config", "deepspeed_config"):
-            if section in source and document.get(section):
+            if section in reader and document.get(section):
                 yield _warning(section, f"nothing reads it: distributed_type is {kind}")
 
 
@@ -40,15 +40,15 @@ def _warning(key: str, text: str) -> Finding:
     return Finding(key, "warning", text)
 
 
-def _parallelism(source: AccelerateReader, kind: str) -> Iterator[Finding]:
-    sizes = {axis: source.get(f"{_P}{axis}_size", 1) for axis in AXES}
-    if "parallelism_config" not in source or not all(isinstance(size, int) for size in sizes.values()):
+def _parallelism(reader: AccelerateReader, kind: str) -> Iterator[Finding]:
+    sizes = {axis: reader.get(f"{_P}{axis}_size", 1) for axis in AXES}
+    if "parallelism_config" not in reader or not all(isinstance(size, int) for size in sizes.values()):
         return
     if sizes["cp"] > 1 and sizes["sp"] > 1:
         yield _error(f"{_P}cp_size", "cp and sp both split the sequence: Accelerate takes one of them")
     if (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
         yield _error(f"{_P}dp_shard_size", "tp or cp beside plain replicas: Accelerate wants dp_shard_size above 1")
-    if kind == "FSDP" and str(source.raw(f"{_F}version") or 1) == "1":
+    if kind == "FSDP" and str(reader.raw(f"{_F}version") or 1) == "1":
         yield _error(f"{_F}version", "parallelism_config needs version 2")
     if kind == "FSDP" and sizes["dp_shard"] == 1 and sizes["cp"] == 1:
         text = "it is 1, also where it is not given: there is nothing to shard over, and Accelerate stops"
@@ -57,9 +57,9 @@ def _parallelism(source: AccelerateReader, kind: str) -> Iterator[Finding]:
         yield _error(f"{_P}sp_size", "Ulysses needs distributed_type: DEEPSPEED")
 
 
-def _fsdp(source: AccelerateReader, reading: Reading) -> Iterator[Finding]:
-    version = 2 if str(source.raw(f"{_F}version") or 1) == "2" else 1
-    if source.raw(f"{_F}version") is None:
+def _fsdp(reader: AccelerateReader, reading: Reading) -> Iterator[Finding]:
+    version = 2 if str(reader.raw(f"{_F}version") or 1) == "2" else 1
+    if reader.raw(f"{_F}version") is None:
         yield _warning(f"{_F}version", "it is not given: the launcher takes 1, and accelerate config proposes 2")
     value = reading.description.value
     if version == 2:
@@ -71,32 +71,32 @@ def _fsdp(source: AccelerateReader, reading: Reading) -> Iterator[Finding]:
         yield _error(f"{_F}activation_checkpointing_offload", "it needs fsdp_activation_checkpointing: true")
     if value("activation_checkpointing.offload") and version == 1:
         yield _error(f"{_F}activation_checkpointing_offload", "it needs version 2")
-    if source.raw(f"{_F}sync_module_states") is False and source.raw(f"{_F}cpu_ram_efficient_loading") is not False:
+    if reader.raw(f"{_F}sync_module_states") is False and reader.raw(f"{_F}cpu_ram_efficient_loading") is not False:
         yield _error(f"{_F}sync_module_states", "fsdp_cpu_ram_efficient_loading, on by default, needs it: true")
     if version == 1:
-        yield from _version_1(source)
-    if source.raw(f"{_F}auto_wrap_policy") is None:
+        yield from _version_1(reader)
+    if reader.raw(f"{_F}auto_wrap_policy") is None:
         text = "without it the whole model is one unit: all weights are gathered at once. Say TRANSFORMER_BASED_WRAP"
         yield _warning(f"{_F}auto_wrap_policy", text)
-    if source.raw(f"{_F}state_dict_type") in ("SHARDED_STATE_DICT", None) and version == 2:
+    if reader.raw(f"{_F}state_dict_type") in ("SHARDED_STATE_DICT", None) and version == 2:
         yield _warning(f"{_F}state_dict_type", "checkpoints are shards: accelerate merge-weights makes a model of them")
 
 
-def _version_1(source: AccelerateReader) -> Iterator[Finding]:
-    if source.raw(f"{_F}backward_prefetch") is None:
+def _version_1(reader: AccelerateReader) -> Iterator[Finding]:
+    if reader.raw(f"{_F}backward_prefetch") is None:
         text = (
             "it is not given: Accelerate takes NO_PREFETCH where torch takes BACKWARD_PRE, and gathers do not overlap"
         )
         yield _warning(f"{_F}backward_prefetch", text)
 
 
-def _deepspeed(source: AccelerateReader) -> Iterator[Finding]:
-    named = source.get(FILE) not in (None, "none")
-    if named and source.get("mixed_precision") is not None:
+def _deepspeed(reader: AccelerateReader) -> Iterator[Finding]:
+    named = reader.get(FILE) not in (None, "none")
+    if named and reader.get("mixed_precision") is not None:
         yield _error("mixed_precision", "Accelerate refuses it beside deepspeed_config_file: say bf16 or fp16 there")
-    if not named and source.get("deepspeed_config.zero_stage") is None:
+    if not named and reader.get("deepspeed_config.zero_stage") is None:
         text = "it is not given: Accelerate takes 2, where DeepSpeed itself takes 0"
         yield _warning("deepspeed_config.zero_stage", text)
-    if source.get("deepspeed_config.gradient_accumulation_steps") is not None:
+    if reader.get("deepspeed_config.gradient_accumulation_steps") is not None:
         text = "DeepSpeed's engine divides the loss and steps: optimizer.step() and scheduler.step() do nothing"
         yield _warning("deepspeed_config.gradient_accumulation_steps", text)

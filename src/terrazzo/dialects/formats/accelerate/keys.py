@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from terrazzo.dialects.core.keys import ANY, SWITCH, TEXT, Key, Rows, Type, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, TEXT, Key, Rows, Type, choice, integer, number, section
 from terrazzo.dialects.formats.shared.deepspeed import DEVICE
 from terrazzo.dialects.formats.shared.fsdp import MIN_NUMEL, VERSION
 from terrazzo.dialects.formats.shared.fsdp import STRATEGIES as FSDP_STRATEGIES
@@ -27,9 +27,9 @@ TYPES = {
 }
 """What each `distributed_type` runs."""
 
-_HALF = words({"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"})
-_POLICY = words({"transformer_based_wrap": "classes", "size_based_wrap": "min_numel", "no_wrap": "none"})
-_PREFETCH = words({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, 1: 1, 2: 0, "1": 1, "2": 0})
+_HALF = choice({"no": None, "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"})
+_POLICY = choice({"transformer_based_wrap": "classes", "size_based_wrap": "min_numel", "no_wrap": "none"})
+_PREFETCH = choice({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, 1: 1, 2: 0, "1": 1, "2": 0})
 CHECKPOINTS = {"full_state_dict": "full", "local_state_dict": "local", "sharded_state_dict": "sharded"}
 """Kind of checkpoint by its name."""
 
@@ -37,7 +37,7 @@ CHECKPOINTS = {"full_state_dict": "full", "local_state_dict": "local", "sharded_
 def _numbered(choices: Mapping[str, str]) -> Type:
     """Words that may also be said by their number, from 1 on."""
     numbers = dict(enumerate(dict.fromkeys(choices.values()), 1))
-    return words({**choices, **{key: each for number, each in numbers.items() for key in (number, str(number))}})
+    return choice({**choices, **{key: each for number, each in numbers.items() for key in (number, str(number))}})
 
 
 STRATEGIES = {name: row for name, row in FSDP_STRATEGIES.items() if not name.startswith("_")}
@@ -47,16 +47,16 @@ _STATE, _STRATEGY = _numbered(CHECKPOINTS), _numbered(STRATEGIES)
 _TOP: Rows = {
     "compute_environment": ("LOCAL_MACHINE", "where it runs"),
     "distributed_type": Key(
-        words({name.lower(): name for name in TYPES}),
+        choice({name.lower(): name for name in TYPES}),
         None,
         "what shards: FSDP, DEEPSPEED, or plain replicas",
         null=False,
     ),
     "mixed_precision": Key(_HALF, None, "no, fp16, bf16 or fp8"),
-    "num_processes": Key(whole(-1), -1, "ranks in all"),
-    "use_cpu": Key(SWITCH, False, "on CPUs"),
+    "num_processes": Key(integer(-1), -1, "ranks in all"),
+    "use_cpu": Key(BOOLEAN, False, "on CPUs"),
     "debug": (False, "shapes are compared between ranks"),
-    "num_machines": Key(whole(1), 1, "nodes"),
+    "num_machines": Key(integer(1), 1, "nodes"),
     "machine_rank": (0, "number of this node"),
     "main_process_ip": (None, "address of the first node"),
     "main_process_port": (None, "port there"),
@@ -66,7 +66,7 @@ _TOP: Rows = {
     "main_training_function": ("main", "function that notebooks and TPUs start"),
     "enable_cpu_affinity": (False, "ranks are bound to cores"),
     "downcast_bf16": (False, "TPU: fp32 as bf16"),
-    "fp16": Key(SWITCH, None, "older word for mixed_precision fp16"),
+    "fp16": Key(BOOLEAN, None, "older word for mixed_precision fp16"),
     "dynamo_backend": Key(TEXT, None, "older word for dynamo_config.dynamo_backend", null=True),
     **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "command_file", "commands"), (None, "TPU pods")),
     **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo"), (False, "TPU pods")),
@@ -75,36 +75,36 @@ _TOP: Rows = {
 _FSDP: Rows = {
     "fsdp_version": Key(VERSION, 1, "FSDP1 or FSDP2"),
     "fsdp_sharding_strategy": Key(_STRATEGY, "FULL_SHARD", "version 1: which states are split"),
-    "fsdp_reshard_after_forward": Key(SWITCH, True, "version 2: weights are freed after forward"),
-    "fsdp_offload_params": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
-    "fsdp_min_num_params": Key(whole(), MIN_NUMEL, "SIZE_BASED_WRAP: smallest unit, in elements"),
+    "fsdp_reshard_after_forward": Key(BOOLEAN, True, "version 2: weights are freed after forward"),
+    "fsdp_offload_params": Key(BOOLEAN, False, "weights, gradients and optimizer in host memory"),
+    "fsdp_min_num_params": Key(integer(), MIN_NUMEL, "SIZE_BASED_WRAP: smallest unit, in elements"),
     "fsdp_auto_wrap_policy": Key(_POLICY, "NO_WRAP", "units: by class, by size, or one for all"),
     "fsdp_transformer_layer_cls_to_wrap": Key(TEXT, None, "class names of the units, with commas"),
     "fsdp_backward_prefetch": Key(
         _PREFETCH, "NO_PREFETCH", "version 1: when backward gathers the next unit", null=True
     ),
     "fsdp_state_dict_type": Key(_STATE, None, "checkpoints whole or in shards"),
-    "fsdp_forward_prefetch": Key(SWITCH, False, "version 1: forward gathers one unit ahead"),
-    "fsdp_use_orig_params": Key(SWITCH, True, "version 1: parameters keep names and shapes"),
-    "fsdp_cpu_ram_efficient_loading": Key(SWITCH, True, "rank 0 alone loads the weights"),
-    "fsdp_sync_module_states": Key(SWITCH, True, "version 1: rank 0's weights are sent to all"),
-    "fsdp_activation_checkpointing": Key(SWITCH, False, "units are recomputed in backward"),
-    "fsdp_activation_checkpointing_offload": Key(SWITCH, False, "version 2: what is kept lies in host memory"),
+    "fsdp_forward_prefetch": Key(BOOLEAN, False, "version 1: forward gathers one unit ahead"),
+    "fsdp_use_orig_params": Key(BOOLEAN, True, "version 1: parameters keep names and shapes"),
+    "fsdp_cpu_ram_efficient_loading": Key(BOOLEAN, True, "rank 0 alone loads the weights"),
+    "fsdp_sync_module_states": Key(BOOLEAN, True, "version 1: rank 0's weights are sent to all"),
+    "fsdp_activation_checkpointing": Key(BOOLEAN, False, "units are recomputed in backward"),
+    "fsdp_activation_checkpointing_offload": Key(BOOLEAN, False, "version 2: what is kept lies in host memory"),
     "fsdp_ignored_modules": Key(TEXT, None, "modules that are not sharded, as a regular expression"),
 }
 """Keys of fsdp_config. The prefix may be left out."""
 
 _DEEPSPEED: Rows = {
     "deepspeed_config_file": Key(TEXT, None, "a DeepSpeed JSON, in place of most other keys"),
-    "zero_stage": Key(whole(0, 3), 2, "ZeRO stage"),
+    "zero_stage": Key(integer(0, 3), 2, "ZeRO stage"),
     "offload_optimizer_device": Key(DEVICE, "none", "where optimizer state lives", null=True),
     "offload_param_device": Key(DEVICE, "none", "where weights live", null=True),
     "offload_optimizer_nvme_path": Key(TEXT, None, "folder of the swap files"),
     "offload_param_nvme_path": Key(TEXT, None, "folder of the swap files"),
-    "gradient_accumulation_steps": Key(whole(1), None, "micro-batches per optimizer step"),
+    "gradient_accumulation_steps": Key(integer(1), None, "micro-batches per optimizer step"),
     "gradient_clipping": Key(number(), None, "largest global gradient norm"),
-    "zero3_init_flag": Key(SWITCH, None, "stage 3: the model is built split"),
-    "zero3_save_16bit_model": Key(SWITCH, False, "stage 3: the whole model is written", null=True),
+    "zero3_init_flag": Key(BOOLEAN, None, "stage 3: the model is built split"),
+    "zero3_save_16bit_model": Key(BOOLEAN, False, "stage 3: the whole model is written", null=True),
     "deepspeed_moe_layer_cls_names": (None, "classes of mixture-of-experts blocks"),
     "deepspeed_hostfile": (None, "list of nodes"),
     "deepspeed_exclusion_filter": (None, "nodes left out"),
@@ -114,11 +114,11 @@ _DEEPSPEED: Rows = {
 """Keys of deepspeed_config."""
 
 _AXES: Rows = {
-    "dp_replicate_size": Key(whole(1), 1, "replicas"),
-    "dp_shard_size": Key(whole(1), 1, "ranks per replica"),
-    "tp_size": Key(whole(1), 1, "tensor parallel degree"),
-    "cp_size": Key(whole(1), 1, "context parallel degree"),
-    "sp_size": Key(whole(1), 1, "sequence parallel degree (Ulysses, with DeepSpeed)"),
+    "dp_replicate_size": Key(integer(1), 1, "replicas"),
+    "dp_shard_size": Key(integer(1), 1, "ranks per replica"),
+    "tp_size": Key(integer(1), 1, "tensor parallel degree"),
+    "cp_size": Key(integer(1), 1, "context parallel degree"),
+    "sp_size": Key(integer(1), 1, "sequence parallel degree (Ulysses, with DeepSpeed)"),
     "cp_backend": ("torch", "library of context parallelism"),
     "cp_comm_strategy": ("allgather", "how keys and values go round"),
     "sp_backend": ("deepspeed", "library of sequence parallelism"),

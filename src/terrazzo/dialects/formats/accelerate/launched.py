@@ -22,7 +22,7 @@ __all__ = [
     "deepspeed_file",
     "dynamo_section",
     "fsdp_section",
-    "launched",
+    "launched_document",
     "parallelism_section",
 ]
 
@@ -51,44 +51,46 @@ _BESIDE = {"gradient_clipping": float, "gradient_accumulation_steps": int}
 _WRAPS = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
 
 
-def launched(environment: Mapping[str, str]) -> dict[str, Any]:
+def launched_document(environment: Mapping[str, str]) -> dict[str, Any]:
     """The document that `accelerate launch` was given, as far as it switches FSDP, DeepSpeed or a mesh on.
 
     `distributed_type` is left out where none of them is on; nothing else is then of use.
     """
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     on = {name for name, switch in SWITCHES.items() if environment.get(switch, "false").lower() == "true"}
     if "parallelism" in on:
         section = _section(environment, "PARALLELISM_CONFIG_", _PARALLELISM)
-        found |= {"distributed_type": "MULTI_GPU", "parallelism_config": section}
+        document |= {"distributed_type": "MULTI_GPU", "parallelism_config": section}
     if "fsdp" in on:
-        found |= {"distributed_type": "FSDP", "fsdp_config": _fsdp(environment)}
+        document |= {"distributed_type": "FSDP", "fsdp_config": _fsdp(environment)}
     if "deepspeed" in on:
-        found |= {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(environment)}
+        document |= {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(environment)}
     if "megatron" in on:
-        found |= {"distributed_type": "MEGATRON_LM"}
-    return found
+        document |= {"distributed_type": "MEGATRON_LM"}
+    return document
 
 
 def _section(environment: Mapping[str, str], start: str, prefix: str = "") -> dict[str, Any]:
     """Variables whose names begin with `start` as keys that begin with `prefix`, their values as in YAML."""
-    found = {name.removeprefix(start).lower(): text for name, text in environment.items() if name.startswith(start)}
-    return {f"{prefix}{name}": yaml.safe_load(text) for name, text in found.items()}
+    variables = {name.removeprefix(start).lower(): text for name, text in environment.items() if name.startswith(start)}
+    return {f"{prefix}{name}": yaml.safe_load(text) for name, text in variables.items()}
 
 
 def _fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
-    found = _section(environment, "FSDP_", "fsdp_")
-    if classes := found.pop("fsdp_transformer_cls_to_wrap", None):
-        found["fsdp_transformer_layer_cls_to_wrap"] = classes
-    return {name: value for name, value in found.items() if name not in _OTHER_VERSION[found.get("fsdp_version", 1)]}
+    section = _section(environment, "FSDP_", "fsdp_")
+    if classes := section.pop("fsdp_transformer_cls_to_wrap", None):
+        section["fsdp_transformer_layer_cls_to_wrap"] = classes
+    return {
+        name: value for name, value in section.items() if name not in _OTHER_VERSION[section.get("fsdp_version", 1)]
+    }
 
 
 def _deepspeed(environment: Mapping[str, str]) -> dict[str, Any]:
-    said = _section(environment, "ACCELERATE_DEEPSPEED_")
-    found = {_DEEPSPEED_NAMES.get(name, name): value for name, value in said.items()}
-    if found.get("deepspeed_config_file") not in (None, "none"):
-        return {"deepspeed_config_file": found["deepspeed_config_file"]}  # it says all
-    return found | _section(environment, "ACCELERATE_GRADIENT_", "gradient_")
+    variables = _section(environment, "ACCELERATE_DEEPSPEED_")
+    section = {_DEEPSPEED_NAMES.get(name, name): value for name, value in variables.items()}
+    if section.get("deepspeed_config_file") not in (None, "none"):
+        return {"deepspeed_config_file": section["deepspeed_config_file"]}  # it says all
+    return section | _section(environment, "ACCELERATE_GRADIENT_", "gradient_")
 
 
 def dynamo_section(environment: Mapping[str, str], plugin: Any = None, backend: Any = None) -> dict[str, Any]:
@@ -98,14 +100,14 @@ def dynamo_section(environment: Mapping[str, str], plugin: Any = None, backend: 
         plugin: a `TorchDynamoPlugin`, in place of all else.
         backend: a `DynamoBackend` or its name, in place of the environment's.
     """
-    said = _section(environment, DYNAMO)
+    section = _section(environment, DYNAMO)
     if plugin is not None:
-        said = {"backend": plugin.backend, "mode": plugin.mode}
-        said |= {"use_fullgraph": plugin.fullgraph, "use_dynamic": plugin.dynamic}
+        section = {"backend": plugin.backend, "mode": plugin.mode}
+        section |= {"use_fullgraph": plugin.fullgraph, "use_dynamic": plugin.dynamic}
     elif backend is not None:
-        said["backend"] = backend
-    word = str(getattr(said.get("backend"), "value", said.get("backend") or "no")).lower()
-    return {**said, "backend": "no" if word == "false" else word}  # YAML reads NO as false
+        section["backend"] = backend
+    word = str(getattr(section.get("backend"), "value", section.get("backend") or "no")).lower()
+    return {**section, "backend": "no" if word == "false" else word}  # YAML reads NO as false
 
 
 # -- objects ---------------------------------------------------------------------------------------------------------
@@ -174,17 +176,17 @@ def deepspeed_file(document: Mapping[str, Any], environment: Mapping[str, str]) 
     name = document.get("deepspeed_config", {}).get("deepspeed_config_file")
     if name is None:
         return None
-    said, fault = load_named(name, ReadingContext())
+    document_in_file, fault = load_named(name, ReadingContext())
     if fault:
         raise BadInput(f"deepspeed_config_file: {fault}. Name the file by its absolute path.")
     beside = {key: environment.get(f"ACCELERATE_{key.upper()}") for key in _BESIDE}
     for key, kind in _BESIDE.items():
-        told, own = beside[key], said.get(key, "auto")
+        told, own = beside[key], document_in_file.get(key, "auto")
         if told not in (None, "auto") and own != "auto" and kind(told) != own:
             raise BadInput(f"{key} is {told} from the launcher and {own} in '{name}': leave out one of them.")
         if told not in (None, "auto"):
-            said.setdefault(key, "auto")
-    return SimpleNamespace(deepspeed_config=said, **beside)
+            document_in_file.setdefault(key, "auto")
+    return SimpleNamespace(deepspeed_config=document_in_file, **beside)
 
 
 def deepspeed_document(plugin: Any, mixed: str) -> dict[str, Any]:

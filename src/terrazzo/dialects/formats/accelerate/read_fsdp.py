@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.accelerate.reader import AccelerateReader
 from terrazzo.dialects.formats.shared.accelerate import AXES
 from terrazzo.dialects.formats.shared.fsdp import offload
-from terrazzo.dialects.formats.shared.rows import ALONE_WORDS, HYBRID, alone, row_settings
+from terrazzo.dialects.formats.shared.rows import HYBRID, ONE_GROUP, in_one_group, row_settings
 
 __all__ = ["VERSION", "read_fsdp", "read_mesh"]
 
@@ -19,65 +19,65 @@ VERSION = f"{_F}version"
 """Key of FSDP's version: 1 unless the file says 2."""
 
 
-def read_mesh(source: AccelerateReader, fsdp: bool) -> SettingsByKey:
+def read_mesh(reader: AccelerateReader, fsdp: bool) -> SettingsByPath:
     """Degrees. Without the section all ranks are one axis; within it, a size that is not given is 1.
 
     Args:
-        source: the YAML.
+        reader: of the YAML.
         fsdp: whether FSDP shards: what else there is takes the ranks that are left, whatever dp_shard_size says.
     """
-    given: SettingsByKey = {}
+    settings: SettingsByPath = {}
     for axis in AXES:
-        given[f"mesh.{axis}"] = source.take(f"{_P}{axis}_size")
-    shards = given["mesh.dp_shard"]
+        settings[f"mesh.{axis}"] = reader.take(f"{_P}{axis}_size")
+    shards = settings["mesh.dp_shard"]
     if not fsdp and shards.origin == "file":
-        source.keep_as(shards.key, source.flat[shards.key], "nothing is split over it")
-    if not fsdp or not any(size.origin == "file" for size in given.values()):
-        given["mesh.dp_shard"] = Setting(None, "default")
-    return given | {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
+        reader.keep_as(shards.key, reader.flat[shards.key], "nothing is split over it")
+    if not fsdp or not any(size.origin == "file" for size in settings.values()):
+        settings["mesh.dp_shard"] = Setting(None, "default")
+    return settings | {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
 
 
-def read_fsdp(source: AccelerateReader, mesh: SettingsByKey) -> SettingsByKey:
+def read_fsdp(reader: AccelerateReader, mesh: SettingsByPath) -> SettingsByPath:
     """Row, units, offload, prefetch, loading, checkpointing and kind of checkpoint."""
-    version = source.take(VERSION)
-    row, chosen = _row(source, version.value)
+    version = reader.take(VERSION)
+    row, chosen = _row(reader, version.value)
     replicas = mesh["mesh.dp_replicate"]
-    given: SettingsByKey = {}
+    settings: SettingsByPath = {}
     if version.value == 2 and (replicas.value or 1) > 1:
         row, chosen = HYBRID[row], (*chosen, replicas)
     elif row.startswith("hybrid"):
-        nodes = _nodes(source, mesh.get("mesh.world"))
-        given |= {path: setting for path, setting in nodes.items() if mesh[path].origin != "file"}
-    given |= row_settings(row, *chosen, version) if version.origin == "file" else row_settings(row, *chosen)
-    if whole := alone(mesh | given):
-        given |= whole
-        source.say(chosen[0].key, "renamed", ALONE_WORDS)
-    given |= _units(source) | offload(source.take(f"{_F}offload_params")) | _prefetch(source, version.value)
-    return given | _activations(source) | _saving(source, version.value) | _loading(source, version.value)
+        nodes = _nodes(reader, mesh.get("mesh.world"))
+        settings |= {path: setting for path, setting in nodes.items() if mesh[path].origin != "file"}
+    settings |= row_settings(row, *chosen, version) if version.origin == "file" else row_settings(row, *chosen)
+    if whole := in_one_group(mesh | settings):
+        settings |= whole
+        reader.mark(chosen[0].key, "renamed", ONE_GROUP)
+    settings |= _units(reader) | offload(reader.take(f"{_F}offload_params")) | _prefetch(reader, version.value)
+    return settings | _activations(reader) | _saving(reader, version.value) | _loading(reader, version.value)
 
 
-def _nodes(source: AccelerateReader, world: Setting[Any] | None) -> SettingsByKey:
+def _nodes(reader: AccelerateReader, world: Setting[Any] | None) -> SettingsByPath:
     """Version 1 replicates over nodes, and splits over the ranks of each."""
-    nodes = source.take("num_machines")
+    nodes = reader.take("num_machines")
     if nodes.origin == "default":
         return {"mesh.dp_replicate": Setting(None, "default")}
-    source.keep_as(nodes.key, source.flat[nodes.key], "how many nodes there are")
-    ranks = world.value if world is not None else source.context.world
+    reader.keep_as(nodes.key, reader.flat[nodes.key], "how many nodes there are")
+    ranks = world.value if world is not None else reader.context.world
     shards = None if ranks is None or ranks % nodes.value else ranks // nodes.value
     return {"mesh.dp_replicate": nodes, "mesh.dp_shard": Setting(shards, "derived" if shards else "default")}
 
 
-def _row(source: AccelerateReader, version: int) -> tuple[str, tuple[Setting[Any], ...]]:
+def _row(reader: AccelerateReader, version: int) -> tuple[str, tuple[Setting[Any], ...]]:
     """Each version has a key of its own, and passes over the other's."""
     strategy, reshard = f"{_F}sharding_strategy", f"{_F}reshard_after_forward"
     mine, other = (strategy, reshard) if version == 1 else (reshard, strategy)
-    if source.raw(other) is not None:
-        source.refuse(source.spelled(other), _passed_over(version, source.raw(other)))
+    if reader.raw(other) is not None:
+        reader.refuse(reader.spelled(other), _passed_over(version, reader.raw(other)))
     if version == 1:
-        found = source.take(mine)
-        return found.value, (found,)
-    kept = source.take(mine)
-    return ("zero3" if kept.value else "shard_grad_op"), (kept,)
+        row = reader.take(mine)
+        return row.value, (row,)
+    frees = reader.take(mine)
+    return ("zero3" if frees.value else "shard_grad_op"), (frees,)
 
 
 def _passed_over(version: int, value: Any) -> str:
@@ -94,39 +94,42 @@ def _passed_over(version: int, value: Any) -> str:
     return f"version 2 passes over it: write {instead.get(word, 'fsdp_reshard_after_forward: true')}"
 
 
-def _units(source: AccelerateReader) -> SettingsByKey:
-    policy = source.take(f"{_F}auto_wrap_policy")
-    classes = source.take(f"{_F}transformer_layer_cls_to_wrap")
-    size = source.take(f"{_F}min_num_params")
+def _units(reader: AccelerateReader) -> SettingsByPath:
+    policy = reader.take(f"{_F}auto_wrap_policy")
+    classes = reader.take(f"{_F}transformer_layer_cls_to_wrap")
+    size = reader.take(f"{_F}min_num_params")
     for setting, wanted in ((classes, "classes"), (size, "min_numel")):
         if policy.value != wanted and setting.origin == "file" and setting.value:
-            source.keep(setting.key, "fsdp_auto_wrap_policy does not look at it", loss="harmless")
+            reader.keep(setting.key, "fsdp_auto_wrap_policy does not look at it", loss="harmless")
     if policy.value == "min_numel":
         return {"units.policy": policy, "units.min_numel": size}
     if policy.value != "classes" or not classes.value:
         return {"units.policy": Setting("auto" if policy.value == "classes" else "none", policy.origin, policy.key)}
     names = tuple(classes.value.split(","))
     if any(name != name.strip() for name in names):
-        source.refuse(classes.key, "a blank becomes part of a name, which no module then has: write commas alone")
+        reader.refuse(classes.key, "a blank becomes part of a name, which no module then has: write commas alone")
     return {"units.policy": policy, "units.classes": Setting(tuple(n.strip() for n in names), "file", classes.key)}
 
 
-def _prefetch(source: AccelerateReader, version: int) -> SettingsByKey:
+def _prefetch(reader: AccelerateReader, version: int) -> SettingsByPath:
     """FSDP1 gathers ahead only if told; FSDP2 always does in backward."""
     backward, forward = f"{_F}backward_prefetch", f"{_F}forward_prefetch"
     if version == 2:
         for key, same in ((backward, "BACKWARD_PRE"), (forward, False)):
-            if source.raw(key) not in (None, same):
-                source.refuse(source.spelled(key), "version 2 passes over it: backward gathers ahead, forward does not")
+            if reader.raw(key) not in (None, same):
+                reader.refuse(reader.spelled(key), "version 2 passes over it: backward gathers ahead, forward does not")
         return {"prefetch.backward": Setting(1, "default"), "prefetch.forward": Setting(0, "default")}
-    ahead = source.take(backward)
-    asked = source.take(forward)
-    return {"prefetch.backward": ahead, "prefetch.forward": derived(int(asked.value), asked, origin=asked.origin)}
+    ahead = reader.take(backward)
+    in_forward = reader.take(forward)
+    return {
+        "prefetch.backward": ahead,
+        "prefetch.forward": derived(int(in_forward.value), in_forward, origin=in_forward.origin),
+    }
 
 
-def _activations(source: AccelerateReader) -> SettingsByKey:
-    on = source.take(f"{_F}activation_checkpointing")
-    away = source.take(f"{_F}activation_checkpointing_offload")
+def _activations(reader: AccelerateReader) -> SettingsByPath:
+    on = reader.take(f"{_F}activation_checkpointing")
+    away = reader.take(f"{_F}activation_checkpointing_offload")
     mode = "full" if on.value else "none"
     return {
         "activation_checkpointing.mode": Setting(mode, on.origin, on.key),
@@ -134,25 +137,25 @@ def _activations(source: AccelerateReader) -> SettingsByKey:
     }
 
 
-def _saving(source: AccelerateReader, version: int) -> SettingsByKey:
-    state = source.take(f"{_F}state_dict_type")
+def _saving(reader: AccelerateReader, version: int) -> SettingsByPath:
+    state = reader.take(f"{_F}state_dict_type")
     if state.value is None:
         state = replace(state, value="full" if version == 1 else "sharded")
     export = Setting("full" if state.value == "full" else "none", state.origin, state.key)
     return {"saving.state": state, "saving.export": export}
 
 
-def _loading(source: AccelerateReader, version: int) -> SettingsByKey:
-    low = source.take(f"{_F}cpu_ram_efficient_loading")
-    sent = source.take(f"{_F}sync_module_states")
+def _loading(reader: AccelerateReader, version: int) -> SettingsByPath:
+    low = reader.take(f"{_F}cpu_ram_efficient_loading")
+    sent = reader.take(f"{_F}sync_module_states")
     if version == 2:
         if sent.origin == "file":
-            source.keep(sent.key, "version 2 needs no such key", loss="harmless")
+            reader.keep(sent.key, "version 2 needs no such key", loss="harmless")
         sent = Setting(low.value, "derived")
-    source.take(f"{_F}use_orig_params")
-    key = source.spelled(f"{_F}use_orig_params")
-    if key in source.verdicts and source.verdicts[key].kind == "applied":
-        source.keep(key, "parameters keep their names everywhere else", loss="harmless")
-    ignored = source.take(f"{_F}ignored_modules")
+    reader.take(f"{_F}use_orig_params")
+    key = reader.spelled(f"{_F}use_orig_params")
+    if key in reader.verdicts and reader.verdicts[key].kind == "applied":
+        reader.keep(key, "parameters keep their names everywhere else", loss="harmless")
+    ignored = reader.take(f"{_F}ignored_modules")
     units = {"units.ignored": ignored} if ignored.value is not None else {}
     return {"loading.low_memory": low, "loading.broadcast": sent, **units}

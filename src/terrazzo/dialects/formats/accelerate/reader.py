@@ -27,11 +27,11 @@ class AccelerateReader(Reader):
         self.spelling = {canonical_key(key): key for key in self.flat}  # of both spellings the later one holds
 
     def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
-        found = super()._checked(key, default, kind, null)
+        setting = super()._checked(key, default, kind, null)
         raw, word = self.raw(key), kind.expected.startswith("one of")  # upper or lower case, or a number
-        if found.origin == "file" and (word or (isinstance(raw, str) and found.value != raw)):
+        if setting.origin == "file" and (word or (isinstance(raw, str) and setting.value != raw)):
             self.keep_as(self.spelled(key), raw)
-        return found
+        return setting
 
     # -- keeping -----------------------------------------------------------------------------------------------------
 

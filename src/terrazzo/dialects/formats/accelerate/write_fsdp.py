@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.core.meaning import left
+from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.meaning import ranks_left
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
 from terrazzo.dialects.formats.accelerate.write_engines import write_autocast, write_precision
 from terrazzo.dialects.formats.shared.fsdp import write_offload
@@ -17,176 +17,178 @@ _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _NAMES = {row: name.upper() for name, row in STRATEGIES.items()}
 
 
-def write_fsdp(pen: Pen, half: str | None, context: ReadingContext) -> None:
+def write_fsdp(draft: TerseDraft, half: str | None, context: ReadingContext) -> None:
     """Write all that Accelerate's FSDP keys can say."""
-    near, why = nearest_row(pen.description, _NAMES)
+    near, why = nearest_row(draft.description, _NAMES)
     row = near or "zero3"
-    shards = shard_ranks(pen, context.world)
-    version = 1 if row in HYBRID_ROWS and None in (pen.value("mesh.dp_replicate"), shards) else 2
-    pen.write(f"{_F}version", version)
-    _row(pen, row, why, version)
+    shards = shard_ranks(draft, context.world)
+    version = 1 if row in HYBRID_ROWS and None in (draft.value("mesh.dp_replicate"), shards) else 2
+    draft.write(f"{_F}version", version)
+    _row(draft, row, why, version)
     if near is None:
-        pen.refuse(SHARDING, f"{why}: take a row that FSDP has, such as zero3")
-    _sizes(pen, row, version, shards if row in HYBRID_ROWS else _one_axis(pen, context.world))
-    _units(pen)
-    if write_offload(pen, f"{_F}offload_params") and pen.value("offload.pin") is False:
-        pen.lossy("offload.pin", "FSDP always pins what it offloads")
+        draft.refuse(SHARDING, f"{why}: take a row that FSDP has, such as zero3")
+    _sizes(draft, row, version, shards if row in HYBRID_ROWS else _one_axis(draft, context.world))
+    _units(draft)
+    if write_offload(draft, f"{_F}offload_params") and draft.value("offload.pin") is False:
+        draft.lossy("offload.pin", "FSDP always pins what it offloads")
     else:
-        pen.implied("offload.pin")
-    _prefetch(pen, version)
-    _activations(pen, version)
-    _saving(pen)
-    _loading(pen, version)
-    _precision(pen, half, version)
+        draft.implied("offload.pin")
+    _prefetch(draft, version)
+    _activations(draft, version)
+    _saving(draft)
+    _loading(draft, version)
+    _precision(draft, half, version)
 
 
-def _row(pen: Pen, row: str, why: str, version: int) -> None:
+def _row(draft: TerseDraft, row: str, why: str, version: int) -> None:
     """Write the row under the key of the version."""
     key: str = f"{_F}reshard_after_forward"
     value: bool | str = row in ("zero3", "hybrid_shard")
     if version == 1:
         key, value = f"{_F}sharding_strategy", _NAMES[row]
-    one = row in HYBRID_ROWS and version == 2 and pen.value("mesh.dp_replicate") == 1
+    one = row in HYBRID_ROWS and version == 2 and draft.value("mesh.dp_replicate") == 1
     note = why or ("one replica: it is split over all ranks" if one else "")
-    pen.put(SHARDING, key, value, note, "lossy" if why else "applied")
+    draft.put(SHARDING, key, value, note, "lossy" if why else "applied")
 
 
-def _sizes(pen: Pen, row: str, version: int, shards: int | None) -> None:
+def _sizes(draft: TerseDraft, row: str, version: int, shards: int | None) -> None:
     """Write the mesh where it has more than one axis."""
-    sizes = {axis: pen.value(f"mesh.{axis}", 1) for axis in ("tp", "cp")}
+    sizes = {axis: draft.value(f"mesh.{axis}", 1) for axis in ("tp", "cp")}
     for axis in ("pp", "ep"):
-        if pen.value(f"mesh.{axis}", 1) > 1:
-            pen.refuse(f"mesh.{axis}", "Accelerate has no such axis under FSDP")
+        if draft.value(f"mesh.{axis}", 1) > 1:
+            draft.refuse(f"mesh.{axis}", "Accelerate has no such axis under FSDP")
     if version == 1:
-        pen.implied(DATA_AXES)
-        said = [path for path in DATA_AXES if pen.value(path) is not None]
-        pen.lossy(said, "both sizes must be known (--world); else nodes are replicas, and the ranks of a node shards")
+        draft.implied(DATA_AXES)
+        known = [path for path in DATA_AXES if draft.value(path) is not None]
+        draft.lossy(
+            known, "both sizes must be known (--world); else nodes are replicas, and the ranks of a node shards"
+        )
         for axis in [axis for axis, size in sizes.items() if size > 1]:
-            pen.refuse(f"mesh.{axis}", "it needs all sizes of the mesh: say the number of ranks (--world)")
+            draft.refuse(f"mesh.{axis}", "it needs all sizes of the mesh: say the number of ranks (--world)")
     elif row in HYBRID_ROWS or max(sizes.values()) > 1:
-        _parallel(pen, row in HYBRID_ROWS, shards, sizes)
+        _parallel(draft, row in HYBRID_ROWS, shards, sizes)
     else:
-        pen.implied(DATA_AXES, "all data ranks are one axis")
+        draft.implied(DATA_AXES, "all data ranks are one axis")
 
 
-def _one_axis(pen: Pen, world: int | None) -> int | None:
+def _one_axis(draft: TerseDraft, world: int | None) -> int | None:
     """Ranks of the one data axis: replicas and their shards, or what is left of the world."""
-    shards, ranks = pen.value("mesh.dp_shard"), left(pen.description, world, ("tp", "cp"))
-    if shards is not None and (pen.value("mesh.dp_replicate") is not None or not pen.is_set("mesh.dp_replicate")):
-        return int(shards * pen.value("mesh.dp_replicate", 1))
+    shards, ranks = draft.value("mesh.dp_shard"), ranks_left(draft.description, world, ("tp", "cp"))
+    if shards is not None and (draft.value("mesh.dp_replicate") is not None or not draft.is_set("mesh.dp_replicate")):
+        return int(shards * draft.value("mesh.dp_replicate", 1))
     return None if ranks is None else max(1, ranks)
 
 
-def _parallel(pen: Pen, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:
-    replicas, key = pen.value("mesh.dp_replicate", 1), f"{_P}dp_shard_size"
+def _parallel(draft: TerseDraft, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:
+    replicas, key = draft.value("mesh.dp_replicate", 1), f"{_P}dp_shard_size"
     if hybrid:
-        pen.put("mesh.dp_replicate", f"{_P}dp_replicate_size", replicas)
+        draft.put("mesh.dp_replicate", f"{_P}dp_replicate_size", replicas)
     else:
-        pen.implied("mesh.dp_replicate", "all data ranks are one axis")
+        draft.implied("mesh.dp_replicate", "all data ranks are one axis")
     why = f"the number of ranks is not known: set {key}" if shards is None else ""
     if shards is not None:
-        pen.write(key, shards)
-        pen.implied("mesh.dp_shard", key=key)
+        draft.write(key, shards)
+        draft.implied("mesh.dp_shard", key=key)
     else:
-        pen.lossy("mesh.dp_shard", why, key)
+        draft.lossy("mesh.dp_shard", why, key)
     for axis, size in sizes.items():
         if size > 1:
-            pen.put(f"mesh.{axis}", f"{_P}{axis}_size", size, why, "lossy" if why else "applied")
+            draft.put(f"mesh.{axis}", f"{_P}{axis}_size", size, why, "lossy" if why else "applied")
 
 
-def _units(pen: Pen) -> None:
+def _units(draft: TerseDraft) -> None:
     """Write the policy; where none is said, blocks are found by themselves."""
-    policy, key = pen.value("units.policy", "auto"), f"{_F}auto_wrap_policy"
+    policy, key = draft.value("units.policy", "auto"), f"{_F}auto_wrap_policy"
     words = {"none": "NO_WRAP", "min_numel": "SIZE_BASED_WRAP"}
-    pen.put("units.policy", key, words.get(policy, "TRANSFORMER_BASED_WRAP"))
-    pen.implied(["units.classes", "units.min_numel"])
+    draft.put("units.policy", key, words.get(policy, "TRANSFORMER_BASED_WRAP"))
+    draft.implied(["units.classes", "units.min_numel"])
     if policy == "classes":
-        pen.put("units.classes", f"{_F}transformer_layer_cls_to_wrap", ",".join(pen.value("units.classes", ())))
-    elif policy == "min_numel" and pen.value("units.min_numel") is not None:
-        pen.put("units.min_numel", f"{_F}min_num_params", pen.value("units.min_numel"))
-    ignored = pen.value("units.ignored")
+        draft.put("units.classes", f"{_F}transformer_layer_cls_to_wrap", ",".join(draft.value("units.classes", ())))
+    elif policy == "min_numel" and draft.value("units.min_numel") is not None:
+        draft.put("units.min_numel", f"{_F}min_num_params", draft.value("units.min_numel"))
+    ignored = draft.value("units.ignored")
     if isinstance(ignored, str):
-        pen.put("units.ignored", f"{_F}ignored_modules", ignored)
+        draft.put("units.ignored", f"{_F}ignored_modules", ignored)
     elif ignored:
-        pen.lossy("units.ignored", "Accelerate takes one regular expression of module names")
+        draft.lossy("units.ignored", "Accelerate takes one regular expression of module names")
 
 
-def _prefetch(pen: Pen, version: int) -> None:
+def _prefetch(draft: TerseDraft, version: int) -> None:
     if version == 2:
         for path, there in (("prefetch.forward", 0), ("prefetch.backward", 1)):
-            if pen.value(path, there) == there:
-                pen.implied(path)
+            if draft.value(path, there) == there:
+                draft.implied(path)
             else:
-                pen.lossy(path, f"version 2 gathers {there} units ahead there, and has no key for it")
+                draft.lossy(path, f"version 2 gathers {there} units ahead there, and has no key for it")
         return
     for path, name, words in (
         ("prefetch.backward", "backward_prefetch", ("NO_PREFETCH", "BACKWARD_PRE")),
         ("prefetch.forward", "forward_prefetch", (False, True)),
     ):
-        ahead = pen.value(path, 1 if path == "prefetch.backward" else 0)
+        ahead = draft.value(path, 1 if path == "prefetch.backward" else 0)
         why = "FSDP1 gathers one unit ahead" if ahead > 1 else ""
-        pen.put(path, f"{_F}{name}", words[min(1, ahead)], why, "lossy" if why else "applied")
+        draft.put(path, f"{_F}{name}", words[min(1, ahead)], why, "lossy" if why else "applied")
 
 
-def _activations(pen: Pen, version: int) -> None:
-    mode, away = pen.value("activation_checkpointing.mode", "none"), "activation_checkpointing.offload"
+def _activations(draft: TerseDraft, version: int) -> None:
+    mode, away = draft.value("activation_checkpointing.mode", "none"), "activation_checkpointing.offload"
     paths = [f"activation_checkpointing.{name}" for name in ("mode", "every", "ops")]
     if mode == "none":
-        pen.implied(paths)
+        draft.implied(paths)
     else:
         why = "" if mode == "full" else "Accelerate recomputes all of every unit"
-        pen.put(paths, f"{_F}activation_checkpointing", True, why, "lossy" if why else "applied")
-    if not pen.value(away):
-        pen.implied(away)
+        draft.put(paths, f"{_F}activation_checkpointing", True, why, "lossy" if why else "applied")
+    if not draft.value(away):
+        draft.implied(away)
     elif version == 2 and mode != "none":
-        pen.put(away, f"{_F}activation_checkpointing_offload", True)
+        draft.put(away, f"{_F}activation_checkpointing_offload", True)
     else:
-        pen.lossy(away, "Accelerate offloads what version 2 checkpoints, and nothing else")
+        draft.lossy(away, "Accelerate offloads what version 2 checkpoints, and nothing else")
 
 
-def _saving(pen: Pen) -> None:
+def _saving(draft: TerseDraft) -> None:
     """One key says both kinds: whole checkpoints are also what others load."""
-    state, export, key = pen.value("saving.state"), pen.value("saving.export", "none"), f"{_F}state_dict_type"
+    state, export, key = draft.value("saving.state"), draft.value("saving.export", "none"), f"{_F}state_dict_type"
     paths = ("saving.state", "saving.export")
-    if state is None and not pen.is_set("saving.export"):
+    if state is None and not draft.is_set("saving.export"):
         return
     if export == "none" and state != "full":
-        pen.put(paths, key, "SHARDED_STATE_DICT", "shards resume on any number of ranks" if state == "local" else "")
+        draft.put(paths, key, "SHARDED_STATE_DICT", "shards resume on any number of ranks" if state == "local" else "")
         return
-    pen.put(paths, key, "FULL_STATE_DICT")
+    draft.put(paths, key, "FULL_STATE_DICT")
     if state not in ("full", None):
-        pen.implied("saving.state", "whole checkpoints resume on any number of ranks", key)
+        draft.implied("saving.state", "whole checkpoints resume on any number of ranks", key)
     if export == "hf":
-        pen.lossy("saving.export", "one state dict, without the model's other files", key)
+        draft.lossy("saving.export", "one state dict, without the model's other files", key)
 
 
-def _loading(pen: Pen, version: int) -> None:
+def _loading(draft: TerseDraft, version: int) -> None:
     """Both are on by default, and the second goes with the first."""
-    low, sent = pen.value("loading.low_memory"), pen.value("loading.broadcast")
+    low, sent = draft.value("loading.low_memory"), draft.value("loading.broadcast")
     if low is False:
-        pen.put("loading.low_memory", f"{_F}cpu_ram_efficient_loading", False)
+        draft.put("loading.low_memory", f"{_F}cpu_ram_efficient_loading", False)
     else:
-        pen.implied("loading.low_memory")
+        draft.implied("loading.low_memory")
     if version == 1 and sent is False and low is False:
-        pen.put("loading.broadcast", f"{_F}sync_module_states", False)
+        draft.put("loading.broadcast", f"{_F}sync_module_states", False)
     elif sent == (low is not False) or sent is None:
-        pen.implied("loading.broadcast")
+        draft.implied("loading.broadcast")
     elif version == 1:
-        pen.lossy("loading.broadcast", "weights that rank 0 alone loads are sent to all")
+        draft.lossy("loading.broadcast", "weights that rank 0 alone loads are sent to all")
     else:
-        pen.lossy("loading.broadcast", "under version 2 it goes with fsdp_cpu_ram_efficient_loading")
+        draft.lossy("loading.broadcast", "under version 2 it goes with fsdp_cpu_ram_efficient_loading")
 
 
-def _precision(pen: Pen, half: str | None, version: int) -> None:
+def _precision(draft: TerseDraft, half: str | None, version: int) -> None:
     """Accelerate lifts trainable weights to fp32 and reduces in the compute dtype."""
     states = ("weight", "master", "moments", "saved")
     if half is None:
-        write_precision(pen, dict.fromkeys((*states, "compute", "reduce", "accumulate", "buffers"), LOADED), "")
+        write_precision(draft, dict.fromkeys((*states, "compute", "reduce", "accumulate", "buffers"), LOADED), "")
     else:
         low = "bf16" if half == "fp8" else half
         lifted = {**dict.fromkeys(states, "fp32"), "reduce": low, "accumulate": "fp32", "output": "fp32"}
-        write_precision(pen, {**lifted, "buffers": low if version == 1 else LOADED}, "Accelerate has no key for it")
-    write_autocast(pen, half)
+        write_precision(draft, {**lifted, "buffers": low if version == 1 else LOADED}, "Accelerate has no key for it")
+    write_autocast(draft, half)
     for path in ("precision.loss_scaling", "precision.static_loss_scale"):
-        if pen.value(path) is not None:
-            pen.lossy(path, "Accelerate scales the loss by torch's GradScaler: pass GradScalerKwargs")
+        if draft.value(path) is not None:
+            draft.lossy(path, "Accelerate scales the loss by torch's GradScaler: pass GradScalerKwargs")

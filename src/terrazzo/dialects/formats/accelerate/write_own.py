@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Description, settings
+from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import canonical_key
@@ -54,12 +54,12 @@ _SAY: Mapping[str, _Say] = {
 def write_own(description: Description) -> Writing:
     """The document again: what stands in the extras as it is, the rest from the settings that it gave."""
     draft = Draft(description, "Accelerate", "accelerate")
-    kept = {extra.key for extra in description.extras}
-    for path, setting in settings(description):
+    extra_keys = {extra.key for extra in description.extras}
+    for path, setting in description.items():
         if not setting.is_set:
             continue
         for key in setting.keys:
-            if key not in kept and (say := _SAY.get(canonical_key(key))) is not None:
+            if key not in extra_keys and (say := _SAY.get(canonical_key(key))) is not None:
                 draft.write(key, say(description))
         draft.implied(path, key=setting.key)
     return draft.finish()

@@ -65,10 +65,10 @@ _TRAINER: dict[str, Any] = {
 def _trainer(context: ReadingContext, name: str) -> Any:
     """A field of TrainingArguments, or their default; None if none of them is known."""
     default = _TRAINER.get(name)
-    given = context.trainer.get(name, default) if context.trainer else None
-    if given is None or isinstance(default, bool):
-        return given if isinstance(given, bool) else None
-    return given if isinstance(given, int | float) and not isinstance(given, bool) else None
+    value = context.trainer.get(name, default) if context.trainer else None
+    if value is None or isinstance(default, bool):
+        return value if isinstance(value, bool) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _field(name: str) -> _AutoRule:
@@ -100,8 +100,8 @@ def _warmup(context: ReadingContext) -> Any:
 
 def _clip(context: ReadingContext) -> Any:
     """Accelerate fills in 1.0 as well."""
-    given = _trainer(context, "max_grad_norm")
-    return 1.0 if given is None else given
+    norm = _trainer(context, "max_grad_norm")
+    return 1.0 if norm is None else norm
 
 
 def _betas(context: ReadingContext) -> Any:

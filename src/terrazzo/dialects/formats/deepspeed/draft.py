@@ -20,7 +20,7 @@ class DeepSpeedDraft(Draft):
     """A draft of a DeepSpeed document.
 
     Attributes:
-        stood_as: what stood at a key where its neutral setting says it in other words.
+        originals: what stood at a key where its neutral setting says it in other words.
         context: for whom.
         version: of DeepSpeed, as numbers.
     """
@@ -28,18 +28,18 @@ class DeepSpeedDraft(Draft):
     def __init__(self, description: Description, context: ReadingContext) -> None:
         super().__init__(description, "DeepSpeed", "deepspeed")
         self.context, self.version = context, context.version("deepspeed", LAST)
-        self.stood_as = {extra.key: extra.value for extra in description.extras} if self.own else {}
+        self.originals = {extra.key: extra.value for extra in description.extras} if self.own else {}
 
     def default(self, key: str) -> Any:
         """DeepSpeed's default in the target's version."""
         return default_of(key, self.version, TABLE[key].default)
 
-    def stood(self, paths: str | Iterable[str], key: str) -> bool:
+    def came_from(self, paths: str | Iterable[str], key: str) -> bool:
         """Whether this very dialect said these settings by this key."""
         names = [paths] if isinstance(paths, str) else paths
         return self.own and any(key in self.setting(path).keys for path in names)
 
-    def say(
+    def put_if_needed(
         self, paths: str | Sequence[str], key: str, value: Any, note: tuple[VerdictKind, str] = ("applied", "")
     ) -> None:
         """Write one key for some settings, unless DeepSpeed does so by itself and the key did not stand there.
@@ -51,15 +51,17 @@ class DeepSpeedDraft(Draft):
             note: the verdict and its reason.
         """
         names = [paths] if isinstance(paths, str) else paths
-        if any(self.setting(path).origin == "auto" for path in names) and self.stood(names, key):
+        if any(self.setting(path).origin == "auto" for path in names) and self.came_from(names, key):
             self.put(names, key, AUTO, "Hugging Face fills it: DeepSpeed alone does not take 'auto'")
-        elif key in self.stood_as and not self.stood(names, key):
-            self._say(names, note[0], key, note[1])  # `finish` restores it
-        elif value != self.default(key) or self.stood(names, key):
-            self.put(names, key, self.stood_as.get(key, value) if self.stood(names, key) else value, note[1], note[0])
+        elif key in self.originals and not self.came_from(names, key):
+            self._mark(names, note[0], key, note[1])  # `finish` restores it
+        elif value != self.default(key) or self.came_from(names, key):
+            self.put(
+                names, key, self.originals.get(key, value) if self.came_from(names, key) else value, note[1], note[0]
+            )
         else:
-            self._say(names, note[0], "", note[1])
+            self._mark(names, note[0], "", note[1])
 
-    def spoken(self, path: str) -> bool:
+    def has_verdict(self, path: str) -> bool:
         """Whether a setting has its verdict."""
         return path in self._verdicts

@@ -4,54 +4,54 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, integer, number, section
 
 __all__ = ["CORE_ROWS", "OPTIMIZER_DEFAULTS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"]
 
 _DIVISION = "gradients are divided in other places, which rounds otherwise"
 
 _TOP = {
-    "train_batch_size": Key(whole(1), None, "sequences per optimizer step, over all ranks"),
-    "train_micro_batch_size_per_gpu": Key(whole(1), None, "sequences per forward pass on one rank"),
-    "gradient_accumulation_steps": Key(whole(1), None, "micro-batches per optimizer step"),
-    "managed_gradient_accumulation": Key(SWITCH, True, "the engine, not the loop, says when a step is due", "lossy"),
+    "train_batch_size": Key(integer(1), None, "sequences per optimizer step, over all ranks"),
+    "train_micro_batch_size_per_gpu": Key(integer(1), None, "sequences per forward pass on one rank"),
+    "gradient_accumulation_steps": Key(integer(1), None, "micro-batches per optimizer step"),
+    "managed_gradient_accumulation": Key(BOOLEAN, True, "the engine, not the loop, says when a step is due", "lossy"),
     "gradient_clipping": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
     "communication_data_type": Key(TEXT, None, "dtype of reduced gradients; null: the model's"),
     "seq_parallel_communication_data_type": Key(TEXT, "fp32", "the same under sequence parallelism"),
-    "prescale_gradients": Key(SWITCH, False, "gradients are divided before they are summed", "lossy", _DIVISION),
+    "prescale_gradients": Key(BOOLEAN, False, "gradients are divided before they are summed", "lossy", _DIVISION),
     "gradient_predivide_factor": Key(number(), 1.0, "part of the division made before summing", "lossy", _DIVISION),
     "gradient_allreduce_op": Key(TEXT, "mean", "mean or sum of gradients over the ranks", "refused"),
-    "disable_allgather": Key(SWITCH, False, "weights are broadcast, not gathered", "harmless"),
-    "sequence_parallel_size": Key(whole(), None, "Ulysses sequence parallel degree"),
-    "data_parallel_size": Key(whole(), None, "data parallel degree beside it"),
-    "use_data_before_expert_parallelism": Key(SWITCH, False, "order of data and expert ranks", "lossy"),
-    "zero_allow_untested_optimizer": Key(SWITCH, False, "optimizers off DeepSpeed's list are allowed", "harmless"),
-    "zero_force_ds_cpu_optimizer": Key(SWITCH, True, "offload insists on DeepSpeed's CPU optimizers", "harmless"),
-    "dataloader_drop_last": Key(SWITCH, False, "the engine's data loader drops a last short batch", "lossy"),
+    "disable_allgather": Key(BOOLEAN, False, "weights are broadcast, not gathered", "harmless"),
+    "sequence_parallel_size": Key(integer(), None, "Ulysses sequence parallel degree"),
+    "data_parallel_size": Key(integer(), None, "data parallel degree beside it"),
+    "use_data_before_expert_parallelism": Key(BOOLEAN, False, "order of data and expert ranks", "lossy"),
+    "zero_allow_untested_optimizer": Key(BOOLEAN, False, "optimizers off DeepSpeed's list are allowed", "harmless"),
+    "zero_force_ds_cpu_optimizer": Key(BOOLEAN, True, "offload insists on DeepSpeed's CPU optimizers", "harmless"),
+    "dataloader_drop_last": Key(BOOLEAN, False, "the engine's data loader drops a last short batch", "lossy"),
 }
 _FP16 = {
-    "enabled": Key(SWITCH, False, "fp16 weights beside fp32 masters, with loss scaling"),
-    "auto_cast": Key(SWITCH, False, "the model's inputs are cast to fp16", "harmless"),
+    "enabled": Key(BOOLEAN, False, "fp16 weights beside fp32 masters, with loss scaling"),
+    "auto_cast": Key(BOOLEAN, False, "the model's inputs are cast to fp16", "harmless"),
     "loss_scale": Key(number(), 0, "fixed loss scale; 0: dynamic"),
-    "initial_scale_power": Key(whole(), 16, "dynamic: the first scale is 2 to this power"),
-    "loss_scale_window": Key(whole(), 1000, "dynamic: clean steps until the scale doubles"),
-    "hysteresis": Key(whole(), 2, "dynamic: overflows until it halves"),
-    "consecutive_hysteresis": Key(SWITCH, False, "a clean step forgives earlier overflows", "lossy"),
-    "min_loss_scale": Key(whole(), 1, "dynamic: smallest scale"),
-    "fp16_master_weights_and_grads": Key(SWITCH, False, "master weights and gradients in fp16"),
+    "initial_scale_power": Key(integer(), 16, "dynamic: the first scale is 2 to this power"),
+    "loss_scale_window": Key(integer(), 1000, "dynamic: clean steps until the scale doubles"),
+    "hysteresis": Key(integer(), 2, "dynamic: overflows until it halves"),
+    "consecutive_hysteresis": Key(BOOLEAN, False, "a clean step forgives earlier overflows", "lossy"),
+    "min_loss_scale": Key(integer(), 1, "dynamic: smallest scale"),
+    "fp16_master_weights_and_grads": Key(BOOLEAN, False, "master weights and gradients in fp16"),
 }
 _BF16 = {
-    "enabled": Key(SWITCH, False, "bf16 weights beside fp32 masters"),
-    "immediate_grad_update": Key(SWITCH, False, "gradients are added to fp32 ones within backward", "harmless"),
-    "check_grad_overflow": Key(SWITCH, True, "a step with an inf or nan gradient is left out", "lossy"),
-    "bf16_master_weights_and_grads": Key(SWITCH, False, "master weights and gradients in bf16"),
-    "bf16_optimizer_states": Key(SWITCH, False, "moments in bf16 as well"),
+    "enabled": Key(BOOLEAN, False, "bf16 weights beside fp32 masters"),
+    "immediate_grad_update": Key(BOOLEAN, False, "gradients are added to fp32 ones within backward", "harmless"),
+    "check_grad_overflow": Key(BOOLEAN, True, "a step with an inf or nan gradient is left out", "lossy"),
+    "bf16_master_weights_and_grads": Key(BOOLEAN, False, "master weights and gradients in bf16"),
+    "bf16_optimizer_states": Key(BOOLEAN, False, "moments in bf16 as well"),
 }
 _AUTOCAST = {
-    "enabled": Key(SWITCH, False, "torch.autocast rather than a cast model"),
+    "enabled": Key(BOOLEAN, False, "torch.autocast rather than a cast model"),
     "dtype": Key(TEXT, None, "dtype of autocast"),
     "lower_precision_safe_modules": Key(
-        LIST, None, "module classes whose gradients are reduced in that dtype; null: linear and convolution"
+        NAME_LIST, None, "module classes whose gradients are reduced in that dtype; null: linear and convolution"
     ),
 }
 _DATA_TYPES = {
@@ -62,21 +62,21 @@ _DATA_TYPES = {
 }
 _OPTIMIZER = {
     "type": Key(TEXT, None, "name of the optimizer"),
-    "legacy_fusion": Key(SWITCH, False, "stage 0 in fp16: an older step", "harmless"),
+    "legacy_fusion": Key(BOOLEAN, False, "stage 0 in fp16: an older step", "harmless"),
 }
 OPTIMIZER_PARAMS = {
     "lr": Key(number(), 1e-3, "learning rate"),
     "betas": Key(ANY, (0.9, 0.999), "decay of the two moments", null=True),
     "eps": Key(number(), 1e-8, "term added to the denominator"),
     "weight_decay": Key(number(), 0.0, "weight decay, decoupled unless adam_w_mode is false"),
-    "bias_correction": Key(SWITCH, True, "the moments' bias is corrected", "refused"),
-    "amsgrad": Key(SWITCH, False, "the largest second moment is used"),
-    "torch_adam": Key(SWITCH, False, "torch's own Adam rather than a compiled one", "harmless"),
-    "adam_w_mode": Key(SWITCH, True, "Adam's weight decay is decoupled, as AdamW's"),
-    "fp32_optimizer_states": Key(SWITCH, True, "the CPU's moments in fp32"),
+    "bias_correction": Key(BOOLEAN, True, "the moments' bias is corrected", "refused"),
+    "amsgrad": Key(BOOLEAN, False, "the largest second moment is used"),
+    "torch_adam": Key(BOOLEAN, False, "torch's own Adam rather than a compiled one", "harmless"),
+    "adam_w_mode": Key(BOOLEAN, True, "Adam's weight decay is decoupled, as AdamW's"),
+    "fp32_optimizer_states": Key(BOOLEAN, True, "the CPU's moments in fp32"),
     "max_coeff": Key(number(), 10.0, "Lamb: largest trust ratio"),
     "min_coeff": Key(number(), 0.01, "Lamb: smallest trust ratio"),
-    "eps_inside_sqrt": Key(SWITCH, False, "Lamb: eps under the root"),
+    "eps_inside_sqrt": Key(BOOLEAN, False, "Lamb: eps under the root"),
     "muon_lr": Key(number(), None, "Muon: learning rate of matrices"),
     "adam_lr": Key(number(), None, "Muon: learning rate of the rest, by Adam"),
     "momentum": Key(number(), 0.95, "Muon: momentum"),
@@ -141,52 +141,52 @@ _SCHEDULE_WORDS = {
     "last_batch_iteration": "step to start counting at",
 }
 _ACTIVATIONS = {
-    "partition_activations": Key(SWITCH, False, "saved activations are split over tensor-parallel ranks", "lossy"),
-    "cpu_checkpointing": Key(SWITCH, False, "saved activations lie in host memory"),
-    "contiguous_memory_optimization": Key(SWITCH, False, "saved activations lie in one buffer", "harmless"),
-    "number_checkpoints": Key(whole(), None, "checkpoints per forward pass", "harmless"),
-    "synchronize_checkpoint_boundary": Key(SWITCH, False, "the device is waited for at checkpoints", "harmless"),
-    "profile": Key(SWITCH, False, "checkpoints are timed", "harmless"),
+    "partition_activations": Key(BOOLEAN, False, "saved activations are split over tensor-parallel ranks", "lossy"),
+    "cpu_checkpointing": Key(BOOLEAN, False, "saved activations lie in host memory"),
+    "contiguous_memory_optimization": Key(BOOLEAN, False, "saved activations lie in one buffer", "harmless"),
+    "number_checkpoints": Key(integer(), None, "checkpoints per forward pass", "harmless"),
+    "synchronize_checkpoint_boundary": Key(BOOLEAN, False, "the device is waited for at checkpoints", "harmless"),
+    "profile": Key(BOOLEAN, False, "checkpoints are timed", "harmless"),
 }
 _EVEN = "stages are of as many elements each, the numbers are the same"
 _PIPELINE = {
     "stages": Key(ANY, "auto", "pipeline stages"),
     "partition": Key(TEXT, "best", "how layers are dealt out to stages", "lossy", _EVEN),
-    "seed_layers": Key(SWITCH, False, "every layer has its own seed", "lossy"),
-    "activation_checkpoint_interval": Key(whole(), 0, "layers of a stage between activations kept; 0: all are"),
-    "pipe_partitioned": Key(SWITCH, True, "activations between stages are split over ranks", "harmless"),
-    "grad_partitioned": Key(SWITCH, True, "gradients between stages are split over ranks", "harmless"),
-    "use_reentrant": Key(SWITCH, None, "kind of activation checkpoint", "harmless"),
+    "seed_layers": Key(BOOLEAN, False, "every layer has its own seed", "lossy"),
+    "activation_checkpoint_interval": Key(integer(), 0, "layers of a stage between activations kept; 0: all are"),
+    "pipe_partitioned": Key(BOOLEAN, True, "activations between stages are split over ranks", "harmless"),
+    "grad_partitioned": Key(BOOLEAN, True, "gradients between stages are split over ranks", "harmless"),
+    "use_reentrant": Key(BOOLEAN, None, "kind of activation checkpoint", "harmless"),
 }
 _TENSOR = {
-    "autotp_size": Key(whole(), 0, "tensor parallel degree; 0: none"),
+    "autotp_size": Key(integer(), 0, "tensor parallel degree; 0: none"),
     "dtype": Key(ANY, "float16", "dtype while weights are split", "harmless"),
-    "tp_overlap_comm": Key(SWITCH, False, "all-reduce beside compute", "harmless"),
-    "vocab_parallel_lm_head": Key(SWITCH, None, "the head is split over the vocabulary", "lossy"),
+    "tp_overlap_comm": Key(BOOLEAN, False, "all-reduce beside compute", "harmless"),
+    "vocab_parallel_lm_head": Key(BOOLEAN, None, "the head is split over the vocabulary", "lossy"),
     "vocab_parallel_ce_backend": Key(TEXT, "torch", "cross-entropy of a split head", "lossy"),
-    "tp.tp_size": Key(whole(), 1, "degree for inference", "harmless"),
-    "tp.tp_grain_size": Key(whole(), 1, "granularity of splits", "harmless"),
+    "tp.tp_size": Key(integer(), 1, "degree for inference", "harmless"),
+    "tp.tp_grain_size": Key(integer(), 1, "granularity of splits", "harmless"),
     "tp.mpu": Key(ANY, None, "an object of Python, not a value", "harmless"),
     "tp.tp_group": Key(ANY, None, "an object of Python, not a value", "harmless"),
     "injection_policy_tuple": Key(ANY, None, "which projections are split", "lossy"),
     "partition_config": Key(ANY, None, "how layers are split, by patterns of names", "lossy"),
     "preset_model": Key(TEXT, None, "named set of such patterns", "lossy"),
-    "keep_module_on_host": Key(SWITCH, False, "weights are split on the host", "harmless"),
-    "replace_with_kernel_inject": Key(SWITCH, False, "inference kernels", "harmless"),
+    "keep_module_on_host": Key(BOOLEAN, False, "weights are split on the host", "harmless"),
+    "replace_with_kernel_inject": Key(BOOLEAN, False, "inference kernels", "harmless"),
 }
 _CHECKPOINT = {
     "tag_validation": Key(TEXT, "Warn", "tags are compared between ranks: Ignore, Warn, Fail", "harmless"),
-    "load_universal": Key(SWITCH, False, "the checkpoint is a universal one, made by ds_to_universal.py", "lossy"),
-    "use_node_local_storage": Key(SWITCH, False, "every node writes its own copy", "lossy"),
-    "parallel_write.pipeline_stage": Key(SWITCH, False, "pipeline layers are written by all ranks", "harmless"),
-    "checkpoint_serialization": Key(SWITCH, True, "zip format in the fast writer", "harmless"),
+    "load_universal": Key(BOOLEAN, False, "the checkpoint is a universal one, made by ds_to_universal.py", "lossy"),
+    "use_node_local_storage": Key(BOOLEAN, False, "every node writes its own copy", "lossy"),
+    "parallel_write.pipeline_stage": Key(BOOLEAN, False, "pipeline layers are written by all ranks", "harmless"),
+    "checkpoint_serialization": Key(BOOLEAN, True, "zip format in the fast writer", "harmless"),
     "writer.type": Key(TEXT, "FAST", "FAST, PYTHON or MOCK", "harmless"),
-    "writer.decoupled": Key(SWITCH, False, "training goes on while a checkpoint is written"),
-    "writer.io_buffer_size": Key(whole(), 67_108_864, "bytes of the writer's buffer", "harmless"),
-    "writer.io_buffer_double": Key(SWITCH, True, "two buffers in turn", "harmless"),
-    "writer.show_statistics": Key(SWITCH, False, "rates are printed", "harmless"),
+    "writer.decoupled": Key(BOOLEAN, False, "training goes on while a checkpoint is written"),
+    "writer.io_buffer_size": Key(integer(), 67_108_864, "bytes of the writer's buffer", "harmless"),
+    "writer.io_buffer_double": Key(BOOLEAN, True, "two buffers in turn", "harmless"),
+    "writer.show_statistics": Key(BOOLEAN, False, "rates are printed", "harmless"),
     "writer.data_parallel": Key(TEXT, None, "who writes: replica, socket, machine", "harmless"),
-    "writer.io_multiplier": Key(whole(), 1, "multiplier of the buffer", "harmless"),
+    "writer.io_multiplier": Key(integer(), 1, "multiplier of the buffer", "harmless"),
 }
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Keep, Key, number, section, whole
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Keep, Key, integer, number, section
 
 __all__ = ["TOOL_ROWS"]
 
 
 def _switches(keep: Keep, **meanings: str) -> dict[str, Key]:
-    return {name: Key(SWITCH, False, meaning, keep) for name, meaning in meanings.items()}
+    return {name: Key(BOOLEAN, False, meaning, keep) for name, meaning in meanings.items()}
 
 
 _COMPILE = {
-    "deepcompile": Key(SWITCH, False, "torch.compile with DeepSpeed's graph passes"),
-    "free_activation_threshold": Key(whole(), 10_485_760, "bytes from which activations are freed early", "harmless"),
-    "offload_activation_pin_memory": Key(SWITCH, True, "page-locked memory for offloaded activations", "harmless"),
-    "double_buffer": Key(SWITCH, True, "two reduction buffers in turn", "harmless"),
-    "keep_int_input_tensors": Key(SWITCH, True, "integer inputs are kept for tracing", "harmless"),
+    "deepcompile": Key(BOOLEAN, False, "torch.compile with DeepSpeed's graph passes"),
+    "free_activation_threshold": Key(integer(), 10_485_760, "bytes from which activations are freed early", "harmless"),
+    "offload_activation_pin_memory": Key(BOOLEAN, True, "page-locked memory for offloaded activations", "harmless"),
+    "double_buffer": Key(BOOLEAN, True, "two reduction buffers in turn", "harmless"),
+    "keep_int_input_tensors": Key(BOOLEAN, True, "integer inputs are kept for tracing", "harmless"),
     "passes": Key(ANY, None, "graph passes: z1, z3, autosp, autotp", "lossy"),
     **_switches(
         "harmless",
@@ -40,10 +40,10 @@ _COMPILE = {
 _HERE = "of a model that Terrazzo builds it is model.experts.{}"
 _WHOLE = "experts are dealt out whole, over tensor parallel ranks too: raise plan.mesh.ep"
 _EXPERTS = {
-    "enabled": Key(SWITCH, False, "experts of Hugging Face's models are dealt out to ranks"),
-    "autoep_size": Key(whole(1), 1, "expert parallel degree"),
-    "expert_tensor_parallel_size": Key(whole(), 1, "tensor parallel degree within experts", "lossy", _WHOLE),
-    "use_grouped_mm": Key(SWITCH, True, "one matrix product for all experts", "harmless"),
+    "enabled": Key(BOOLEAN, False, "experts of Hugging Face's models are dealt out to ranks"),
+    "autoep_size": Key(integer(1), 1, "expert parallel degree"),
+    "expert_tensor_parallel_size": Key(integer(), 1, "tensor parallel degree within experts", "lossy", _WHOLE),
+    "use_grouped_mm": Key(BOOLEAN, True, "one matrix product for all experts", "harmless"),
     "route_scale": Key(number(), 1.0, "factor on the router's weights", "refused"),
     "routed_scaling_factor": Key(ANY, "auto", "factor on the experts' output", "refused"),
     "top_k": Key(ANY, "auto", "experts per token", "refused", _HERE.format("top_k")),
@@ -53,9 +53,9 @@ _EXPERTS = {
     "row_weighting_impl": Key(TEXT, "auto", "kernel that weights rows", "harmless"),
     "gate_up_impl": Key(TEXT, "separate", "gate and up projection apart or as one", "harmless"),
     "comm_backend": Key(TEXT, "comm", "comm or deepep", "harmless"),
-    "comm_num_sm": Key(whole(), 12, "multiprocessors for DeepEP", "harmless"),
-    "comm_qp_margin": Key(whole(), 4, "spare queue pairs", "harmless"),
-    "comm_max_tokens_per_rank": Key(whole(), 0, "size of its buffer; 0: as needed", "harmless"),
+    "comm_num_sm": Key(integer(), 12, "multiprocessors for DeepEP", "harmless"),
+    "comm_qp_margin": Key(integer(), 4, "spare queue pairs", "harmless"),
+    "comm_max_tokens_per_rank": Key(integer(), 0, "size of its buffer; 0: as needed", "harmless"),
     **_switches(
         "harmless",
         validate_folding_routing="routing is compared over tensor-parallel ranks",
@@ -79,9 +79,9 @@ _TOP = {
     "datastates_ckpt": Key(ANY, None, "checkpoints by the package DataStates", "lossy"),
     "steps_per_print": Key(ANY, None, "steps between printed lines", "harmless"),
     "log_level": Key(TEXT, None, "how much is logged", "harmless"),
-    "vocabulary_size": Key(whole(), None, "a warning if it is no multiple of 8", "harmless"),
-    "timers.throughput.enabled": Key(SWITCH, True, "throughput is measured", "harmless"),
-    "timers.throughput.synchronized": Key(SWITCH, True, "the device is waited for meanwhile", "harmless"),
+    "vocabulary_size": Key(integer(), None, "a warning if it is no multiple of 8", "harmless"),
+    "timers.throughput.enabled": Key(BOOLEAN, True, "throughput is measured", "harmless"),
+    "timers.throughput.synchronized": Key(BOOLEAN, True, "the device is waited for meanwhile", "harmless"),
     **_switches(
         "harmless",
         wall_clock_breakdown="forward, backward and step are timed",
@@ -93,7 +93,7 @@ _TOP = {
 
 
 def _monitor(**more: Key) -> dict[str, Key]:
-    return {"enabled": Key(SWITCH, False, "metrics are logged there", "harmless"), **more}
+    return {"enabled": Key(BOOLEAN, False, "metrics are logged there", "harmless"), **more}
 
 
 def _texts(*names: str, default: str | None = None) -> dict[str, Key]:
@@ -108,8 +108,8 @@ _MONITORS = {
     **section(
         "comet",
         _monitor(
-            samples_log_interval=Key(whole(), 100, "samples between entries", "harmless"),
-            online=Key(SWITCH, None, "sent at once", "harmless"),
+            samples_log_interval=Key(integer(), 100, "samples between entries", "harmless"),
+            online=Key(BOOLEAN, None, "sent at once", "harmless"),
             **_texts("project", "workspace", "api_key", "experiment_name", "experiment_key", "mode"),
         ),
     ),
@@ -117,19 +117,19 @@ _MONITORS = {
         "comms_logger",
         {
             **_switches("harmless", enabled="collectives are logged", verbose="each is printed", debug="with callers"),
-            "prof_all": Key(SWITCH, True, "all of them", "harmless"),
-            "prof_ops": Key(LIST, (), "only these", "harmless"),
+            "prof_all": Key(BOOLEAN, True, "all of them", "harmless"),
+            "prof_ops": Key(NAME_LIST, (), "only these", "harmless"),
         },
     ),
     **section(
         "flops_profiler",
         {
-            "enabled": Key(SWITCH, False, "one step is profiled", "harmless"),
+            "enabled": Key(BOOLEAN, False, "one step is profiled", "harmless"),
             "recompute_fwd_factor": Key(number(), 0.0, "share of forward that is done again", "harmless"),
-            "profile_step": Key(whole(), 1, "which step", "harmless"),
-            "module_depth": Key(whole(-1), -1, "depth of the table", "harmless"),
-            "top_modules": Key(whole(), 1, "modules listed", "harmless"),
-            "detailed": Key(SWITCH, True, "the whole model is printed", "harmless"),
+            "profile_step": Key(integer(), 1, "which step", "harmless"),
+            "module_depth": Key(integer(-1), -1, "depth of the table", "harmless"),
+            "top_modules": Key(integer(), 1, "modules listed", "harmless"),
+            "detailed": Key(BOOLEAN, True, "the whole model is printed", "harmless"),
             "output_file": Key(TEXT, None, "a file rather than the console", "harmless"),
         },
     ),
@@ -150,65 +150,65 @@ _TUNER_NUMBERS = {
     "model_info.num_layers": None,
 }
 _AUTOTUNING = {
-    "enabled": Key(SWITCH, False, "jobs are run to find stage and batch", "lossy"),
-    "model_info.profile": Key(SWITCH, False, "the model is profiled first", "harmless"),
+    "enabled": Key(BOOLEAN, False, "jobs are run to find stage and batch", "lossy"),
+    "model_info.profile": Key(BOOLEAN, False, "the model is profiled first", "harmless"),
     "arg_mappings": Key(ANY, None, "keys to the script's arguments", "harmless"),
     **_texts("metric_path", "model_info_path"),
     **_texts("results_dir", default="autotuning_results"),
     **_texts("exps_dir", default="autotuning_exps"),
     **_texts("metric", default="throughput"),
     **_texts("tuner_type", default="gridsearch"),
-    **{name: Key(SWITCH, True, name, "harmless") for name in ("fast", "overwrite")},
+    **{name: Key(BOOLEAN, True, name, "harmless") for name in ("fast", "overwrite")},
     **{
-        name: Key(whole(), default, name.replace("_", " ").replace(".", " "), "harmless")
+        name: Key(integer(), default, name.replace("_", " ").replace(".", " "), "harmless")
         for name, default in _TUNER_NUMBERS.items()
     },
 }
 _ORDER = "other data is seen, or in another order: keep DeepSpeed's data library in the training script"
 _SAMPLING, _LTD = "data_efficiency.data_sampling", "data_efficiency.data_routing.random_ltd"
 _DATA = {
-    "data_efficiency.enabled": Key(SWITCH, False, "DeepSpeed's data library", "refused", _ORDER),
-    "data_efficiency.seed": Key(whole(), 1234, "its seed", "harmless"),
-    f"{_SAMPLING}.enabled": Key(SWITCH, False, "curriculum sampling", "refused", _ORDER),
-    f"{_SAMPLING}.num_epochs": Key(whole(), 1000, "most epochs", "harmless"),
-    f"{_SAMPLING}.num_workers": Key(whole(), 0, "workers of the loader", "harmless"),
-    f"{_SAMPLING}.pin_memory": Key(SWITCH, False, "page-locked batches", "harmless"),
-    f"{_SAMPLING}.curriculum_learning.enabled": Key(SWITCH, False, "easy samples first", "refused", _ORDER),
+    "data_efficiency.enabled": Key(BOOLEAN, False, "DeepSpeed's data library", "refused", _ORDER),
+    "data_efficiency.seed": Key(integer(), 1234, "its seed", "harmless"),
+    f"{_SAMPLING}.enabled": Key(BOOLEAN, False, "curriculum sampling", "refused", _ORDER),
+    f"{_SAMPLING}.num_epochs": Key(integer(), 1000, "most epochs", "harmless"),
+    f"{_SAMPLING}.num_workers": Key(integer(), 0, "workers of the loader", "harmless"),
+    f"{_SAMPLING}.pin_memory": Key(BOOLEAN, False, "page-locked batches", "harmless"),
+    f"{_SAMPLING}.curriculum_learning.enabled": Key(BOOLEAN, False, "easy samples first", "refused", _ORDER),
     f"{_SAMPLING}.curriculum_learning.data_cluster_path": Key(TEXT, None, "folder of the index", "harmless"),
     f"{_SAMPLING}.curriculum_learning.curriculum_metrics.*": Key(ANY, None, "a measure of difficulty", "harmless"),
-    f"{_SAMPLING}.dynamic_batching.enabled": Key(SWITCH, False, "batches by number of tokens", "refused", _ORDER),
+    f"{_SAMPLING}.dynamic_batching.enabled": Key(BOOLEAN, False, "batches by number of tokens", "refused", _ORDER),
     **section(
         f"{_SAMPLING}.dynamic_batching",
         {
             **_texts("metrics_path"),
             **_texts("lr_scaling_method", default="linear"),
             **_texts("sequence_picking_order", default="dataloader"),
-            "min_batch_size": Key(whole(), 1, "smallest batch", "harmless"),
-            "max_batch_size": Key(whole(), None, "largest batch", "harmless"),
-            "max_tokens": Key(whole(), None, "tokens per batch", "harmless"),
-            "verbose": Key(SWITCH, False, "log", "harmless"),
+            "min_batch_size": Key(integer(), 1, "smallest batch", "harmless"),
+            "max_batch_size": Key(integer(), None, "largest batch", "harmless"),
+            "max_tokens": Key(integer(), None, "tokens per batch", "harmless"),
+            "verbose": Key(BOOLEAN, False, "log", "harmless"),
         },
     ),
-    "data_efficiency.data_routing.enabled": Key(SWITCH, False, "tokens skip layers", "refused", _ORDER),
-    f"{_LTD}.enabled": Key(SWITCH, False, "random tokens skip layers", "refused", _ORDER),
-    f"{_LTD}.layer_token_lr_schedule.enabled": Key(SWITCH, False, "the rate follows tokens", "refused", _ORDER),
+    "data_efficiency.data_routing.enabled": Key(BOOLEAN, False, "tokens skip layers", "refused", _ORDER),
+    f"{_LTD}.enabled": Key(BOOLEAN, False, "random tokens skip layers", "refused", _ORDER),
+    f"{_LTD}.layer_token_lr_schedule.enabled": Key(BOOLEAN, False, "the rate follows tokens", "refused", _ORDER),
     "data_efficiency.data_routing.random_ltd.*": Key(ANY, None, "which layers, and how many tokens", "harmless"),
 }
 _HYBRID = {
-    "enabled": Key(SWITCH, False, "training and generation in turn", "lossy"),
-    "max_out_tokens": Key(whole(), 512, "generated tokens", "harmless"),
-    "inference_tp_size": Key(whole(), 1, "tensor parallel degree of generation", "harmless"),
-    "release_inference_cache": Key(SWITCH, False, "the cache is freed", "harmless"),
-    "pin_parameters": Key(SWITCH, True, "inference weights are kept", "harmless"),
-    "tp_gather_partition_size": Key(whole(), 8, "weights gathered at a time", "harmless"),
-    "enable_cuda_graph": Key(SWITCH, False, "generation as a CUDA graph", "harmless"),
+    "enabled": Key(BOOLEAN, False, "training and generation in turn", "lossy"),
+    "max_out_tokens": Key(integer(), 512, "generated tokens", "harmless"),
+    "inference_tp_size": Key(integer(), 1, "tensor parallel degree of generation", "harmless"),
+    "release_inference_cache": Key(BOOLEAN, False, "the cache is freed", "harmless"),
+    "pin_parameters": Key(BOOLEAN, True, "inference weights are kept", "harmless"),
+    "tp_gather_partition_size": Key(integer(), 8, "weights gathered at a time", "harmless"),
+    "enable_cuda_graph": Key(BOOLEAN, False, "generation as a CUDA graph", "harmless"),
 }
 _EIGHT_BITS = "weights are quantised"
 _QUANTIZATION = {
-    "enabled": Key(SWITCH, None, _EIGHT_BITS, "refused", f"{_EIGHT_BITS}, which changes the numbers: remove it"),
-    "num_bits": Key(whole(), 8, "bits", "harmless"),
+    "enabled": Key(BOOLEAN, None, _EIGHT_BITS, "refused", f"{_EIGHT_BITS}, which changes the numbers: remove it"),
+    "num_bits": Key(integer(), 8, "bits", "harmless"),
     "q_type": Key(TEXT, "symmetric", "symmetric or asymmetric", "harmless"),
-    "q_groups": Key(whole(), 1, "groups", "harmless"),
+    "q_groups": Key(integer(), 1, "groups", "harmless"),
     "quantized_initialization.*": Key(ANY, None, "weights are quantised as they are made", "refused"),
     "post_init_quant.*": Key(ANY, None, "weights are quantised once they are made", "refused"),
 }

@@ -1,8 +1,8 @@
-"""Reading DeepSpeed's JSON: each part in turn, over one source."""
+"""Reading DeepSpeed's JSON: each part in turn, over one reader."""
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import UNSET, Setting, SettingsByKey
+from terrazzo.dialects.core.description import UNSET, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.formats.deepspeed.keys import KEYS
 from terrazzo.dialects.formats.deepspeed.read_precision import read_precision
@@ -26,18 +26,18 @@ __all__ = ["read"]
 
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """The document's meaning. Settings come from the parts in turn; a later part may set an earlier one's right."""
-    source = DeepSpeedReader(document, context)
-    stage = stage_of(source)
-    given: SettingsByKey = read_sharding(source, stage)
-    given |= read_mesh(source, given.get("mesh.dp_shard", UNSET))
-    given |= one_group(source, given)
-    apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
-    given |= read_offload(source, stage.value) | read_prefetch(source, stage.value)
-    given |= read_saving(source, stage.value)
-    given |= read_precision(source, given["mesh.sp"].value > 1)
-    given |= read_gather(source, stage)
-    given |= read_batch(source, apart) | read_optimizer(source) | read_schedule(source) | read_training(source)
-    given["loading.broadcast"] = Setting(True, "default")
-    read_removed(source)
-    source.keep_rest()
-    return source.finish("deepspeed", given, KEYS)
+    reader = DeepSpeedReader(document, context)
+    stage = stage_of(reader)
+    settings: SettingsByPath = read_sharding(reader, stage)
+    settings |= read_mesh(reader, settings.get("mesh.dp_shard", UNSET))
+    settings |= one_group(reader, settings)
+    apart = settings["mesh.tp"].value * settings["mesh.sp"].value * settings["mesh.pp"].value
+    settings |= read_offload(reader, stage.value) | read_prefetch(reader, stage.value)
+    settings |= read_saving(reader, stage.value)
+    settings |= read_precision(reader, settings["mesh.sp"].value > 1)
+    settings |= read_gather(reader, stage)
+    settings |= read_batch(reader, apart) | read_optimizer(reader) | read_schedule(reader) | read_training(reader)
+    settings["loading.broadcast"] = Setting(True, "default")
+    read_removed(reader)
+    reader.keep_rest()
+    return reader.finish("deepspeed", settings, KEYS)

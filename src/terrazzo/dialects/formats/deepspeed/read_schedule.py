@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.versions import STRICT_WARMUP
@@ -19,89 +19,89 @@ NEUTRAL = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": 
 _PARAMS = "scheduler.params"
 
 
-def read_schedule(source: DeepSpeedReader) -> SettingsByKey:
+def read_schedule(reader: DeepSpeedReader) -> SettingsByPath:
     """The schedule; nothing where the code passes one."""
-    name = source.take("scheduler.type")
+    name = reader.take("scheduler.type")
     if name.value is None:
         return {}
     if name.value not in SCHEDULER_PARAMS:
         near = did_you_mean(name.value, SCHEDULER_PARAMS)
-        source.refuse(name.key, f"DeepSpeed has no such schedule: it has {', '.join(SCHEDULER_PARAMS)}.{near}")
+        reader.refuse(name.key, f"DeepSpeed has no such schedule: it has {', '.join(SCHEDULER_PARAMS)}.{near}")
         return {}
-    given: SettingsByKey = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
+    settings: SettingsByPath = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
     if name.value in NEUTRAL:
-        given |= _warm_up(source, SCHEDULER_PARAMS[name.value]) | _end(source, name.value)
-    return given | _options(source, name)
+        settings |= _warm_up(reader, SCHEDULER_PARAMS[name.value]) | _end(reader, name.value)
+    return settings | _options(reader, name)
 
 
-def _warm_up(source: DeepSpeedReader, usual: Mapping[str, Any]) -> SettingsByKey:
+def _warm_up(reader: DeepSpeedReader, usual: Mapping[str, Any]) -> SettingsByPath:
     """The steps of the warm-up: 2 at least, whatever is asked."""
     key = f"{_PARAMS}.warmup_num_steps"
-    least = 1 if source.version >= STRICT_WARMUP else 0
-    steps = source.integer(key, usual["warmup_num_steps"], low=least)
+    least = 1 if reader.version >= STRICT_WARMUP else 0
+    steps = reader.integer(key, usual["warmup_num_steps"], low=least)
     if steps.origin == "auto" and steps.value is not None:
         return {"schedule.warmup_steps": Setting(max(2, steps.value), "auto", key)}
     if steps.origin == "file" and steps.value < 2:
-        source.say(key, "lossy", "DeepSpeed warms up over 2 steps at least")
-        source.keep_as(key, steps.value, "DeepSpeed makes 2 of it")
+        reader.mark(key, "lossy", "DeepSpeed warms up over 2 steps at least")
+        reader.keep_as(key, steps.value, "DeepSpeed makes 2 of it")
         return {"schedule.warmup_steps": Setting(2, "derived", key)}
     return {"schedule.warmup_steps": steps}
 
 
-def _end(source: DeepSpeedReader, name: str) -> SettingsByKey:
+def _end(reader: DeepSpeedReader, name: str) -> SettingsByPath:
     usual = SCHEDULER_PARAMS[name]
     if name == "WarmupLR":
-        return _peak(source, usual["warmup_max_lr"])
-    total = source.integer(f"{_PARAMS}.total_num_steps", None, low=1)
-    given: SettingsByKey = {"schedule.total_steps": total} if total.origin != "default" else {}
+        return _peak(reader, usual["warmup_max_lr"])
+    total = reader.integer(f"{_PARAMS}.total_num_steps", None, low=1)
+    settings: SettingsByPath = {"schedule.total_steps": total} if total.origin != "default" else {}
     if name == "WarmupDecayLR":
-        return given | {"schedule.final_fraction": Setting(0.0, "default")} | _peak(source, usual["warmup_max_lr"])
-    end = source.number(f"{_PARAMS}.cos_min_ratio", usual["cos_min_ratio"], high=1.0)
-    return given | {"schedule.final_fraction": end}
+        return settings | {"schedule.final_fraction": Setting(0.0, "default")} | _peak(reader, usual["warmup_max_lr"])
+    end = reader.number(f"{_PARAMS}.cos_min_ratio", usual["cos_min_ratio"], high=1.0)
+    return settings | {"schedule.final_fraction": end}
 
 
-def _peak(source: DeepSpeedReader, default: float | None) -> SettingsByKey:
+def _peak(reader: DeepSpeedReader, default: float | None) -> SettingsByPath:
     """The schedule's own peak, which holds rather than the optimizer's rate."""
     key, rate = f"{_PARAMS}.warmup_max_lr", "optimizer.params.lr"
-    if not isinstance(source.raw(key), int | float | str | None):
+    if not isinstance(reader.raw(key), int | float | str | None):
         return {}
-    peak = source.number(key, default, null=True)
+    peak = reader.number(key, default, null=True)
     if peak.value is None and peak.origin != "auto":
         return {}
-    asked = source.number(rate) if source.get(rate) is not None else None
-    if asked is None:
+    optimizer_rate = reader.number(rate) if reader.get(rate) is not None else None
+    if optimizer_rate is None:
         return {"optimizer.lr": peak}
-    if peak.value is not None and asked.origin == "file" and asked.value != peak.value:
-        source.say(rate, "lossy", f"the schedule's warmup_max_lr holds instead: {peak.value:g}")
-        source.keep_as(rate, source.raw(rate), "the schedule's warmup_max_lr holds instead")
+    if peak.value is not None and optimizer_rate.origin == "file" and optimizer_rate.value != peak.value:
+        reader.mark(rate, "lossy", f"the schedule's warmup_max_lr holds instead: {peak.value:g}")
+        reader.keep_as(rate, reader.raw(rate), "the schedule's warmup_max_lr holds instead")
         return {"optimizer.lr": peak}
     return {"optimizer.lr": Setting(peak.value, peak.origin, ", ".join((*peak.keys, rate)))}
 
 
-def _options(source: DeepSpeedReader, name: Setting[Any]) -> SettingsByKey:
+def _options(reader: DeepSpeedReader, name: Setting[Any]) -> SettingsByPath:
     """What else bends the curve: the shape of the warm-up, its start, and all of a schedule of DeepSpeed's own."""
     arguments = SCHEDULER_PARAMS[name.value]
     options: dict[str, Any] = {}
     keys: list[str] = []
-    if "warmup_type" in arguments and source.get(f"{_PARAMS}.warmup_type", "log") == "log":
+    if "warmup_type" in arguments and reader.get(f"{_PARAMS}.warmup_type", "log") == "log":
         options["warmup_type"] = "log"
         keys.append(name.key)
-    for key in [key for key in source.unread() if key.startswith(f"{_PARAMS}.")]:
+    for key in [key for key in reader.unread() if key.startswith(f"{_PARAMS}.")]:
         argument = key.removeprefix(f"{_PARAMS}.")
         if argument not in arguments and argument != "last_batch_iteration":
             near = did_you_mean(argument, arguments)
-            source.refuse(key, f"{name.value} takes no such argument.{near}")
+            reader.refuse(key, f"{name.value} takes no such argument.{near}")
             continue
-        value = source.take(key).value
+        value = reader.take(key).value
         if argument == "warmup_type" and value not in ("log", "linear"):
-            source.refuse(key, "expected log or linear; DeepSpeed takes log")
+            reader.refuse(key, "expected log or linear; DeepSpeed takes log")
         elif value == arguments.get(argument, -1) and argument != "warmup_type":
-            source.keep_as(key, source.flat[key], "the default")
+            reader.keep_as(key, reader.flat[key], "the default")
         elif argument != "warmup_type":
             options[argument] = value
             keys.append(key)
         elif value == "linear":
-            source.keep_as(key, value, "the neutral shape")
+            reader.keep_as(key, value, "the neutral shape")
         else:
             keys.append(key)
     return {"schedule.options": Setting(options, "file", ", ".join(keys))} if options else {}

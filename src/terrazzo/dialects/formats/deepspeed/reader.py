@@ -50,22 +50,22 @@ class DeepSpeedReader(Reader):
     def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
         if (auto := self.auto(key)) is not None:
             return self._automatic(key, auto, default)
-        found = super()._checked(key, default, kind, null)
+        setting = super()._checked(key, default, kind, null)
         if self.spelled(key) != key and self.verdicts[self.spelled(key)].kind == "applied":
-            self.say(self.spelled(key), "renamed", f"today's word is {key}")
-        if found.origin == "file" and isinstance(self.raw(key), str) and found.value != self.raw(key):
+            self.mark(self.spelled(key), "renamed", f"today's word is {key}")
+        if setting.origin == "file" and isinstance(self.raw(key), str) and setting.value != self.raw(key):
             self.keep_as(key, self.raw(key))
-        return found
+        return setting
 
     def _automatic(self, key: str, auto: Auto, default: Any) -> Setting[Any]:
         """What "auto" comes to: the rule's value, None where it is open, or the default where DeepSpeed drops it."""
         name, section = self.spelled(key), key.rpartition(".")[0]
         if auto.rule:
-            self.say(name, "defaulted", auto.why)
+            self.mark(name, "defaulted", auto.why)
             return Setting(auto.value, "auto", name)
         if section in STRICT:
             shown = "its default" if default is None else f"its default, {default}"
-            self.say(name, "defaulted", f"Hugging Face has no rule for it, and DeepSpeed drops 'auto' for {shown}")
+            self.mark(name, "defaulted", f"Hugging Face has no rule for it, and DeepSpeed drops 'auto' for {shown}")
         else:
             self.refuse(name, auto.why)
         return Setting(default, "auto", name)
@@ -74,20 +74,20 @@ class DeepSpeedReader(Reader):
 
     def keep_key(self, key: str, row: Key) -> None:
         """Keep a key that means something to DeepSpeed alone, under today's spelling."""
-        found, name = self.take(key), self.spelled(key)
+        setting, name = self.take(key), self.spelled(key)
         verdict = self.verdicts[name]
         if verdict.kind == "refused":
             return
-        same = found.origin == "auto" or self.raw(key) is None or found.value == self.default(key)
+        same = setting.origin == "auto" or self.raw(key) is None or setting.value == self.default(key)
         why = row.why or row.meaning
         self.keep_as(key, self.raw(key), why)
         self._extras[-1] = replace(self._extras[-1], loss="harmless" if same else row.keep or "harmless")
-        self.say(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
+        self.mark(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
 
     def keep_rest(self) -> None:
         """Keep every known key that nobody has read; explain what is left."""
         for key, row in TABLE.items():
-            for name in self._found(key):
+            for name in self._unread_of(key):
                 if name == key:
                     self.keep_key(name, row)
                 else:
@@ -106,7 +106,7 @@ class DeepSpeedReader(Reader):
             if all(extra.key != today.get(key, key) for extra in self._extras):
                 self.keep_as(today.get(key, key), None, "it says nothing: the default holds")
 
-    def _found(self, pattern: str) -> list[str]:
+    def _unread_of(self, pattern: str) -> list[str]:
         if pattern in PATTERNS:
             return [key for key in self.unread() if matches(key, pattern)]
         name = self.spelled(pattern)
@@ -163,5 +163,5 @@ def _coded(key: str) -> str:
 
 
 def _elsewhere(last: str) -> str:
-    found = [key for key in TABLE if key.rpartition(".")[2] == last]
-    return f" There is a '{found[0]}'." if found else ""
+    elsewhere = [key for key in TABLE if key.rpartition(".")[2] == last]
+    return f" There is a '{elsewhere[0]}'." if elsewhere else ""

@@ -18,18 +18,18 @@ def write_precision(draft: DeepSpeedDraft, stage: int, optimizer_on_cpu: bool) -
     """Write the section that gives the compute dtype, then every dtype that it does not bring along."""
     if not any(draft.is_set(f"precision.{name}") for name in EVERY_DTYPE):
         return
-    asked = {name: _dtype(draft, name) for name in EVERY_DTYPE}
-    low = asked["compute"] = asked["compute"] or asked["weight"]
+    wanted = {name: _dtype(draft, name) for name in EVERY_DTYPE}
+    low = wanted["compute"] = wanted["compute"] or wanted["weight"]
     if draft.value("precision.autocast"):
-        brought = _autocast(draft, asked)
+        brought = _autocast(draft, wanted)
     elif low in ("bf16", "fp16"):
-        brought = _low(draft, asked, stage, optimizer_on_cpu)
+        brought = _low(draft, wanted, stage, optimizer_on_cpu)
     else:
         brought = dict.fromkeys(EVERY_DTYPE, "fp32")
         _off(draft)
-    _wire(draft, asked, brought, stage)
+    _wire(draft, wanted, brought, stage)
     _gather(draft, stage)
-    _rest(draft, asked, brought)
+    _rest(draft, wanted, brought)
 
 
 def _dtype(draft: DeepSpeedDraft, name: str) -> str | None:
@@ -41,24 +41,24 @@ def _dtype(draft: DeepSpeedDraft, name: str) -> str | None:
 def _off(draft: DeepSpeedDraft) -> None:
     """fp32: give back the switches that stood there."""
     for key in ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled"):
-        if draft.stood("precision.compute", key):
-            draft.say("precision.compute", key, False)
+        if draft.came_from("precision.compute", key):
+            draft.put_if_needed("precision.compute", key, False)
 
 
-def _autocast(draft: DeepSpeedDraft, asked: dict[str, str | None]) -> dict[str, str]:
+def _autocast(draft: DeepSpeedDraft, wanted: dict[str, str | None]) -> dict[str, str]:
     """fp32 weights under autocast. No safe modules means that gradients travel as they are: in fp32."""
-    low = asked["compute"] or "bf16"
+    low = wanted["compute"] or "bf16"
     draft.put("precision.autocast", "torch_autocast.enabled", True)
     key = "torch_autocast.dtype"
-    if not draft.own or draft.stood("precision.compute", key):
+    if not draft.own or draft.came_from("precision.compute", key):
         draft.put("precision.compute", key, "bfloat16" if low == "bf16" and not draft.own else _words(draft, key, low))
     else:
         draft.implied("precision.compute", key="torch_autocast.enabled")
-    wire = asked["reduce"] or low
+    wire = wanted["reduce"] or low
     safe = "torch_autocast.lower_precision_safe_modules"
-    if wire == "fp32" or draft.stood("precision.reduce", safe):
+    if wire == "fp32" or draft.came_from("precision.reduce", safe):
         draft.put(
-            "precision.reduce", safe, draft.stood_as.get(safe, []), "no module's gradients are reduced in 16 bits"
+            "precision.reduce", safe, draft.originals.get(safe, []), "no module's gradients are reduced in 16 bits"
         )
     return {
         **dict.fromkeys(EVERY_DTYPE, "fp32"),
@@ -69,48 +69,48 @@ def _autocast(draft: DeepSpeedDraft, asked: dict[str, str | None]) -> dict[str, 
 
 
 def _words(draft: DeepSpeedDraft, key: str, dtype: str) -> Any:
-    return draft.stood_as.get(key, dtype)
+    return draft.originals.get(key, dtype)
 
 
-def _low(draft: DeepSpeedDraft, asked: dict[str, str | None], stage: int, on_cpu: bool) -> dict[str, str]:
+def _low(draft: DeepSpeedDraft, wanted: dict[str, str | None], stage: int, on_cpu: bool) -> dict[str, str]:
     """16 bits: what the section brings along, after its own switches for masters and moments."""
-    low = str(asked["compute"])
-    rests = asked["weight"] in (None, low)
-    draft.say(["precision.compute", *(["precision.weight"] if rests else [])], f"{low}.enabled", True)
-    if asked["weight"] == "fp32":
+    low = str(wanted["compute"])
+    rests = wanted["weight"] in (None, low)
+    draft.put_if_needed(["precision.compute", *(["precision.weight"] if rests else [])], f"{low}.enabled", True)
+    if wanted["weight"] == "fp32":
         why = f"DeepSpeed rests the weights in {low} beside fp32 masters: the numbers are the same, the memory is not"
         draft.lossy("precision.weight", why, f"{low}.enabled")
     brought = {**dict.fromkeys(EVERY_DTYPE, low), "master": "fp32", "moments": "fp32", "buffers": LOADED}
-    _masters(draft, asked, brought, stage)
+    _masters(draft, wanted, brought, stage)
     if low == "bf16":
-        _moments(draft, asked, brought, on_cpu)
-    elif asked["moments"] == "fp16" and brought["master"] == "fp16":
+        _moments(draft, wanted, brought, on_cpu)
+    elif wanted["moments"] == "fp16" and brought["master"] == "fp16":
         draft.put("precision.moments", "optimizer.params.fp32_optimizer_states", False)
         brought["moments"] = "fp16"
-    elif draft.stood("precision.moments", "optimizer.params.fp32_optimizer_states"):
+    elif draft.came_from("precision.moments", "optimizer.params.fp32_optimizer_states"):
         draft.put("precision.moments", "optimizer.params.fp32_optimizer_states", True)
     if low == "fp16":
         _scale(draft)
     return brought
 
 
-def _masters(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str], stage: int) -> None:
+def _masters(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict[str, str], stage: int) -> None:
     low = brought["compute"]
     key = f"{low}.{low}_master_weights_and_grads"
-    if asked["master"] == low and stage > 0:
-        draft.say("precision.master", key, True)
+    if wanted["master"] == low and stage > 0:
+        draft.put_if_needed("precision.master", key, True)
         brought["master"] = low
-    elif draft.stood("precision.master", key):
-        draft.say("precision.master", key, asked["master"] == low)
+    elif draft.came_from("precision.master", key):
+        draft.put_if_needed("precision.master", key, wanted["master"] == low)
 
 
-def _moments(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str], on_cpu: bool) -> None:
+def _moments(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict[str, str], on_cpu: bool) -> None:
     key = "bf16.bf16_optimizer_states"
-    if asked["moments"] == "bf16" and brought["master"] == "bf16":
-        draft.say("precision.moments", key, True)
+    if wanted["moments"] == "bf16" and brought["master"] == "bf16":
+        draft.put_if_needed("precision.moments", key, True)
         brought["moments"] = "bf16"
-    elif draft.stood("precision.moments", key):
-        draft.say("precision.moments", key, asked["moments"] == "bf16")
+    elif draft.came_from("precision.moments", key):
+        draft.put_if_needed("precision.moments", key, wanted["moments"] == "bf16")
     elif brought["master"] == "bf16" and not on_cpu and not draft.own:
         why = "bf16 masters have bf16 moments, or fp32 ones where the optimizer is offloaded to the CPU"
         draft.put("precision.moments", key, True, why, "lossy")
@@ -120,7 +120,7 @@ def _scale(draft: DeepSpeedDraft) -> None:
     """The loss scale: fixed, or DeepSpeed's dynamic one."""
     fixed, scaling = draft.value("precision.static_loss_scale"), draft.value(_SCALING)
     if fixed is not None:
-        draft.say("precision.static_loss_scale", "fp16.loss_scale", fixed)
+        draft.put_if_needed("precision.static_loss_scale", "fp16.loss_scale", fixed)
         return
     if scaling is None:
         if draft.is_set(_SCALING):
@@ -135,35 +135,37 @@ def _scale(draft: DeepSpeedDraft) -> None:
         "fp16.min_loss_scale": max(1, round(scaling.minimum)),
     }
     for key, value in values.items():
-        draft.say(_SCALING, key, value)
+        draft.put_if_needed(_SCALING, key, value)
     if (scaling.growth, scaling.backoff) != (2.0, 0.5) or scaling.minimum != values["fp16.min_loss_scale"]:
         draft.lossy(_SCALING, "DeepSpeed doubles and halves its scale, down to a whole number")
 
 
-def _wire(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str], stage: int) -> None:
+def _wire(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict[str, str], stage: int) -> None:
     """Gradients on the wire and across micro-batches."""
-    wire, kept = asked["reduce"], asked["accumulate"]
+    wire, accumulate = wanted["reduce"], wanted["accumulate"]
     sequence = draft.value("mesh.sp", 1) > 1
     key = "seq_parallel_communication_data_type" if sequence else "communication_data_type"
     default = "fp32" if sequence else brought["reduce"]
     if not draft.value("precision.autocast"):
-        if wire in _WIRE and (wire != default or draft.stood("precision.reduce", key)):
+        if wire in _WIRE and (wire != default or draft.came_from("precision.reduce", key)):
             draft.put("precision.reduce", key, _words(draft, key, wire))
             brought["reduce"] = wire
         else:
             brought["reduce"] = default
     key = "data_types.grad_accum_dtype"
-    if kept in _WIRE and (kept != brought["accumulate"] or draft.stood("precision.accumulate", key)):
-        if stage == 0 and kept != brought["accumulate"] and not draft.own:
+    if accumulate in _WIRE and (accumulate != brought["accumulate"] or draft.came_from("precision.accumulate", key)):
+        if stage == 0 and accumulate != brought["accumulate"] and not draft.own:
             why = "at stage 0 DeepSpeed accumulates in the model's dtype: take stage 1 or above"
             draft.lossy("precision.accumulate", why)
         else:
-            draft.put("precision.accumulate", key, _words(draft, key, kept))
-            brought["accumulate"] = kept
+            draft.put("precision.accumulate", key, _words(draft, key, accumulate))
+            brought["accumulate"] = accumulate
     key = "data_types.buffer_dtype"
-    if asked["buffers"] in _WIRE and (asked["buffers"] != brought["buffers"] or draft.stood("precision.buffers", key)):
-        draft.put("precision.buffers", key, _words(draft, key, asked["buffers"]))
-        brought["buffers"] = asked["buffers"]
+    if wanted["buffers"] in _WIRE and (
+        wanted["buffers"] != brought["buffers"] or draft.came_from("precision.buffers", key)
+    ):
+        draft.put("precision.buffers", key, _words(draft, key, wanted["buffers"]))
+        brought["buffers"] = wanted["buffers"]
 
 
 def _gather(draft: DeepSpeedDraft, stage: int) -> None:
@@ -171,7 +173,7 @@ def _gather(draft: DeepSpeedDraft, stage: int) -> None:
     path, key = "precision.gather", "zero_optimization.zero_quantized_weights"
     form = draft.value(path, "compute")
     if form == "compute":
-        if draft.stood(path, key):
+        if draft.came_from(path, key):
             draft.put(path, key, False)
         elif draft.is_set(path):
             draft.implied(path)
@@ -183,11 +185,11 @@ def _gather(draft: DeepSpeedDraft, stage: int) -> None:
         draft.put(path, key, True, "DeepSpeed has int8 there, which is the nearer to what is sent", "lossy")
 
 
-def _rest(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str]) -> None:
+def _rest(draft: DeepSpeedDraft, wanted_dtypes: dict[str, str | None], brought: dict[str, str]) -> None:
     """A verdict for every dtype that no key has said."""
     for name in EVERY_DTYPE:
-        path, wanted = f"precision.{name}", asked[name]
-        if draft.spoken(path) or not draft.is_set(path):
+        path, wanted = f"precision.{name}", wanted_dtypes[name]
+        if draft.has_verdict(path) or not draft.is_set(path):
             continue
         if wanted in (None, brought[name]):
             draft.implied(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import inactive
+from terrazzo.dialects.core.description import asks_for_nothing
 from terrazzo.dialects.core.reader import join
 from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
@@ -33,8 +33,13 @@ def write_batch(draft: DeepSpeedDraft) -> None:
     sizes = {path: draft.value(path) for path in _BATCH}
     for path, key in _BATCH.items():
         if draft.own and draft.setting(path).origin == "auto":
-            draft.say(path, key, sizes[path])
-        elif draft.own and sizes[path] is not None and draft.stood(path, key) and draft.setting(path).origin == "file":
+            draft.put_if_needed(path, key, sizes[path])
+        elif (
+            draft.own
+            and sizes[path] is not None
+            and draft.came_from(path, key)
+            and draft.setting(path).origin == "file"
+        ):
             draft.put(path, key, sizes[path])
         elif draft.own:
             draft.implied(path, "DeepSpeed works it out")
@@ -67,7 +72,7 @@ def write_optimizer(draft: DeepSpeedDraft) -> None:
             if draft.is_set(f"optimizer.{path}"):
                 draft.lossy(f"optimizer.{path}", "no optimizer is named: pass one with it to deepspeed.initialize")
         return
-    draft.put("optimizer.name", "optimizer.type", draft.stood_as.get("optimizer.type", _TYPES.get(name, name)))
+    draft.put("optimizer.name", "optimizer.type", draft.originals.get("optimizer.type", _TYPES.get(name, name)))
     if name == "Adam":
         draft.write(f"{_PARAMS}.adam_w_mode", False)
     built_in = name in _TYPES
@@ -83,7 +88,7 @@ def _number(draft: DeepSpeedDraft, path: str, key: str, built_in: bool) -> None:
         draft.implied(path, key=setting.key)
     elif setting.origin == "auto" or draft.own:
         if key in setting.keys:
-            draft.say(path, key, _plain(setting.value))
+            draft.put_if_needed(path, key, _plain(setting.value))
         else:
             draft.implied(path)
     elif setting.value is not None:
@@ -183,8 +188,8 @@ def _warm(draft: DeepSpeedDraft, steps: int) -> None:
     """Write the warm-up, which takes 2 steps at least."""
     key, path = f"{_SCHEDULE}.warmup_num_steps", "schedule.warmup_steps"
     if draft.own:
-        if key in draft.setting(path).keys and key not in draft.stood_as:
-            draft.say(path, key, steps)
+        if key in draft.setting(path).keys and key not in draft.originals:
+            draft.put_if_needed(path, key, steps)
         else:
             draft.implied(path, key=key)
         return
@@ -201,7 +206,7 @@ def _peak_and_end(draft: DeepSpeedDraft, kind: str) -> None:
     peak = f"{_SCHEDULE}.warmup_max_lr"
     rate = draft.setting("optimizer.lr")
     if peak in rate.keys and draft.own:
-        draft.say("optimizer.lr", peak, rate.value)
+        draft.put_if_needed("optimizer.lr", peak, rate.value)
     elif kind in ("WarmupLR", "WarmupDecayLR") and not draft.own and rate.value is not None:
         draft.write(peak, rate.value)
     end = draft.value("schedule.final_fraction")
@@ -218,7 +223,7 @@ def _known(draft: DeepSpeedDraft, path: str, key: str) -> None:
     if draft.own and key not in setting.keys:
         draft.implied(path)
     elif setting.is_set:
-        draft.say(path, key, setting.value)
+        draft.put_if_needed(path, key, setting.value)
 
 
 # -- the loop ------------------------------------------------------------------------------------------------------
@@ -227,10 +232,10 @@ def _known(draft: DeepSpeedDraft, path: str, key: str) -> None:
 def write_training(draft: DeepSpeedDraft) -> None:
     """Write clipping, and say what DeepSpeed's JSON cannot."""
     if draft.is_set("training.clip"):
-        draft.say("training.clip", "gradient_clipping", draft.value("training.clip", 0.0))
+        draft.put_if_needed("training.clip", "gradient_clipping", draft.value("training.clip", 0.0))
     compiled = "compile.deepcompile"
     if draft.own and draft.is_set("training.compile"):
-        draft.say("training.compile", compiled, draft.value("training.compile"))
+        draft.put_if_needed("training.compile", compiled, draft.value("training.compile"))
     elif draft.value("training.compile"):
         draft.lossy("training.compile", "call engine.compile() after deepspeed.initialize")
     if not draft.own and draft.has("pipeline.stages") and draft.value("activation_checkpointing.mode") == "full":
@@ -238,9 +243,9 @@ def write_training(draft: DeepSpeedDraft) -> None:
     elif draft.value("activation_checkpointing.mode", "none") != "none":
         why = "the JSON cannot switch it on: call model.gradient_checkpointing_enable() or wrap the blocks"
         paths = [f"activation_checkpointing.{name}" for name in ("mode", "every", "ops")]
-        draft.lossy([path for path in paths if not inactive(path, draft.value(path))], why)
+        draft.lossy([path for path in paths if not asks_for_nothing(path, draft.value(path))], why)
     if draft.is_set("activation_checkpointing.offload"):
-        draft.say(
+        draft.put_if_needed(
             "activation_checkpointing.offload",
             "activation_checkpointing.cpu_checkpointing",
             draft.value("activation_checkpointing.offload"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import MODEL_AXES, SHARDING
 from terrazzo.dialects.core.key_verdict import VerdictKind
-from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, idle, tier_and_share
+from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, has_no_effect, tier_and_share
 from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED
-from terrazzo.dialects.formats.shared.deepspeed import KEPT_WHOLE, STAGES, write_grad
+from terrazzo.dialects.formats.shared.deepspeed import STAGES, WHOLE_BETWEEN_STEPS, write_grad
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]
 
@@ -15,7 +15,7 @@ ZERO = "zero_optimization"
 MICS = f"{ZERO}.mics_shard_size"
 _GROUP = "DeepSpeed splits over all ranks and keeps a second copy of the weights in the group (hpZ)"
 _LOST = {
-    "shard_grad_op": KEPT_WHOLE,
+    "shard_grad_op": WHOLE_BETWEEN_STEPS,
     "hybrid_shard": f"{_GROUP}: less memory, more traffic between groups",
     "hybrid_shard_zero2": f"{_GROUP}, which it gathers again for backward",
     "hfsdp": f"{_GROUP}: weights and gradients are split over all ranks too",
@@ -31,13 +31,13 @@ def write_sharding(draft: DeepSpeedDraft) -> int:
     known = row in STAGES or row in _LOST
     stage, why = (STAGES.get(row, 3), _LOST.get(row, "")) if known else _by_states(draft)
     mics = row == "hybrid_shard" and draft.version < REMOVED[MICS].since
-    key = ZERO if draft.stood(SHARDING, ZERO) else f"{ZERO}.stage"
+    key = ZERO if draft.came_from(SHARDING, ZERO) else f"{ZERO}.stage"
     note = f"{why}; MiCS, which had it, is gone from DeepSpeed" if row == "hybrid_shard" and not mics else why
     kind: VerdictKind = "lossy" if why and not mics else "applied"
     if key == ZERO:
         draft.put(SHARDING, key, bool(stage))
     elif draft.own:
-        draft.say(SHARDING, key, stage, (kind, note))
+        draft.put_if_needed(SHARDING, key, stage, (kind, note))
     else:
         draft.put(SHARDING, key, stage, note if kind == "lossy" else "", kind)
     if row in TWO_AXES:
@@ -49,8 +49,8 @@ def _by_states(draft: DeepSpeedDraft) -> tuple[int, str]:
     """The stage that splits at least the same states, for rows without a name."""
     axes = {state: draft.value(f"sharding.{state}", "-") for state in ("weight", "grad", "optim")}
     stage = 3 if axes["weight"] != "-" else 2 if axes["grad"] != "-" else 1 if axes["optim"] != "-" else 0
-    asked = ", ".join(f"{state} {where}" for state, where in axes.items())
-    return stage, f"DeepSpeed has no row with {asked}: stage {stage} is nearest"
+    row = ", ".join(f"{state} {where}" for state, where in axes.items())
+    return stage, f"DeepSpeed has no row with {row}: stage {stage} is nearest"
 
 
 def _group(draft: DeepSpeedDraft, key: str) -> None:
@@ -66,7 +66,7 @@ def _group(draft: DeepSpeedDraft, key: str) -> None:
 def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
     """Write degrees. Data parallelism is what the launcher starts."""
     draft.implied("mesh.world", "said to the launcher: deepspeed --num_gpus N, or torchrun --nproc-per-node N")
-    if draft.stood("mesh.dp_shard", "data_parallel_size"):
+    if draft.came_from("mesh.dp_shard", "data_parallel_size"):
         draft.put("mesh.dp_shard", "data_parallel_size", draft.value("mesh.dp_shard"))
     elif not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
         draft.implied(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
@@ -85,7 +85,7 @@ def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
     if degrees["pp"] > 1:
         _pipeline(draft, degrees["pp"], stage)
         _stages(draft)
-    if not idle(draft.description, "parallel.sequence"):
+    if not has_no_effect(draft.description, "parallel.sequence"):
         _sequence(draft)
 
 
@@ -132,8 +132,8 @@ def write_offload(draft: DeepSpeedDraft, stage: int) -> None:
 
 def _optimizer(draft: DeepSpeedDraft, stage: int) -> str:
     """Write where optimizer state lives; the tier that it gets."""
-    asked = str(draft.value("offload.optim", "device"))
-    tier, share, mixed = tier_and_share(asked)
+    wanted = str(draft.value("offload.optim", "device"))
+    tier, share, mixed = tier_and_share(wanted)
     key, ratio = f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_optimizer.ratio"
     if tier == "device":
         return _on_device(draft, "offload.optim", key)
@@ -149,16 +149,16 @@ def _optimizer(draft: DeepSpeedDraft, stage: int) -> str:
     if share and (tier == "nvme" or stage < 3):
         draft.put("offload.optim", key, tier, "DeepSpeed has shares on the CPU at stage 3 only: all of it", "lossy")
         return tier
-    draft.put("offload.optim", key, draft.stood_as.get(key, tier))
+    draft.put("offload.optim", key, draft.originals.get(key, tier))
     if share:
-        draft.put("offload.optim", ratio, draft.stood_as.get(ratio, share))
-    return asked
+        draft.put("offload.optim", ratio, draft.originals.get(ratio, share))
+    return wanted
 
 
 def _on_device(draft: DeepSpeedDraft, path: str, key: str) -> str:
     """No offload: give back the word that stood there."""
-    if draft.own and draft.stood(path, key):
-        draft.put(path, key, draft.stood_as.get(key, "none"))
+    if draft.own and draft.came_from(path, key):
+        draft.put(path, key, draft.originals.get(key, "none"))
     return "device"
 
 
@@ -181,10 +181,12 @@ def _pin(draft: DeepSpeedDraft, sections: list[str]) -> None:
     """Write it for every section, or for those that had it."""
     draft.implied("offload.pin")
     keys = [f"{ZERO}.{name}.pin_memory" for name in ("offload_optimizer", "offload_param")]
-    wanted = [key for key in keys if (draft.stood("offload.pin", key) if draft.own else key.split(".")[1] in sections)]
+    wanted = [
+        key for key in keys if (draft.came_from("offload.pin", key) if draft.own else key.split(".")[1] in sections)
+    ]
     for key in wanted:
-        if draft.value("offload.pin") is not None and key not in draft.stood_as:
-            draft.say("offload.pin", key, draft.value("offload.pin"))
+        if draft.value("offload.pin") is not None and key not in draft.originals:
+            draft.put_if_needed("offload.pin", key, draft.value("offload.pin"))
 
 
 def _nvme(draft: DeepSpeedDraft, sections: list[str]) -> None:
@@ -195,7 +197,7 @@ def _nvme(draft: DeepSpeedDraft, sections: list[str]) -> None:
         return
     for path, key in ways.items():
         if draft.value(path) is not None:
-            draft.say(path, key, draft.value(path))
+            draft.put_if_needed(path, key, draft.value(path))
     if not sections:
         return
     folders = draft.value("offload.path", ())
@@ -204,7 +206,7 @@ def _nvme(draft: DeepSpeedDraft, sections: list[str]) -> None:
     if len(folders) > len(sections):
         draft.lossy("offload.path", f"DeepSpeed swaps to one folder: {folders[0]}", f"{ZERO}.{sections[0]}.nvme_path")
     if draft.value("offload.buffers") is not None:
-        draft.say("offload.buffers", f"{ZERO}.{sections[0]}.buffer_count", draft.value("offload.buffers"))
+        draft.put_if_needed("offload.buffers", f"{ZERO}.{sections[0]}.buffer_count", draft.value("offload.buffers"))
     if draft.value("offload.direct") is False:
         draft.lossy("offload.direct", "DeepSpeed always reads past the page cache")
     else:
@@ -222,7 +224,7 @@ def write_prefetch(draft: DeepSpeedDraft, stage: int) -> None:
     if stage < 3 or not ahead:
         draft.implied(paths, "whole weights need no gathering")
     elif not any(ahead):
-        draft.put(paths, key, draft.stood_as.get(key, 0))
+        draft.put(paths, key, draft.originals.get(key, 0))
     else:
         draft.implied(paths)
         for path in paths:
@@ -241,11 +243,13 @@ def write_saving(draft: DeepSpeedDraft, stage: int) -> None:
     export, key = draft.value("saving.export"), f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
     if stage == 3 and export is not None:
         why = "a plain state dict: call save_16bit_model" if export == "hf" else ""
-        draft.say("saving.export", key, export != "none", ("lossy" if export == "hf" else "applied", why))
+        draft.put_if_needed("saving.export", key, export != "none", ("lossy" if export == "hf" else "applied", why))
     elif export == "full":
         draft.implied("saving.export", "save_16bit_model writes it at any time")
     if draft.value("saving.background"):
         why = "a checkpoint of that writer may not load again: try it first"
-        draft.say("saving.background", "checkpoint.writer.decoupled", True, ("applied" if draft.own else "lossy", why))
-    elif draft.stood("saving.background", "checkpoint.writer.decoupled"):
+        draft.put_if_needed(
+            "saving.background", "checkpoint.writer.decoupled", True, ("applied" if draft.own else "lossy", why)
+        )
+    elif draft.came_from("saving.background", "checkpoint.writer.decoupled"):
         draft.put("saving.background", "checkpoint.writer.decoupled", False)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.formats.shared.fsdp import ROW_NAMES, canonical, dtype, mesh_sizes, offload, uniform, wrap_policy
-from terrazzo.dialects.formats.shared.fsdp_policy import keep_casts, loaded, otherwise
-from terrazzo.dialects.formats.shared.rows import ALONE_WORDS, HYBRID_ROWS, alone, row_settings
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype_or, keep_casts, load_dtype
+from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, ONE_GROUP, in_one_group, row_settings
 
 __all__ = ["read"]
 
@@ -22,7 +22,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     strategy = reader.take("sharding_strategy")
     strategy = canonical(reader, "sharding_strategy", strategy, ROW_NAMES.get(strategy.value))
     where = "cpu_offload.offload_params" if "cpu_offload.offload_params" in reader.flat else "cpu_offload"
-    given = {
+    settings = {
         **row_settings(strategy.value, strategy),
         **_mesh(reader, strategy),
         **wrap_policy(reader, "auto_wrap_policy"),
@@ -32,14 +32,14 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
         **_prefetch(reader),
         "loading.broadcast": reader.take("sync_module_states"),
     }
-    if whole := alone(given):
-        given |= whole
-        reader.say(strategy.key, "renamed", ALONE_WORDS)
+    if whole := in_one_group(settings):
+        settings |= whole
+        reader.mark(strategy.key, "renamed", ONE_GROUP)
     _keep_needless(reader)
-    return reader.finish("fsdp1", given, unknown="raises a TypeError")
+    return reader.finish("fsdp1", settings, unknown="raises a TypeError")
 
 
-def _mesh(reader: Reader, strategy: Setting[Any]) -> SettingsByKey:
+def _mesh(reader: Reader, strategy: Setting[Any]) -> SettingsByPath:
     if reader.get("process_group") is not None:
         why = KEYS["process_group"].why
         reader.keep("process_group", why, loss="refused")
@@ -53,28 +53,28 @@ def _mesh(reader: Reader, strategy: Setting[Any]) -> SettingsByKey:
     if sizes is None:
         replicas = derived(None, strategy, origin="default") if hybrid else Setting(1, "default")
         return {"mesh.dp_replicate": replicas, "mesh.dp_shard": Setting(None, "default")}
-    found = {"mesh.dp_shard": Setting(sizes[-1], "file", "device_mesh")}
-    return {**found, "mesh.dp_replicate": Setting(sizes[0] if hybrid else 1, "file", "device_mesh")}
+    settings = {"mesh.dp_shard": Setting(sizes[-1], "file", "device_mesh")}
+    return {**settings, "mesh.dp_replicate": Setting(sizes[0] if hybrid else 1, "file", "device_mesh")}
 
 
-def _ignored(reader: Reader) -> SettingsByKey:
+def _ignored(reader: Reader) -> SettingsByPath:
     for key in ("ignored_states", "ignored_modules"):
         if reader.get(key) is not None:
             return {"units.ignored": reader.any(key)}
     return {}
 
 
-def _precision(reader: Reader, context: ReadingContext) -> SettingsByKey:
+def _precision(reader: Reader, context: ReadingContext) -> SettingsByPath:
     section = "mixed_precision"
     words = {name: dtype(reader, f"{section}.{name}_dtype") for name in ("param", "reduce", "buffer")}
-    base = loaded(context, any(found.value for found in words.values()))
+    base = load_dtype(context, any(word.value for word in words.values()))
     if words["param"].value and words["reduce"].value is None:
-        reader.say(f"{section}.reduce_dtype", "defaulted", f"none follows param_dtype: {words['param'].value}")
+        reader.mark(f"{section}.reduce_dtype", "defaulted", f"none follows param_dtype: {words['param'].value}")
     low = reader.take(f"{section}.keep_low_precision_grads")
     if low.origin == "file":
         reader.keep(low.key, "gradients stay in the dtype of the reduction", loss="harmless")
-    compute = otherwise(words["param"], base)
-    reduce = otherwise(words["reduce"], words["param"], base)
+    compute = dtype_or(words["param"], base)
+    reduce = dtype_or(words["reduce"], words["param"], base)
     keep_casts(reader, f"{section}.cast_forward_inputs", f"{section}.cast_root_forward_inputs")
     ignored = f"{section}._module_classes_to_ignore"
     reader.keep(ignored, KEYS[ignored].why)
@@ -83,11 +83,11 @@ def _precision(reader: Reader, context: ReadingContext) -> SettingsByKey:
         "precision.compute": compute,
         "precision.reduce": reduce,
         "precision.accumulate": derived(reduce.value if low.value else base, low, origin=low.origin),
-        "precision.buffers": otherwise(words["buffer"], loaded(context, False)),
+        "precision.buffers": dtype_or(words["buffer"], load_dtype(context, False)),
     }
 
 
-def _prefetch(reader: Reader) -> SettingsByKey:
+def _prefetch(reader: Reader) -> SettingsByPath:
     key = "backward_prefetch"
     if key in reader.flat and reader.get(key) is None:
         backward = Setting(0, "file", key)
@@ -107,6 +107,6 @@ def _keep_needless(reader: Reader) -> None:
     for key in ("use_orig_params", "limit_all_gathers"):
         reader.take(key)
     for key in ("use_orig_params", "limit_all_gathers", "device_id", "param_init_fn"):
-        said = reader.verdicts.get(key)
-        if reader.get(key) is not None and (said is None or said.kind == "applied"):
+        verdict = reader.verdicts.get(key)
+        if reader.get(key) is not None and (verdict is None or verdict.kind == "applied"):
             reader.keep_row(key)

@@ -7,12 +7,12 @@ parameter from 2.15 on.
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, Key, whole, words
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, Key, choice, integer
 from terrazzo.dialects.formats.shared.fsdp import DTYPE
 
 __all__ = ["KEYS"]
 
-_OFFLOAD = words({"cpuoffloadpolicy": True, "offloadpolicy": False, True: True, False: False})
+_OFFLOAD = choice({"cpuoffloadpolicy": True, "offloadpolicy": False, True: True, False: False})
 _LOOP = "it belongs to the training loop there"
 _FASTER = "it changes how gradients travel, not what they are"
 _CODE = "it names code, which is not run"
@@ -23,14 +23,14 @@ _OLD_FACTOR = "gradients are divided by another number: scale the loss"
 _MISSING = "what a missing gradient counts as is the library's"
 
 KEYS: dict[str, Key] = {
-    "module": Key(LIST, (), "class names of the modules that are units, beside the root"),
+    "module": Key(NAME_LIST, (), "class names of the modules that are units, beside the root"),
     "mesh": Key(ANY, None, "sizes of the data axes: shards, or replicas and shards"),
     "mesh.<axis>": Key(ANY, None, "size of an axis by name"),
     "dp_mesh_dims": Key(ANY, None, "which axes of a larger mesh are data axes"),
-    "dp_mesh_dims.shard": Key(LIST, (), "axes to shard over"),
-    "dp_mesh_dims.replicate": Key(LIST, (), "axes to replicate over"),
+    "dp_mesh_dims.shard": Key(NAME_LIST, (), "axes to shard over"),
+    "dp_mesh_dims.replicate": Key(NAME_LIST, (), "axes to replicate over"),
     "reshard_after_forward": Key(
-        SWITCH, True, "whether weights are freed after forward; a number: kept split over so many ranks", null=True
+        BOOLEAN, True, "whether weights are freed after forward; a number: kept split over so many ranks", null=True
     ),
     "shard_placement_fn": Key(ANY, None, "function that chooses the tensor dim to split", "lossy", _DIM),
     "mp_policy": Key(ANY, None, "dtypes of gather and reduction"),
@@ -39,14 +39,14 @@ KEYS: dict[str, Key] = {
         DTYPE, None, "dtype of gradients on the wire, and of their sum while reduction is off"
     ),
     "mp_policy.output_dtype": Key(DTYPE, None, "dtype that outputs of a unit are cast to"),
-    "mp_policy.cast_forward_inputs": Key(SWITCH, True, "inputs of a unit are cast"),
+    "mp_policy.cast_forward_inputs": Key(BOOLEAN, True, "inputs of a unit are cast"),
     "offload_policy": Key(
         _OFFLOAD, False, "CPUOffloadPolicy: weights, gradients and optimizer in host memory", null=True
     ),
-    "offload_policy.pin_memory": Key(SWITCH, True, "host memory is page-locked"),
+    "offload_policy.pin_memory": Key(BOOLEAN, True, "host memory is page-locked"),
     "ignored_params": Key(ANY, None, "parameters that are not sharded"),
-    "set_modules_to_forward_prefetch": Key(whole(), 0, "units that forward gathers ahead"),
-    "set_modules_to_backward_prefetch": Key(whole(), 1, "units that backward gathers ahead"),
+    "set_modules_to_forward_prefetch": Key(integer(), 0, "units that forward gathers ahead"),
+    "set_modules_to_backward_prefetch": Key(integer(), 1, "units that backward gathers ahead"),
     "set_requires_gradient_sync": Key(ANY, None, "whether backward reduces gradients", "lossy", _LOOP),
     "set_requires_all_reduce": Key(ANY, None, "whether backward reduces over replicas", "lossy", _LOOP),
     "set_is_last_backward": Key(ANY, None, "marks the last micro-batch", "lossy", _LOOP),

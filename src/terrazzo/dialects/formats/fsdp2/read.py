@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.read_mesh import read_mesh
 from terrazzo.dialects.formats.shared.fsdp import canonical, dtype, offload, uniform
-from terrazzo.dialects.formats.shared.fsdp_policy import keep_casts, loaded, otherwise
+from terrazzo.dialects.formats.shared.fsdp_policy import dtype_or, keep_casts, load_dtype
 
 __all__ = ["read"]
 
@@ -23,7 +23,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     """What the arguments mean."""
     reader = Reader(document, "fully_shard", ("mesh",), KEYS)
     reader.keep_nulls()
-    given = {
+    settings = {
         **read_mesh(reader, context),
         **_units(reader),
         **_precision(reader, context),
@@ -33,20 +33,20 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     for key in KEYS:
         if reader.get(key) is not None:
             reader.keep_row(key)
-    return reader.finish("fsdp2", given, unknown="raises a TypeError")
+    return reader.finish("fsdp2", settings, unknown="raises a TypeError")
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def _units(reader: Reader) -> SettingsByKey:
-    found: SettingsByKey = {}
+def _units(reader: Reader) -> SettingsByPath:
+    settings: SettingsByPath = {}
     classes = reader.take("module")
     if classes.value:
-        found = {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
+        settings = {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
     if reader.get("ignored_params") is not None:
-        found["units.ignored"] = reader.any("ignored_params")
-    return found
+        settings["units.ignored"] = reader.any("ignored_params")
+    return settings
 
 
 def reduces_in_parameter_dtype(context: ReadingContext) -> bool:
@@ -54,28 +54,28 @@ def reduces_in_parameter_dtype(context: ReadingContext) -> bool:
     return context.version("torch", torch.__version__) >= _REDUCE_CHANGED
 
 
-def _precision(reader: Reader, context: ReadingContext) -> SettingsByKey:
+def _precision(reader: Reader, context: ReadingContext) -> SettingsByPath:
     words = {name: dtype(reader, f"mp_policy.{name}_dtype") for name in ("param", "reduce", "output")}
-    base = loaded(context, any(words[name].value for name in ("param", "reduce")))
-    compute = otherwise(words["param"], base)
+    base = load_dtype(context, any(words[name].value for name in ("param", "reduce")))
+    compute = dtype_or(words["param"], base)
     followed = base if reduces_in_parameter_dtype(context) else compute
-    reduce = otherwise(words["reduce"], followed)
+    reduce = dtype_or(words["reduce"], followed)
     if words["reduce"].value is None:
         why = (
             f"none: {reduce.value} with this torch; the dtype of the computation up to 2.14, the parameter's from 2.15"
         )
-        reader.say("mp_policy.reduce_dtype", "defaulted", why)
+        reader.mark("mp_policy.reduce_dtype", "defaulted", why)
     keep_casts(reader, "mp_policy.cast_forward_inputs")
-    given = {
+    settings = {
         **uniform(base, "weight", "master", "moments", "saved"),
         "precision.compute": compute,
         "precision.reduce": reduce,
         "precision.accumulate": Setting(reduce.value, "default"),
     }
-    return {**given, "precision.output": words["output"]} if words["output"].value else given
+    return {**settings, "precision.output": words["output"]} if words["output"].value else settings
 
 
-def _offload(reader: Reader) -> SettingsByKey:
+def _offload(reader: Reader) -> SettingsByPath:
     key = "offload_policy"
     if f"{key}.pin_memory" in reader.flat:
         pin = reader.take(f"{key}.pin_memory")
@@ -84,14 +84,14 @@ def _offload(reader: Reader) -> SettingsByKey:
     return offload(canonical(reader, key, enabled, "CPUOffloadPolicy" if enabled.value else "OffloadPolicy"))
 
 
-def _prefetch(reader: Reader) -> SettingsByKey:
-    found: SettingsByKey = {}
+def _prefetch(reader: Reader) -> SettingsByPath:
+    settings: SettingsByPath = {}
     for way in ("forward", "backward"):
         key = f"set_modules_to_{way}_prefetch"
         raw = reader.get(key)
         if isinstance(raw, list | tuple):
             reader.keep(key, f"so many units are gathered ahead in {way}; which ones, the order of the run decides")
-            found[f"prefetch.{way}"] = Setting(len(raw), "file", key)
+            settings[f"prefetch.{way}"] = Setting(len(raw), "file", key)
         else:
-            found[f"prefetch.{way}"] = reader.take(key)
-    return found
+            settings[f"prefetch.{way}"] = reader.take(key)
+    return settings

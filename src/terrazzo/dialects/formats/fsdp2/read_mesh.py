@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.shared.fsdp import mesh_sizes
@@ -27,7 +27,7 @@ MESH_ORDER = ("pp", "cp", "sp", "ep", "tp")
 The order counts: context parallel ranks join the shards, and a tensor that FSDP cuts after tensor parallelism did is
 stored in strides (DTensor's `_StridedShard`) that only the same order of axes reads back as one.
 """
-_KEPT = {False: ("zero3", "hybrid_shard"), True: ("shard_grad_op", "hybrid_shard_zero2")}
+_ROWS_BY_KEEPING = {False: ("zero3", "hybrid_shard"), True: ("shard_grad_op", "hybrid_shard_zero2")}
 """Row on one axis and on two, by whether weights are kept after forward."""
 
 
@@ -38,21 +38,21 @@ class _Mesh:
     replicas: int | None = 1
     shards: int | None = None
     others: dict[str, int | None] = field(default_factory=dict)
-    given: bool = False
+    in_document: bool = False
 
     @property
     def keys(self) -> Setting[Any]:
-        return Setting(None, "file", "mesh") if self.given else Setting(None, "default")
+        return Setting(None, "file", "mesh") if self.in_document else Setting(None, "default")
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_mesh(reader: Reader, context: ReadingContext) -> SettingsByKey:
+def read_mesh(reader: Reader, context: ReadingContext) -> SettingsByPath:
     """The row, and the sizes of all axes."""
     mesh = _mesh(reader)
-    found: SettingsByKey = {f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()}
-    return {**found, **_row(reader, mesh)}
+    settings: SettingsByPath = {f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()}
+    return {**settings, **_row(reader, mesh)}
 
 
 def _mesh(reader: Reader) -> _Mesh:
@@ -84,7 +84,7 @@ def _by_order(reader: Reader, sizes: dict[str, int | None], others: dict[str, in
     if not 1 <= len(values) <= 2:
         reader.refuse("mesh", f"it has {len(values)} data axes; fully_shard takes shards, or replicas and shards")
         return _Mesh(others=others)
-    return _Mesh(values[0] if len(values) == 2 else 1, values[-1], others, given=True)
+    return _Mesh(values[0] if len(values) == 2 else 1, values[-1], others, in_document=True)
 
 
 def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...], replicate: tuple[str, ...]) -> _Mesh:
@@ -98,7 +98,7 @@ def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...
         return _Mesh()
     others = {axis: sizes[axis] for axis in MESH_ORDER if axis in sizes}
     shards = product(sizes[name] for name in shard if name not in MESH_ORDER)
-    return _Mesh(product(sizes[name] for name in replicate), shards, others, given=True)
+    return _Mesh(product(sizes[name] for name in replicate), shards, others, in_document=True)
 
 
 def product(sizes: Any) -> int | None:
@@ -111,22 +111,22 @@ def product(sizes: Any) -> int | None:
     return whole
 
 
-def _row(reader: Reader, mesh: _Mesh) -> SettingsByKey:
+def _row(reader: Reader, mesh: _Mesh) -> SettingsByPath:
     key = "reshard_after_forward"
     raw = reader.get(key)
     if isinstance(raw, int) and not isinstance(raw, bool):
         return _partial(reader, mesh, raw)
     reshard = reader.take(key)
     if raw is None:
-        reader.say(key, "defaulted", "none: freed after forward, except for the root, which backward needs first")
-    if mesh.given and mesh.shards == 1 and raw is not None:
+        reader.mark(key, "defaulted", "none: freed after forward, except for the root, which backward needs first")
+    if mesh.in_document and mesh.shards == 1 and raw is not None:
         reader.keep(key, "over a single rank nothing is split", loss="harmless")
     return _plain(mesh, reshard)
 
 
-def _plain(mesh: _Mesh, reshard: Setting[Any]) -> SettingsByKey:
-    row = _KEPT[not reshard.value][mesh.replicas != 1]
-    if mesh.shards == 1 and mesh.given:
+def _plain(mesh: _Mesh, reshard: Setting[Any]) -> SettingsByPath:
+    row = _ROWS_BY_KEEPING[not reshard.value][mesh.replicas != 1]
+    if mesh.shards == 1 and mesh.in_document:
         row = "zero0"
     where = mesh.keys
     sources = (reshard, where) if mesh.replicas != 1 or row == "zero0" else (reshard,)
@@ -138,7 +138,7 @@ def _plain(mesh: _Mesh, reshard: Setting[Any]) -> SettingsByKey:
     }
 
 
-def _partial(reader: Reader, mesh: _Mesh, size: int) -> SettingsByKey:
+def _partial(reader: Reader, mesh: _Mesh, size: int) -> SettingsByPath:
     """A number for `reshard_after_forward`."""
     key = "reshard_after_forward"
     number = reader.integer(key, None, low=1)
@@ -147,11 +147,11 @@ def _partial(reader: Reader, mesh: _Mesh, size: int) -> SettingsByKey:
         reader.refuse(key, f"it is {size}, expected true, false, or a divisor of the {whole or 'shard'} ranks")
         return _plain(mesh, Setting(True, "default", key))
     if size in (1, whole):
-        reader.say(key, "renamed", f"{size} ranks: the same as {str(size != 1).lower()}")
+        reader.mark(key, "renamed", f"{size} ranks: the same as {str(size != 1).lower()}")
         return _plain(mesh, Setting(size != 1, "file", key))
     if mesh.replicas != 1:
         why = f"a second group of {size} ranks inside the shards of every replica is no row of the table: freed instead"
-        reader.say(key, "lossy", why)
+        reader.mark(key, "lossy", why)
         return _plain(mesh, Setting(True, "default", key))
     replicas = None if whole is None else whole // size
     return {

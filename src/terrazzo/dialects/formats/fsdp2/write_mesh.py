@@ -7,8 +7,8 @@ from typing import Any
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.core.meaning import APART, left
+from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.meaning import APART, ranks_left
 from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER, product
 from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 
@@ -17,70 +17,72 @@ __all__ = ["write_sharding"]
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "hpz", "zero0")
 
 
-def write_sharding(pen: Pen, context: ReadingContext) -> None:
+def write_sharding(draft: TerseDraft, context: ReadingContext) -> None:
     """Write the row and the axes."""
-    pen.implied("mesh.world")
-    row, why = choose_row(pen, _ROWS, "a row that fully_shard has, such as zero3")
-    if row == "hpz" and pen.value("mesh.dp_shard") is None:
+    draft.implied("mesh.world")
+    row, why = choose_row(draft, _ROWS, "a row that fully_shard has, such as zero3")
+    if row == "hpz" and draft.value("mesh.dp_shard") is None:
         row, why = "zero3", "how many ranks keep a second copy is not known (mesh.dp_shard): none is kept"
     if row is not None:
-        _write_reshard(pen, row, why)
-        _write_mesh(pen, row, context)
+        _write_reshard(draft, row, why)
+        _write_mesh(draft, row, context)
 
 
-def _write_reshard(pen: Pen, row: str, why: str) -> None:
+def _write_reshard(draft: TerseDraft, row: str, why: str) -> None:
     key = "reshard_after_forward"
-    value: Any = {"hpz": pen.value("mesh.dp_shard"), "shard_grad_op": False, "hybrid_shard_zero2": False}.get(row, True)
+    value: Any = {"hpz": draft.value("mesh.dp_shard"), "shard_grad_op": False, "hybrid_shard_zero2": False}.get(
+        row, True
+    )
     if row == "zero0":
         note = "one rank per shard group: weights, gradients and optimizer state whole on every rank, as in DDP"
-        pen.implied(SHARDING, note, "mesh")
-    elif pen.own and not pen.wanted("sharding.between", "D", key):
-        pen.implied(SHARDING)
+        draft.implied(SHARDING, note, "mesh")
+    elif draft.own and not draft.needs_key("sharding.between", "D", key):
+        draft.implied(SHARDING)
     else:
-        pen.put(SHARDING, key, value, why, "lossy" if why else "applied")
+        draft.put(SHARDING, key, value, why, "lossy" if why else "applied")
 
 
-def _write_mesh(pen: Pen, row: str, context: ReadingContext) -> None:
-    if pen.own and (pen.kept("mesh") or not any("mesh" in pen.setting(path).keys for path in DATA_AXES)):
-        pen.implied((*DATA_AXES, *(f"mesh.{axis}" for axis in MESH_ORDER)))
+def _write_mesh(draft: TerseDraft, row: str, context: ReadingContext) -> None:
+    if draft.own and (draft.is_extra("mesh") or not any("mesh" in draft.setting(path).keys for path in DATA_AXES)):
+        draft.implied((*DATA_AXES, *(f"mesh.{axis}" for axis in MESH_ORDER)))
         return
-    others = {axis: pen.value(f"mesh.{axis}", 1) for axis in MESH_ORDER}
+    others = {axis: draft.value(f"mesh.{axis}", 1) for axis in MESH_ORDER}
     others = {axis: size for axis, size in others.items() if size != 1}
-    sizes = _data_axes(pen, row, context)
+    sizes = _data_axes(draft, row, context)
     if others:
-        _write_named(pen, sizes, others)
+        _write_named(draft, sizes, others)
     elif len(sizes) == 1 and sizes[0] is None:
-        pen.implied(DATA_AXES, "all ranks are one axis")
+        draft.implied(DATA_AXES, "all ranks are one axis")
     else:
         open_ended = None in sizes
         why = "null stands for a number of ranks that is not known here: fill it in" if open_ended else ""
         named = dict(zip(("dp_replicate", "dp_shard"), sizes, strict=False)) if len(sizes) == 2 else list(sizes)
-        pen.put(DATA_AXES, "mesh", list(sizes) if pen.own else named, why, "lossy" if open_ended else "applied")
+        draft.put(DATA_AXES, "mesh", list(sizes) if draft.own else named, why, "lossy" if open_ended else "applied")
         if open_ended and row != "zero0":
-            pen.lossy(SHARDING, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
+            draft.lossy(SHARDING, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
 
 
-def _data_axes(pen: Pen, row: str, context: ReadingContext) -> tuple[int | None, ...]:
+def _data_axes(draft: TerseDraft, row: str, context: ReadingContext) -> tuple[int | None, ...]:
     """Sizes of the data axes: shards, or replicas and shards."""
-    replicas, shards = pen.value("mesh.dp_replicate"), pen.value("mesh.dp_shard")
+    replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
     if row in HYBRID_ROWS:
-        return (replicas, shard_ranks(pen, context.world))
-    known = pen.is_set("mesh.dp_replicate")
+        return (replicas, shard_ranks(draft, context.world))
+    known = draft.is_set("mesh.dp_replicate")
     whole = product((replicas if known else 1, shards))
     if row == "zero0":
-        ranks = None if pen.own else left(pen.description, context.world, APART) or None
+        ranks = None if draft.own else ranks_left(draft.description, context.world, APART) or None
         return (whole or ranks, 1)
     return (whole,)
 
 
-def _write_named(pen: Pen, sizes: tuple[int | None, ...], others: Mapping[str, int]) -> None:
+def _write_named(draft: TerseDraft, sizes: tuple[int | None, ...], others: Mapping[str, int]) -> None:
     names = ("dp_shard",) if len(sizes) == 1 else ("dp_replicate", "dp_shard")
     outer = {axis: size for axis, size in others.items() if axis == "pp"}
     inner = {axis: size for axis, size in others.items() if axis != "pp"}
-    pen.put(DATA_AXES, "mesh", {**outer, **dict(zip(names, sizes, strict=True)), **inner})
+    draft.put(DATA_AXES, "mesh", {**outer, **dict(zip(names, sizes, strict=True)), **inner})
     for axis in others:
-        pen.implied(f"mesh.{axis}", "an axis of the mesh; modules are split over it by your code", "mesh")
+        draft.implied(f"mesh.{axis}", "an axis of the mesh; modules are split over it by your code", "mesh")
     shard = ["dp_shard", "cp"] if "cp" in others else "dp_shard"
-    pen.write("dp_mesh_dims.shard", shard)
+    draft.write("dp_mesh_dims.shard", shard)
     if len(sizes) == 2:
-        pen.write("dp_mesh_dims.replicate", "dp_replicate")
+        draft.write("dp_mesh_dims.replicate", "dp_replicate")

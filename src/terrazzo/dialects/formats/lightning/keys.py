@@ -6,13 +6,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.keys import ANY, LIST, MISSING, TEXT, Key, Rows, Type, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, MISSING, NAME_LIST, TEXT, Key, Rows, Type, choice, integer, number, section
 from terrazzo.dialects.formats.lightning.precision import WORDS
 
 __all__ = ["DEEPSPEED_STRATEGY", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]
 
-_PRECISION = words(WORDS, fold=False)
-_CLIPPED = words({"norm": "norm", "value": "value"})
+_PRECISION = choice(WORDS, fold=False)
+_CLIPPED = choice({"norm": "norm", "value": "value"})
 
 
 def _devices(value: Any) -> Any:
@@ -24,7 +24,7 @@ def _devices(value: Any) -> Any:
         value = [int(each) if re.fullmatch(r" *[0-9]{1,9} *", each) else each for each in value]
     if isinstance(value, list):
         return len(value) if value and all(type(each) is int and each >= 0 for each in value) else MISSING
-    return whole(1).parse(value)
+    return integer(1).parse(value)
 
 
 _DEVICES = Type("a number of devices, a list of them, -1 or auto", _devices)
@@ -33,12 +33,12 @@ _READ: Rows = {
     "strategy.class_path": Key(ANY, None, "class of the strategy", why="how the model is spread over ranks"),
     "accelerator": Key(TEXT, "auto", "kind of device"),
     "devices": Key(_DEVICES, "auto", "ranks per node", null=True),
-    "num_nodes": Key(whole(1), 1, "nodes"),
+    "num_nodes": Key(integer(1), 1, "nodes"),
     "precision": Key(_PRECISION, None, "dtypes of weights and computation"),
-    "accumulate_grad_batches": Key(whole(1), 1, "micro-batches per optimizer step"),
+    "accumulate_grad_batches": Key(integer(1), 1, "micro-batches per optimizer step"),
     "gradient_clip_val": Key(number(), None, "largest gradient norm, or value"),
     "gradient_clip_algorithm": Key(_CLIPPED, None, "norm or value"),
-    "max_steps": Key(whole(1), -1, "optimizer steps of the run; -1: by max_epochs"),
+    "max_steps": Key(integer(1), -1, "optimizer steps of the run; -1: by max_epochs"),
     "default_root_dir": Key(TEXT, None, "folder of logs and checkpoints"),
 }
 _OTHER: Rows = {
@@ -85,7 +85,7 @@ TRAINER = {
 
 _ONLY = "only Lightning has it"
 _TOP: Rows = {
-    "seed_everything": Key(whole(), True, "seed of the run"),
+    "seed_everything": Key(integer(), True, "seed of the run"),
     "optimizer.class_path": Key(TEXT, None, "class of the optimizer", "lossy", _ONLY, null=False),
     "optimizer.init_args.<argument>": (None, "argument of the optimizer"),
     "lr_scheduler.class_path": (None, "class of the schedule"),
@@ -109,16 +109,16 @@ SHARED = section("", {name: (None, meaning) for name, meaning in _SHARED.items()
 """Arguments that several strategies take."""
 FSDP = {
     "state_dict_type": Key(
-        words({"full": "full", "sharded": "sharded"}), "full", "full: one file; sharded: one per rank"
+        choice({"full": "full", "sharded": "sharded"}), "full", "full: one file; sharded: one per rank"
     ),
-    "activation_checkpointing": Key(LIST, None, "older form of activation_checkpointing_policy"),
-    "activation_checkpointing_policy": Key(LIST, None, "classes of blocks that are recomputed in backward"),
+    "activation_checkpointing": Key(NAME_LIST, None, "older form of activation_checkpointing_policy"),
+    "activation_checkpointing_policy": Key(NAME_LIST, None, "classes of blocks that are recomputed in backward"),
 }
 """Arguments of FSDPStrategy beside those of FullyShardedDataParallel."""
 MODEL_PARALLEL = {
-    "data_parallel_size": Key(whole(1), "auto", "ranks of a data parallel group; auto: nodes"),
-    "tensor_parallel_size": Key(whole(1), "auto", "ranks of a tensor parallel group; auto: ranks per node"),
-    "save_distributed_checkpoint": Key(words({True: "sharded", False: "full"}), True, "one file per rank"),
+    "data_parallel_size": Key(integer(1), "auto", "ranks of a data parallel group; auto: nodes"),
+    "tensor_parallel_size": Key(integer(1), "auto", "ranks of a tensor parallel group; auto: ranks per node"),
+    "save_distributed_checkpoint": Key(choice({True: "sharded", False: "full"}), True, "one file per rank"),
 }
 _DEEPSPEED: Rows = {
     "zero_optimization": (True, "use ZeRO"),

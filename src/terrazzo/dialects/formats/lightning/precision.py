@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByKey
+from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
 from terrazzo.engine import LossScaling
 
 __all__ = ["WORDS", "precision_row"]
@@ -25,15 +25,15 @@ WORDS: dict[Any, str] = {
 _DTYPES = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp64"}
 
 
-def precision_row(strategy: str, word: Setting[Any]) -> SettingsByKey:
+def precision_row(strategy: str, word: Setting[Any]) -> SettingsByPath:
     """The dtype of every state, under a word of `WORDS`.
 
     FSDP gathers and reduces in the 16-bit type, `mixed` or `true`; `true` alone stores the weights in it as well. DDP
     keeps fp32 weights and reduces in fp32. `mixed` runs the forward under autocast, with either.
     """
     name, _, way = word.value.partition("-")
-    narrow, kept = _DTYPES[name], _DTYPES[name] if way == "true" else "fp32"
-    row = dict.fromkeys(PARAMETER_DTYPES, kept) | {"compute": narrow}
+    narrow, stored = _DTYPES[name], _DTYPES[name] if way == "true" else "fp32"
+    row = dict.fromkeys(PARAMETER_DTYPES, stored) | {"compute": narrow}
     sharded = strategy == "FSDPStrategy"
     if sharded:
         row |= {"reduce": narrow}

@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Extra, Setting, SettingsByKey
+from terrazzo.dialects.core.description import Extra, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.formats.lightning.precision import precision_row
 from terrazzo.dialects.formats.lightning.read_loop import read_loop
-from terrazzo.dialects.formats.lightning.read_strategy import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
-from terrazzo.dialects.formats.shared.rows import alone
+from terrazzo.dialects.formats.lightning.read_strategy import (
+    ARGUMENTS,
+    DDP_CLASSES,
+    Strategy,
+    StrategyReading,
+    read_strategy,
+)
+from terrazzo.dialects.formats.shared.rows import in_one_group
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read"]
@@ -43,18 +49,21 @@ class _Read:
         strategy = self._strategy()
         sizes = {name: reader.take(f"{self.prefix}{name}").value for name in ("devices", "num_nodes")}
         arguments = {**self.trainer, **sizes, "precision": word.value}
-        found = read_strategy(strategy, reader, self.context, arguments)
-        given = _by_nodes(
-            {**read_loop(reader, self.prefix), **found.given}, reader.take(f"{self.prefix}num_nodes").value
+        strategy_reading = read_strategy(strategy, reader, self.context, arguments)
+        settings = _by_nodes(
+            {**read_loop(reader, self.prefix), **strategy_reading.settings},
+            reader.take(f"{self.prefix}num_nodes").value,
         )
         if strategy.kind != "DeepSpeedStrategy":
             row = precision_row(strategy.kind, word)
-            given |= _chosen(strategy, row, found.given)
-        reader.verdicts.update({verdict.key: verdict for verdict in found.verdicts if verdict.key in reader.flat})
+            settings |= _chosen(strategy, row, strategy_reading.settings)
+        reader.verdicts.update(
+            {verdict.key: verdict for verdict in strategy_reading.verdicts if verdict.key in reader.flat}
+        )
         _keep_others(reader, self.prefix, strategy)
-        _name_class(strategy, given)
-        prefixed = {path: self._prefixed(setting) for path, setting in given.items()}
-        return self._close(reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError"), found)
+        _name_class(strategy, settings)
+        prefixed = {path: self._prefixed(setting) for path, setting in settings.items()}
+        return self._close(reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError"), strategy_reading)
 
     def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
         """Keys that name a Trainer argument without its section."""
@@ -62,13 +71,13 @@ class _Read:
         present = [key for key in keys if key in self.reader]
         return Setting(setting.value, setting.origin if present or not keys else "default", ", ".join(present))
 
-    def _close(self, reading: Reading, found: Found) -> Reading:
+    def _close(self, reading: Reading, strategy_reading: StrategyReading) -> Reading:
         """Add what comes back as it was: extras of the strategy, and keys that several settings come from."""
-        extras = [*reading.description.extras, *found.extras]
-        kept = {extra.key for extra in extras}
+        extras = [*reading.description.extras, *strategy_reading.extras]
+        extra_keys = {extra.key for extra in extras}
         for verdict in reading.verdicts:
             section = verdict.key.removeprefix(self.prefix).partition(".")[0]
-            if verdict.key not in kept and verdict.kind != "refused" and section in _VERBATIM:
+            if verdict.key not in extra_keys and verdict.kind != "refused" and section in _VERBATIM:
                 extras.append(Extra(verdict.key, verdict.value, verdict.why, loss="harmless"))
         return Reading(reading.description.replace({}, tuple(extras)), reading.verdicts)
 
@@ -111,37 +120,37 @@ class _Read:
         return Strategy(kind, arguments, frozenset(map(str, arguments)), where, f"{where}.class_path")
 
 
-def _by_nodes(given: SettingsByKey, nodes: int) -> SettingsByKey:
+def _by_nodes(settings: SettingsByPath, nodes: int) -> SettingsByPath:
     """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
-    replicas, world = given.get("mesh.dp_replicate"), given.get("mesh.world")
+    replicas, world = settings.get("mesh.dp_replicate"), settings.get("mesh.world")
     if replicas is None or replicas.value is not None or world is None:
-        return given
+        return settings
     sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
-    given = {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
-    return {**given, **alone(given)}
+    settings = {**settings, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
+    return {**settings, **in_one_group(settings)}
 
 
-def _name_class(strategy: Strategy, given: SettingsByKey) -> None:
+def _name_class(strategy: Strategy, settings: SettingsByPath) -> None:
     """Say of the plan, or of the axes where code makes the plan, that the strategy's class chose it too."""
-    if not strategy.name or any(strategy.name in setting.keys for setting in given.values()):
+    if not strategy.name or any(strategy.name in setting.keys for setting in settings.values()):
         return
-    chosen = [path for path in given if path.startswith("sharding.")] or [
-        path for path in ("mesh.tp",) if path in given
+    chosen = [path for path in settings if path.startswith("sharding.")] or [
+        path for path in ("mesh.tp",) if path in settings
     ]
     for path in chosen:
-        setting = given[path]
+        setting = settings[path]
         origin = "file" if setting.origin == "default" and path.startswith("sharding.") else setting.origin
-        given[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
+        settings[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
 
 
-def _chosen(strategy: Strategy, row: SettingsByKey, said: Mapping[str, Setting[Any]]) -> SettingsByKey:
+def _chosen(strategy: Strategy, row: SettingsByPath, strategy_settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
     """The row, with what the strategy's own `mixed_precision` says of gather, reduction and buffers."""
     if strategy.kind == "ModelParallelStrategy":
         return {path: setting for path, setting in row.items() if path != "precision.reduce"}
     if strategy.kind != "FSDPStrategy" or strategy.arguments.get("mixed_precision") is None:
         return row
     states = ("precision.compute", "precision.reduce", "precision.buffers")
-    return {**row, **{path: said[path] for path in states if said[path].value != "loaded"}}
+    return {**row, **{path: strategy_settings[path] for path in states if strategy_settings[path].value != "loaded"}}
 
 
 def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:

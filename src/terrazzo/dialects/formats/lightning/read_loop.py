@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
-from terrazzo.dialects.core.reader import Reader, derived, given_only
+from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 
 __all__ = ["read_loop"]
 
 
-def read_loop(reader: Reader, prefix: str) -> SettingsByKey:
+def read_loop(reader: Reader, prefix: str) -> SettingsByPath:
     """Accumulation, clipping, length, seed, ranks, optimizer."""
     steps, total = f"{prefix}max_steps", Setting(None, "default")
     if reader.get(steps, -1) == -1:
@@ -26,9 +26,9 @@ def read_loop(reader: Reader, prefix: str) -> SettingsByKey:
     return {
         "batch.accumulation": reader.take(f"{prefix}accumulate_grad_batches"),
         "training.clip": _clip(reader, prefix),
-        **given_only({"schedule.total_steps": total}),
-        **given_only({"training.seed": reader.take("seed_everything") if not isinstance(seed, bool) else total}),
-        **given_only({"saving.folder": reader.take(f"{prefix}default_root_dir")}),
+        **only_from_file({"schedule.total_steps": total}),
+        **only_from_file({"training.seed": reader.take("seed_everything") if not isinstance(seed, bool) else total}),
+        **only_from_file({"saving.folder": reader.take(f"{prefix}default_root_dir")}),
         **_ranks(reader, prefix),
         **_optimizer(reader),
     }
@@ -45,19 +45,19 @@ def _clip(reader: Reader, prefix: str) -> Setting[Any]:
     return Setting(clipped, value.origin, value.key)
 
 
-def _ranks(reader: Reader, prefix: str) -> SettingsByKey:
+def _ranks(reader: Reader, prefix: str) -> SettingsByPath:
     devices, nodes = reader.take(f"{prefix}devices"), reader.take(f"{prefix}num_nodes")
-    found: SettingsByKey = {}
+    settings: SettingsByPath = {}
     if devices.value is not None:
-        found["mesh.world"] = derived(devices.value * nodes.value, devices, nodes, origin="file")
+        settings["mesh.world"] = derived(devices.value * nodes.value, devices, nodes, origin="file")
     accelerator = reader.take(f"{prefix}accelerator")
     if accelerator.value in ("cpu", "gpu", "cuda"):
         device = "cpu" if accelerator.value == "cpu" else "cuda"
-        found["training.device"] = Setting(device, accelerator.origin, accelerator.key)
-    return found
+        settings["training.device"] = Setting(device, accelerator.origin, accelerator.key)
+    return settings
 
 
-def _optimizer(reader: Reader) -> SettingsByKey:
+def _optimizer(reader: Reader) -> SettingsByPath:
     """LightningCLI's `optimizer`. The class is named, never imported."""
     key = "optimizer.class_path"
     path = reader.take(key)
@@ -67,20 +67,22 @@ def _optimizer(reader: Reader) -> SettingsByKey:
     known = path.value.startswith("torch.optim") or path.value == name
     named = name if known and hasattr(torch.optim, name) else path.value
     section = "optimizer.init_args"
-    found: SettingsByKey = {"optimizer.name": Setting(named, "file", key)}
+    settings: SettingsByPath = {"optimizer.name": Setting(named, "file", key)}
     for argument in ("lr", "eps", "weight_decay"):
-        found |= given_only({f"optimizer.{argument}": reader.number(f"{section}.{argument}", None)})
+        settings |= only_from_file({f"optimizer.{argument}": reader.number(f"{section}.{argument}", None)})
     betas = reader.get(f"{section}.betas")
     if isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
-        reader.say(f"{section}.betas", "applied")
-        found["optimizer.betas"] = Setting(tuple(betas), "file", f"{section}.betas")
+        reader.mark(f"{section}.betas", "applied")
+        settings["optimizer.betas"] = Setting(tuple(betas), "file", f"{section}.betas")
     others = [each for each in reader.unread() if each.startswith(f"{section}.")]
     if others:
         options = {each.removeprefix(f"{section}."): reader.get(each) for each in others}
         for each in others:
-            reader.say(each, "applied")
-        found["optimizer.options"] = derived(options, *(Setting(None, "file", each) for each in others), origin="file")
-    return found
+            reader.mark(each, "applied")
+        settings["optimizer.options"] = derived(
+            options, *(Setting(None, "file", each) for each in others), origin="file"
+        )
+    return settings
 
 
 def arguments_of(document: Mapping[str, Any]) -> Mapping[str, Any]:

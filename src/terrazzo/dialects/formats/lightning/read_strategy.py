@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.dialects.core.description import SHARDING, Extra, Setting, SettingsByKey
+from terrazzo.dialects.core.description import SHARDING, Extra, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
@@ -15,7 +15,7 @@ from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, load_name
 from terrazzo.dialects.formats.shared.fsdp import offload
 from terrazzo.dialects.formats.shared.rows import row_settings
 
-__all__ = ["Found", "Strategy", "read_strategy", "strategy_document"]
+__all__ = ["Strategy", "StrategyReading", "read_strategy", "strategy_document"]
 
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 _ACTIVATIONS = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
@@ -33,34 +33,36 @@ class Strategy:
     Attributes:
         kind: name of the class.
         arguments: all of them, with those that its name stands for.
-        given: the document's own, under their keys.
+        in_document: the document's own, under their keys.
         where: the key of the strategy.
         name: the key that names its class.
     """
 
     kind: str
     arguments: Mapping[str, Any]
-    given: frozenset[str]
+    in_document: frozenset[str]
     where: str
     name: str
 
     def key(self, argument: str) -> str:
         """The document's key behind an argument; empty where it is a default."""
-        if argument in self.given:
+        if argument in self.in_document:
             return f"{self.where}.init_args.{argument}"
         return self.name if argument in self.arguments else ""
 
 
 @dataclass
-class Found:
+class StrategyReading:
     """What was read of a strategy."""
 
-    given: SettingsByKey
+    settings: SettingsByPath
     verdicts: list[KeyVerdict]
     extras: list[Extra]
 
 
-def read_strategy(strategy: Strategy, reader: Reader, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
+def read_strategy(
+    strategy: Strategy, reader: Reader, context: ReadingContext, trainer: Mapping[str, Any]
+) -> StrategyReading:
     """Everything that a strategy decides."""
     if strategy.kind == "FSDPStrategy":
         return _fsdp(strategy, reader, context)
@@ -71,7 +73,7 @@ def read_strategy(strategy: Strategy, reader: Reader, context: ReadingContext, t
     if strategy.kind in DDP_CLASSES:
         return _ddp(strategy, reader)
     reader.keep(f"{strategy.where}.init_args", "arguments of a strategy that is not known here", loss="refused")
-    return Found({}, [], [])
+    return StrategyReading({}, [], [])
 
 
 def _keep_shared(reader: Reader, strategy: Strategy) -> None:
@@ -79,11 +81,11 @@ def _keep_shared(reader: Reader, strategy: Strategy) -> None:
         reader.keep(f"{strategy.where}.init_args.{name}", "how ranks find each other", loss="harmless")
 
 
-def _ddp(strategy: Strategy, reader: Reader) -> Found:
+def _ddp(strategy: Strategy, reader: Reader) -> StrategyReading:
     why = "details of DDP are the library's"
     reader.keep(f"{strategy.where}.init_args", why, loss="harmless")
     chosen: Setting[Any] = Setting(None, "file", strategy.name) if strategy.name else Setting(None, "default")
-    return Found(
+    return StrategyReading(
         {
             **row_settings("zero0", chosen),
             **offload(Setting(False, "default")),
@@ -98,19 +100,21 @@ def _ddp(strategy: Strategy, reader: Reader) -> Found:
 # -- FSDP ----------------------------------------------------------------------------------------------------------
 
 
-def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> Found:
+def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> StrategyReading:
     own = (*FSDP, *SHARED)
     inner = {name: value for name, value in strategy.arguments.items() if name not in own}
     section = f"{strategy.where}.init_args"
     nested = read_nested(FSDP_STRATEGY, inner, context, section)
-    given = {path: _at_strategy(setting, strategy, section) for path, setting in nested.given.items()}
+    settings = {path: _at_strategy(setting, strategy, section) for path, setting in nested.settings.items()}
     if "sharding_strategy" not in strategy.arguments:  # the name of the strategy asks for full sharding
         for path in SHARDING:
-            given[path] = replace(given[path], origin="file", key=strategy.name)
-    verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.given]
+            settings[path] = replace(settings[path], origin="file", key=strategy.name)
+    verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.in_document]
     reader.verdicts.update({verdict.key: verdict for verdict in verdicts})
     _keep_shared(reader, strategy)
-    return Found({**given, **_state(reader, section), **_recomputed(reader, section)}, verdicts, list(nested.extras))
+    return StrategyReading(
+        {**settings, **_state(reader, section), **_recomputed(reader, section)}, verdicts, list(nested.extras)
+    )
 
 
 def _argument(key: str, section: str) -> str:
@@ -119,17 +123,17 @@ def _argument(key: str, section: str) -> str:
 
 def _at_strategy(setting: Setting[Any], strategy: Strategy, section: str) -> Setting[Any]:
     """A setting under the document's keys: what a strategy's name stands for is said by that name."""
-    keys = [key if _argument(key, section) in strategy.given else strategy.name for key in setting.keys]
+    keys = [key if _argument(key, section) in strategy.in_document else strategy.name for key in setting.keys]
     return replace(setting, key=", ".join(dict.fromkeys(keys)))
 
 
-def _state(reader: Reader, section: str) -> SettingsByKey:
+def _state(reader: Reader, section: str) -> SettingsByPath:
     state = reader.take(f"{section}.state_dict_type")
     written = "full" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": Setting(written, state.origin, state.key)}
 
 
-def _recomputed(reader: Reader, section: str) -> SettingsByKey:
+def _recomputed(reader: Reader, section: str) -> SettingsByPath:
     mode = "activation_checkpointing.mode"
     for name in ("activation_checkpointing_policy", "activation_checkpointing"):
         key = f"{section}.{name}"
@@ -137,7 +141,7 @@ def _recomputed(reader: Reader, section: str) -> SettingsByKey:
             classes = reader.take(key)
             reader.keep(key, "which blocks are recomputed", loss="harmless")
             if name == "activation_checkpointing":
-                reader.say(key, "renamed", "deprecated: today's word is activation_checkpointing_policy")
+                reader.mark(key, "renamed", "deprecated: today's word is activation_checkpointing_policy")
             return {mode: Setting("full" if classes.value else "none", "file", key)}
     return {mode: Setting("none", "default")}
 
@@ -145,23 +149,23 @@ def _recomputed(reader: Reader, section: str) -> SettingsByKey:
 # -- FSDP2 and tensor parallelism ----------------------------------------------------------------------------------
 
 
-def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, Any]) -> Found:
+def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, Any]) -> StrategyReading:
     section = f"{strategy.where}.init_args"
     sizes = {"data_parallel_size": trainer["num_nodes"], "tensor_parallel_size": trainer["devices"]}
-    found: SettingsByKey = {}
+    settings: SettingsByPath = {}
     for (name, known), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
         key = f"{section}.{name}"
         if reader.get(key, "auto") == "auto":
             words = "the number of nodes" if axis == "dp_shard" else "the ranks of a node"
-            reader.say(key, "defaulted", f"auto: {words}{'' if known else ', which is not said'}")
-            found[f"mesh.{axis}"] = Setting(
+            reader.mark(key, "defaulted", f"auto: {words}{'' if known else ', which is not said'}")
+            settings[f"mesh.{axis}"] = Setting(
                 known, "auto" if key in reader.flat else "default", key if key in reader.flat else ""
             )
         else:
-            found[f"mesh.{axis}"] = reader.take(key)
+            settings[f"mesh.{axis}"] = reader.take(key)
     whole = reader.take(f"{section}.save_distributed_checkpoint")
     _keep_shared(reader, strategy)
-    return Found({**found, "saving.state": whole}, [], [])
+    return StrategyReading({**settings, "saving.state": whole}, [], [])
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
@@ -218,17 +222,17 @@ def _offloads(values: Mapping[str, Any], source: dict[str, tuple[str, ...]]) -> 
             "pin_memory": "pin_memory",
         },
     }
-    found = {}
+    offloads = {}
     for section, switch in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
         if values[switch]:
-            found[section] = {name: values[argument] for name, argument in sections[section].items()}
+            offloads[section] = {name: values[argument] for name, argument in sections[section].items()}
             inner = f"zero_optimization.{section}"
             source |= {f"{inner}.{name}": (argument,) for name, argument in sections[section].items()}
             source[f"{inner}.device"] = (switch, sections[section]["device"])
-    return found
+    return offloads
 
 
-def _deepspeed(strategy: Strategy, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
+def _deepspeed(strategy: Strategy, context: ReadingContext, trainer: Mapping[str, Any]) -> StrategyReading:
     section = f"{strategy.where}.init_args"
     config = strategy.arguments.get("config")
     if config is not None:
@@ -242,19 +246,19 @@ def _deepspeed(strategy: Strategy, context: ReadingContext, trainer: Mapping[str
             keys += [strategy.key(name) for name in source.get(key, ())] or [_TRAINER_KEYS.get(key, "")]
         return keys
 
-    given = {}
-    for path, setting in _without_loop(nested.given, set()).items():
+    settings = {}
+    for path, setting in _without_loop(nested.settings, set()).items():
         keys = [key for key in dict.fromkeys(arguments(setting)) if key]
         origin = setting.origin if keys else "default"
-        given[path] = replace(setting, origin=origin, key=", ".join(keys))
+        settings[path] = replace(setting, origin=origin, key=", ".join(keys))
     used = {name for names in source.values() for name in names} | {"zero_optimization"}
     verdicts = [
         replace(verdict, key=f"{section}.{argument}", value=strategy.arguments[argument], target="")
         for verdict in nested.verdicts
         for argument in source.get(verdict.key.removeprefix("inner."), ())
-        if argument in strategy.given
+        if argument in strategy.in_document
     ]
-    return Found(given, merge(verdicts + _unused(strategy, section, used, trainer)), [])
+    return StrategyReading(settings, merge(verdicts + _unused(strategy, section, used, trainer)), [])
 
 
 _TRAINER_KEYS = {
@@ -268,51 +272,58 @@ _TRAINER_KEYS = {
 
 def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[str, Any]) -> list[KeyVerdict]:
     """Arguments that the document does not have: used with offload or fp16 alone, or by Lightning itself."""
-    found = []
-    for name in strategy.given:
+    verdicts = []
+    for name in strategy.in_document:
         key, value = f"{section}.{name}", strategy.arguments[name]
         if name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
-            found.append(KeyVerdict(key, value, "applied"))
+            verdicts.append(KeyVerdict(key, value, "applied"))
         elif name in (*_ASIDE, *SHARED):
-            found.append(KeyVerdict(key, value, "applied", "", "Lightning's own: it does not change what is trained"))
+            verdicts.append(
+                KeyVerdict(key, value, "applied", "", "Lightning's own: it does not change what is trained")
+            )
         elif name in _FP16 and not trainer["precision"].startswith("16-"):
-            found.append(KeyVerdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
+            verdicts.append(KeyVerdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
         elif name in DEEPSPEED_STRATEGY and name not in used:
-            found.append(
+            verdicts.append(
                 KeyVerdict(key, value, "refused", "", "it is read with offload only: turn that on, or remove it")
             )
-    return found
+    return verdicts
 
 
-def _configured(strategy: Strategy, config: Any, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
+def _configured(
+    strategy: Strategy, config: Any, context: ReadingContext, trainer: Mapping[str, Any]
+) -> StrategyReading:
     """A whole DeepSpeed configuration: Lightning ignores the other arguments then."""
     where = f"{strategy.where}.init_args.config"
     named = None if isinstance(config, Mapping) else config
     document, fault = (dict(config), "") if named is None else load_named(config, context)
     if fault:
-        return Found({}, [KeyVerdict(where, config, "refused", "", fault)], [])
-    said = set(document)
+        return StrategyReading({}, [KeyVerdict(where, config, "refused", "", fault)], [])
+    own_sections = set(document)
     complete(
         document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(strategy.arguments), trainer
     )
     nested = read_nested(DEEPSPEED, document, context, where, file=named)
-    added = {f"{where}.{name}" for name in set(document) - said}
+    added = {f"{where}.{name}" for name in set(document) - own_sections}
     verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
-    given = {path: _from_trainer(setting, where, added) for path, setting in _without_loop(nested.given, said).items()}
-    if "gradient_accumulation_steps" in said:
+    settings = {
+        path: _from_trainer(setting, where, added)
+        for path, setting in _without_loop(nested.settings, own_sections).items()
+    }
+    if "gradient_accumulation_steps" in own_sections:
         key, value = (where, named) if named is not None else (f"{where}.gradient_accumulation_steps", 0)
         value = value or config["gradient_accumulation_steps"]
         verdicts = [verdict for verdict in verdicts if verdict.key != key]
         why = "Lightning raises on gradient_accumulation_steps: say accumulate_grad_batches in the Trainer"
         verdicts.append(KeyVerdict(key, value, "refused", "", why))
     extras = [] if named is not None else [extra for extra in nested.extras if not _is_of(extra.key, added)]
-    return Found(given, verdicts + _ignored(strategy), extras)
+    return StrategyReading(settings, verdicts + _ignored(strategy), extras)
 
 
-def _without_loop(given: Mapping[str, Setting[Any]], said: set[str]) -> SettingsByKey:
+def _without_loop(settings: Mapping[str, Setting[Any]], own_sections: set[str]) -> SettingsByPath:
     """The settings without what Lightning's Trainer decides: accumulation, and clipping if it is left open."""
-    trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in said else {"training.clip"})
-    return {path: setting for path, setting in given.items() if path not in trainers}
+    trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in own_sections else {"training.clip"})
+    return {path: setting for path, setting in settings.items() if path not in trainers}
 
 
 def _from_trainer(setting: Setting[Any], where: str, added: set[str]) -> Setting[Any]:
@@ -328,11 +339,11 @@ def _is_of(key: str, sections: set[str]) -> bool:
 def _ignored(strategy: Strategy) -> list[KeyVerdict]:
     """The other arguments beside a whole configuration."""
     section = f"{strategy.where}.init_args"
-    aside = strategy.given & {*_ASIDE, *SHARED}
-    found = [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "applied") for name in sorted(aside)]
+    aside = strategy.in_document & {*_ASIDE, *SHARED}
+    verdicts = [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "applied") for name in sorted(aside)]
     why = "config is given, and Lightning ignores it: say it there"
-    void = sorted(strategy.given - aside - {"config"})
-    return found + [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "refused", "", why) for name in void]
+    void = sorted(strategy.in_document - aside - {"config"})
+    return verdicts + [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "refused", "", why) for name in void]
 
 
 DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.keys import SWITCH
+from terrazzo.dialects.core.keys import BOOLEAN
 from terrazzo.dialects.formats.megatron.keys import canonical
 
 __all__ = ["findings"]
@@ -15,16 +15,16 @@ __all__ = ["findings"]
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
-    said = {canonical(str(key)): value for key, value in document.items()}
-    on = {key for key, value in said.items() if SWITCH.parse(value) is True}
+    arguments = {canonical(str(key)): value for key, value in document.items()}
+    on = {key for key, value in arguments.items() if BOOLEAN.parse(value) is True}
     for key, together, text in _TOGETHER:
         if key in on and together & on:
             yield Finding(key, "error", text)
     for key, needed, text in _ALONE:
         if key in on and not needed & on:
             yield Finding(key, "error", text)
-    yield from _stages(said, reading.description)
-    yield from _run(said, on, reading.description)
+    yield from _stages(arguments, reading.description)
+    yield from _run(arguments, on, reading.description)
 
 
 _TOGETHER: tuple[tuple[str, set[str], str], ...] = (
@@ -47,45 +47,45 @@ _ALONE: tuple[tuple[str, set[str], str], ...] = (
 """Switches that need one of others."""
 
 
-def _stages(said: Mapping[str, Any], description: Description) -> Iterable[Finding]:
+def _stages(arguments: Mapping[str, Any], description: Description) -> Iterable[Finding]:
     stages, chunks = description.value("mesh.pp"), description.value("parallel.chunks")
-    layers = said.get("num-layers")
+    layers = arguments.get("num-layers")
     if chunks is not None and chunks > 1 and stages == 1:
         yield Finding(description["parallel.chunks"].key, "error", "several stages of a rank need a pipeline of ranks")
     uneven = {"decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"}
     uneven |= {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "hybrid-layer-pattern"}
-    given = {key for key, value in said.items() if value is not None and SWITCH.parse(value) is not False}
-    if isinstance(layers, int) and stages and layers % stages and not uneven & given:
+    present = {key for key, value in arguments.items() if value is not None and BOOLEAN.parse(value) is not False}
+    if isinstance(layers, int) and stages and layers % stages and not uneven & present:
         text = f"{layers} layers are not divisible by {stages} pipeline stages"
         yield Finding("num-layers", "error", text)
-    each = said.get("num-layers-per-virtual-pipeline-stage")
+    each = arguments.get("num-layers-per-virtual-pipeline-stage")
     divides = isinstance(layers, int) and isinstance(each, int) and stages and layers % stages == 0
     if divides and layers // stages % each:
         text = f"the {layers // stages} layers of a pipeline stage are not divisible by {each}"
         yield Finding("num-layers-per-virtual-pipeline-stage", "error", text)
-    if "use-torch-fsdp2" in given:
+    if "use-torch-fsdp2" in present:
         for path, axis in (("mesh.pp", "pipeline"), ("mesh.ep", "expert")):
             if (description.value(path) or 1) > 1:
                 yield Finding(description[path].key, "error", f"--use-torch-fsdp2 does not go with {axis} parallelism")
 
 
-def _run(said: Mapping[str, Any], on: set[str], description: Description) -> Iterable[Finding]:
+def _run(arguments: Mapping[str, Any], on: set[str], description: Description) -> Iterable[Finding]:
     tensor, context = description.value("mesh.tp") or 1, (description.value("mesh.cp") or 1)
     context *= description.value("mesh.sp") or 1
     if "sequence-parallel" in on and tensor == 1:
         yield Finding("sequence-parallel", "warning", "without tensor parallelism it is turned off")
-    if said.get("num-experts") and tensor > 1 and "sequence-parallel" not in on:
+    if arguments.get("num-experts") and tensor > 1 and "sequence-parallel" not in on:
         yield Finding("num-experts", "error", "experts and tensor parallelism together need --sequence-parallel")
     length = description.value("batch.sequence_length")
     if length and context > 1 and length % (2 * context):
         yield Finding("seq-length", "error", f"{length} tokens are no multiple of 2 × {context} context parallel ranks")
-    if "use-megatron-fsdp" in on and said.get("ckpt-format") != "fsdp_dtensor":
+    if "use-megatron-fsdp" in on and arguments.get("ckpt-format") != "fsdp_dtensor":
         yield Finding("use-megatron-fsdp", "error", "it goes with --ckpt-format fsdp_dtensor")
-    if said.get("save") and not said.get("save-interval"):
+    if arguments.get("save") and not arguments.get("save-interval"):
         yield Finding("save", "error", "it needs --save-interval")
-    if said.get("train-iters") and said.get("train-samples"):
+    if arguments.get("train-iters") and arguments.get("train-samples"):
         yield Finding("train-samples", "error", "train-iters says the length as well: keep one of them")
-    if said.get("recompute-granularity") == "full" and not said.get("recompute-method"):
+    if arguments.get("recompute-granularity") == "full" and not arguments.get("recompute-method"):
         yield Finding("recompute-granularity", "error", "full needs --recompute-method uniform or block")
-    if said.get("recompute-granularity") == "selective" and said.get("recompute-method"):
+    if arguments.get("recompute-granularity") == "selective" and arguments.get("recompute-method"):
         yield Finding("recompute-method", "error", "it does not go with selective: remove it")

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from math import frexp
 
-from terrazzo.dialects.core.keys import ANY, LIST, MISSING, SWITCH, TEXT, Key, Type, number, section, whole, words
+from terrazzo.dialects.core.keys import (
+    ANY,
+    BOOLEAN,
+    MISSING,
+    NAME_LIST,
+    TEXT,
+    Key,
+    Type,
+    choice,
+    integer,
+    number,
+    section,
+)
 from terrazzo.dialects.formats.megatron.keys_others import OTHERS
 
 __all__ = ["ALIASES", "DECAYS", "DEGREES", "FSDP_ROWS", "KEYS", "LAUNCHER", "REMOVED", "SCALES", "canonical"]
@@ -37,27 +49,27 @@ SCALES = {"spectral": "match_rms_adamw", "shape_scaling": "original", "unit_rms_
 _POWER = Type(
     "a power of two",
     lambda value: (
-        MISSING if (found := number(2.0**-24).parse(value)) is MISSING or frexp(found)[0] != 0.5 else float(found)
+        MISSING if (power := number(2.0**-24).parse(value)) is MISSING or frexp(power)[0] != 0.5 else float(power)
     ),
 )
-_HALF = words({"fp32": "fp32", "bf16": "bf16"}, fold=False)
-_STATE = words({"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}, fold=False)
-_GRANULARITY = words({"full": "full", "selective": "selective"}, fold=False)
-_WAY = words({"uniform": "uniform", "block": "block"}, fold=False)
-_FORMAT = words({"torch": "local", "torch_dist": "sharded", "torch_dcp": "sharded", "fsdp_dtensor": "sharded"})
+_HALF = choice({"fp32": "fp32", "bf16": "bf16"}, fold=False)
+_STATE = choice({"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}, fold=False)
+_GRANULARITY = choice({"full": "full", "selective": "selective"}, fold=False)
+_WAY = choice({"uniform": "uniform", "block": "block"}, fold=False)
+_FORMAT = choice({"torch": "local", "torch_dist": "sharded", "torch_dcp": "sharded", "fsdp_dtensor": "sharded"})
 _HERE = "the model comes from your code there, or is built by model.{}"
 _RUN = "it does not change what is trained"
 
 
 def _model(default: object, meaning: str, key: str) -> Key:
-    return Key(SWITCH if default is False else ANY, default, meaning, "lossy", _HERE.format(key))
+    return Key(BOOLEAN if default is False else ANY, default, meaning, "lossy", _HERE.format(key))
 
 
 _PARALLEL = {
-    "tensor-model-parallel-size": Key(whole(1), 1, "tensor parallel degree"),
-    "pipeline-model-parallel-size": Key(whole(1), 1, "pipeline parallel degree"),
-    "context-parallel-size": Key(whole(1), 1, "context parallel degree"),
-    "expert-model-parallel-size": Key(whole(1), 1, "expert parallel degree"),
+    "tensor-model-parallel-size": Key(integer(1), 1, "tensor parallel degree"),
+    "pipeline-model-parallel-size": Key(integer(1), 1, "pipeline parallel degree"),
+    "context-parallel-size": Key(integer(1), 1, "context parallel degree"),
+    "expert-model-parallel-size": Key(integer(1), 1, "expert parallel degree"),
     "expert-tensor-parallel-size": Key(
         ANY,
         None,
@@ -65,30 +77,30 @@ _PARALLEL = {
         "lossy",
         "experts are dealt out whole, over tensor parallel ranks too: raise plan.mesh.ep",
     ),
-    "cp-comm-type": Key(LIST, "p2p", "how ranks compute attention over a sequence: p2p, a2a, allgather, a2a+p2p"),
-    "sequence-parallel": Key(SWITCH, False, "tensor parallel ranks split sequences between matrices"),
-    "num-layers-per-virtual-pipeline-stage": Key(whole(1), None, "layers of one of a rank's several stages"),
-    "num-virtual-stages-per-pipeline-rank": Key(whole(1), None, "stages of each rank"),
-    "use-distributed-optimizer": Key(SWITCH, False, "master weights and optimizer state are split over data ranks"),
-    "num-distributed-optimizer-instances": Key(whole(1), 1, "groups of data ranks that hold all of the state each"),
-    "use-torch-fsdp2": Key(SWITCH, False, "torch's FSDP2 splits weights, gradients and optimizer state"),
-    "torch-fsdp2-no-reshard-after-forward": Key(SWITCH, False, "FSDP2: gathered weights are kept for backward"),
-    "use-megatron-fsdp": Key(SWITCH, False, "Megatron's own FSDP"),
+    "cp-comm-type": Key(NAME_LIST, "p2p", "how ranks compute attention over a sequence: p2p, a2a, allgather, a2a+p2p"),
+    "sequence-parallel": Key(BOOLEAN, False, "tensor parallel ranks split sequences between matrices"),
+    "num-layers-per-virtual-pipeline-stage": Key(integer(1), None, "layers of one of a rank's several stages"),
+    "num-virtual-stages-per-pipeline-rank": Key(integer(1), None, "stages of each rank"),
+    "use-distributed-optimizer": Key(BOOLEAN, False, "master weights and optimizer state are split over data ranks"),
+    "num-distributed-optimizer-instances": Key(integer(1), 1, "groups of data ranks that hold all of the state each"),
+    "use-torch-fsdp2": Key(BOOLEAN, False, "torch's FSDP2 splits weights, gradients and optimizer state"),
+    "torch-fsdp2-no-reshard-after-forward": Key(BOOLEAN, False, "FSDP2: gathered weights are kept for backward"),
+    "use-megatron-fsdp": Key(BOOLEAN, False, "Megatron's own FSDP"),
     "data-parallel-sharding-strategy": Key(
-        words(FSDP_ROWS, fold=False), "optim_grads_params", "Megatron-FSDP: what is split over data ranks"
+        choice(FSDP_ROWS, fold=False), "optim_grads_params", "Megatron-FSDP: what is split over data ranks"
     ),
     "outer-dp-sharding-strategy": Key(
-        words({"no_shard": "no_shard", "optim": "optim"}), "no_shard", "Megatron-FSDP: what is split over groups, too"
+        choice({"no_shard": "no_shard", "optim": "optim"}), "no_shard", "Megatron-FSDP: what is split over groups, too"
     ),
-    "overlap-grad-reduce": Key(SWITCH, False, "gradients are reduced behind backward", "harmless", _RUN),
-    "overlap-param-gather": Key(SWITCH, False, "weights are gathered behind forward", "harmless", _RUN),
+    "overlap-grad-reduce": Key(BOOLEAN, False, "gradients are reduced behind backward", "harmless", _RUN),
+    "overlap-param-gather": Key(BOOLEAN, False, "weights are gathered behind forward", "harmless", _RUN),
 }
 _PRECISION = {
-    "bf16": Key(SWITCH, False, "bf16 weights with masters in fp32"),
-    "fp16": Key(SWITCH, False, "fp16 weights with masters in fp32, and a scaled loss"),
-    "accumulate-allreduce-grads-in-fp32": Key(SWITCH, False, "gradients are summed and reduced in fp32; bf16 does so"),
-    "grad-reduce-in-bf16": Key(SWITCH, False, "gradients are summed and reduced in bf16"),
-    "use-precision-aware-optimizer": Key(SWITCH, False, "dtypes of the optimizer's states are chosen"),
+    "bf16": Key(BOOLEAN, False, "bf16 weights with masters in fp32"),
+    "fp16": Key(BOOLEAN, False, "fp16 weights with masters in fp32, and a scaled loss"),
+    "accumulate-allreduce-grads-in-fp32": Key(BOOLEAN, False, "gradients are summed and reduced in fp32; bf16 does so"),
+    "grad-reduce-in-bf16": Key(BOOLEAN, False, "gradients are summed and reduced in bf16"),
+    "use-precision-aware-optimizer": Key(BOOLEAN, False, "dtypes of the optimizer's states are chosen"),
     "main-grads-dtype": Key(_HALF, "fp32", "gradients as the optimizer sees them"),
     "main-params-dtype": Key(_STATE, "fp32", "weights that the optimizer updates"),
     "exp-avg-dtype": Key(_STATE, "fp32", "Adam's first moment"),
@@ -97,7 +109,7 @@ _PRECISION = {
     "initial-loss-scale": Key(_POWER, 2.0**32, "first dynamic loss scale"),
     "min-loss-scale": Key(_POWER, 1.0, "smallest dynamic loss scale"),
     "loss-scale-window": Key(number(1), 1000.0, "steps without overflow until the scale grows"),
-    "hysteresis": Key(whole(1), 2, "overflows until the scale shrinks"),
+    "hysteresis": Key(integer(1), 2, "overflows until the scale shrinks"),
     "fp8-format": Key(
         ANY, None, "matrix products in 8 bits", "refused", "Transformer Engine computes so: remove it for bf16"
     ),
@@ -106,17 +118,17 @@ _PRECISION = {
     ),
 }
 _TRAINING = {
-    "micro-batch-size": Key(whole(1), None, "sequences of a data rank in one micro-batch"),
-    "global-batch-size": Key(whole(1), None, "sequences per optimizer step; none: one micro-batch per rank"),
+    "micro-batch-size": Key(integer(1), None, "sequences of a data rank in one micro-batch"),
+    "global-batch-size": Key(integer(1), None, "sequences per optimizer step; none: one micro-batch per rank"),
     "rampup-batch-size": Key(
         ANY, None, "a global batch that grows", "refused", "the global batch is one size from the first step on"
     ),
     "step-batch-size-schedule": Key(
         ANY, None, "global batches by tokens seen", "refused", "the global batch is one size from the first step on"
     ),
-    "seq-length": Key(whole(1), None, "tokens per sequence"),
-    "train-iters": Key(whole(1), None, "optimizer steps"),
-    "train-samples": Key(whole(1), None, "sequences of the run, in place of steps"),
+    "seq-length": Key(integer(1), None, "tokens per sequence"),
+    "train-iters": Key(integer(1), None, "optimizer steps"),
+    "train-samples": Key(integer(1), None, "sequences of the run, in place of steps"),
     "optimizer": Key(TEXT, "adam", "adam (AdamW), sgd, muon, lion or others"),
     "lr": Key(number(), None, "learning rate (peak)"),
     "adam-beta1": Key(number(high=1), 0.9, "decay of the first moment"),
@@ -124,30 +136,30 @@ _TRAINING = {
     "adam-eps": Key(number(), 1e-8, "term added to the denominator"),
     "sgd-momentum": Key(number(), 0.9, "momentum of sgd"),
     "muon-momentum": Key(number(high=1), 0.9, "muon: momentum of matrices; the rest is adam's"),
-    "muon-nesterov": Key(SWITCH, False, "muon: look ahead by the momentum"),
-    "muon-num-ns-steps": Key(whole(1), 5, "muon: iterations that make a matrix orthogonal"),
-    "muon-scale-mode": Key(words(SCALES), "spectral", "muon: by a matrix's sides: spectral, shape_scaling or others"),
+    "muon-nesterov": Key(BOOLEAN, False, "muon: look ahead by the momentum"),
+    "muon-num-ns-steps": Key(integer(1), 5, "muon: iterations that make a matrix orthogonal"),
+    "muon-scale-mode": Key(choice(SCALES), "spectral", "muon: by a matrix's sides: spectral, shape_scaling or others"),
     "muon-extra-scale-factor": Key(number(), 1.0, "muon: factor of its updates"),
     "weight-decay": Key(number(), 0.01, "weight decay, of matrices"),
-    "optimizer-cpu-offload": Key(SWITCH, False, "optimizer state and master weights in host memory"),
+    "optimizer-cpu-offload": Key(BOOLEAN, False, "optimizer state and master weights in host memory"),
     "optimizer-offload-fraction": Key(number(high=1), 1.0, "share of them in host memory"),
-    "lr-decay-style": Key(words(DECAYS), "linear", "constant, linear, cosine, inverse-square-root or WSD"),
-    "lr-decay-iters": Key(whole(1), None, "steps until the rate is at its lowest; none: the run's"),
-    "lr-decay-samples": Key(whole(1), None, "the same in sequences"),
+    "lr-decay-style": Key(choice(DECAYS), "linear", "constant, linear, cosine, inverse-square-root or WSD"),
+    "lr-decay-iters": Key(integer(1), None, "steps until the rate is at its lowest; none: the run's"),
+    "lr-decay-samples": Key(integer(1), None, "the same in sequences"),
     "lr-wsd-decay-style": Key(TEXT, "exponential", "WSD: shape of the final decay"),
-    "lr-wsd-decay-iters": Key(whole(1), None, "WSD: steps of the final decay"),
-    "lr-wsd-decay-samples": Key(whole(1), None, "the same in sequences"),
-    "lr-warmup-iters": Key(whole(), 0, "steps of linear warm-up"),
-    "lr-warmup-samples": Key(whole(), 0, "the same in sequences"),
+    "lr-wsd-decay-iters": Key(integer(1), None, "WSD: steps of the final decay"),
+    "lr-wsd-decay-samples": Key(integer(1), None, "the same in sequences"),
+    "lr-warmup-iters": Key(integer(), 0, "steps of linear warm-up"),
+    "lr-warmup-samples": Key(integer(), 0, "the same in sequences"),
     "lr-warmup-fraction": Key(number(high=1), None, "the same as a share of the decay's length"),
     "lr-warmup-init": Key(
         ANY, 0.0, "rate at the first step of the warm-up", "lossy", "a warm-up begins at zero: its first steps differ"
     ),
     "min-lr": Key(number(), 0.0, "lowest learning rate"),
     "clip-grad": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
-    "seed": Key(whole(), 1234, "seed of the run"),
+    "seed": Key(integer(), 1234, "seed of the run"),
     "calculate-per-token-loss": Key(
-        SWITCH,
+        BOOLEAN,
         False,
         "the loss is the mean over a step's tokens, not over its sequences",
         "lossy",
@@ -156,24 +168,26 @@ _TRAINING = {
     "decoupled-lr": Key(
         ANY, None, "another rate for embeddings and head", "refused", "all parameters have one learning rate"
     ),
-    "recompute-activations": Key(SWITCH, False, "as recompute-granularity selective"),
+    "recompute-activations": Key(BOOLEAN, False, "as recompute-granularity selective"),
     "recompute-granularity": Key(_GRANULARITY, None, "full: whole layers; selective: the core of attention"),
     "recompute-method": Key(_WAY, None, "full: groups of layers (uniform), or the first ones of a stage (block)"),
-    "recompute-num-layers": Key(whole(1), None, "layers of such a group, or how many of them"),
+    "recompute-num-layers": Key(integer(1), None, "layers of such a group, or how many of them"),
     "perform-rl-step": Key(
-        SWITCH, False, "a step is one of reinforcement learning", "refused", "there is none: a step is supervised"
+        BOOLEAN, False, "a step is one of reinforcement learning", "refused", "there is none: a step is supervised"
     ),
 }
 _SAVING = {
     "save": Key(TEXT, None, "folder of checkpoints"),
-    "save-interval": Key(whole(1), None, "steps between checkpoints"),
+    "save-interval": Key(integer(1), None, "steps between checkpoints"),
     "save-retain-interval": Key(
         ANY, None, "checkpoints at multiples of this are kept", "lossy", "in a Terrazzo configuration: keep_every"
     ),
-    "async-save": Key(SWITCH, False, "train on while a checkpoint is written"),
+    "async-save": Key(BOOLEAN, False, "train on while a checkpoint is written"),
     "ckpt-format": Key(_FORMAT, "torch_dist", "torch (of these very ranks), torch_dist, torch_dcp or fsdp_dtensor"),
     "load": Key(ANY, None, "folder to resume from", "lossy", "say to the library itself what a run starts from"),
-    "finetune": Key(SWITCH, False, "weights alone are loaded, and steps count from 0", "lossy", "weights are imported"),
+    "finetune": Key(
+        BOOLEAN, False, "weights alone are loaded, and steps count from 0", "lossy", "weights are imported"
+    ),
     "pretrained-checkpoint": Key(ANY, None, "weights that a run starts from", "lossy", "weights are imported there"),
     "eval-interval": Key(ANY, None, "steps between evaluations", "harmless", "in Terrazzo: train.eval_every"),
     "eval-iters": Key(ANY, 100, "micro-batches of an evaluation", "harmless", "in Terrazzo: train.eval_batches"),
@@ -221,13 +235,13 @@ _SIZES = {
         )
     },
     "reset-attention-mask": Key(
-        SWITCH, False, "tokens see their own document alone", "lossy", "in Terrazzo: data.attention: document"
+        BOOLEAN, False, "tokens see their own document alone", "lossy", "in Terrazzo: data.attention: document"
     ),
-    "use-flash-attn": Key(SWITCH, False, "FlashAttention", "harmless", "the numbers are the same up to rounding"),
+    "use-flash-attn": Key(BOOLEAN, False, "FlashAttention", "harmless", "the numbers are the same up to rounding"),
 }
 _LAUNCHER = {
-    "nproc-per-node": Key(whole(1), None, "ranks on each machine"),
-    "nnodes": Key(whole(1), 1, "machines"),
+    "nproc-per-node": Key(integer(1), None, "ranks on each machine"),
+    "nnodes": Key(integer(1), 1, "machines"),
     "<argument>": Key(ANY, None, "how torchrun starts ranks", "harmless", _RUN),
 }
 KEYS: dict[str, Key] = {

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from terrazzo.dialects.core.key_verdict import Loss
-from terrazzo.dialects.core.keys import ANY, SWITCH, Key
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, Key
 
 __all__ = ["OTHERS"]
 
 _MODEL = "the model comes from your code there, or is built by the section model"
 _DATA = "the data come from your code there, or from the section data"
 _CUT = "how ranks share a layer or a sequence is the library's"
-_KEPT = "which activations are computed again is the library's"
+_RECOMPUTED = "which activations are computed again is the library's"
 _OFFLOAD = "which activations go to host memory is the library's; offload.activations does so for all that is kept"
 _NUMBERS = "without it the numbers are others"
 _NARROW = (
@@ -27,7 +27,7 @@ _KERNEL = "the numbers are the same up to rounding"
 _RUN = "it does not change what is trained"
 _SERVING = "nothing is trained by it"
 _RL = "reinforcement learning is no part of a configuration there"
-_OTHERS = "a program of Megatron-LM's own"
+_PROGRAM = "a program of Megatron-LM's own"
 
 
 class SharedMeaning(NamedTuple):
@@ -112,7 +112,7 @@ _FAMILIES = (
     SharedMeaning(
         "which activations are kept",
         "lossy",
-        _KEPT,
+        _RECOMPUTED,
         """
         distribute-saved-activations ep-overlap-early-attn-memory-release gdp-num-chunk-states-to-recompute=2
         mhc-recompute-layer-num= moe-layer-recompute moe-paged-stash moe-paged-stash-buffer-size-factor-cpu=0.0
@@ -343,7 +343,7 @@ _FAMILIES = (
     SharedMeaning(
         "programs for BERT, vision, retrieval and distillation",
         "lossy",
-        _OTHERS,
+        _PROGRAM,
         """
         bert-load= bert-no-binary-head biencoder-projection-dim=0 biencoder-shared-query-context-model block-data-path=
         classes-fraction=1.0 data-per-class-fraction=1.0 dino-bottleneck-size=256 dino-freeze-last-layer=1
@@ -365,7 +365,7 @@ _FAMILIES = (
 def _rows(family: SharedMeaning) -> dict[str, Key]:
     rows = {}
     for name, takes, default in (word.partition("=") for word in family.names.split()):
-        kind = ANY if takes else SWITCH
+        kind = ANY if takes else BOOLEAN
         rows[name] = Key(kind, _value(default) if takes else False, family.meaning, family.keep, family.why)
     return rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.megatron.keys import DEGREES, KEYS, LAUNCHER, REMOVED, canonical
@@ -22,9 +22,9 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     """What arguments mean."""
     reader = Reader(_normal(document), "Megatron-LM", keys=KEYS)
     reader.keep_nulls()
-    given: SettingsByKey = {"units.policy": Setting("auto", "default")}
-    given |= _world(reader) | _mesh(reader) | _sharding(reader) | _precision(reader) | _offload(reader)
-    given |= _stages(reader, given["mesh.pp"].value, context) | read_training(reader)
+    settings: SettingsByPath = {"units.policy": Setting("auto", "default")}
+    settings |= _world(reader) | _mesh(reader) | _sharding(reader) | _precision(reader) | _offload(reader)
+    settings |= _stages(reader, settings["mesh.pp"].value, context) | read_training(reader)
     for key in reader.unread():
         if key in REMOVED:
             reader.refuse(key, f"Megatron-LM stops at it: {REMOVED[key]}")
@@ -32,22 +32,22 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
             reader.refuse(key, "the sections of a --yaml-cfg are not read: give the arguments in one section, flat")
     reader.keep_rows()
     _keep_spelling(reader)
-    return reader.finish("megatron", given, unknown="stops at it")
+    return reader.finish("megatron", settings, unknown="stops at it")
 
 
 def _normal(document: ConfigDocument) -> dict[str, Any]:
     """The document with every argument by the name that `KEYS` has. Of two spellings the last counts."""
-    found = {canonical(str(key)): value for key, value in document.items()}
-    if isinstance(told := found.get(LAUNCHER), Mapping):
-        found[LAUNCHER] = {str(key).lstrip("-").replace("_", "-"): value for key, value in told.items()}
-    return found
+    arguments = {canonical(str(key)): value for key, value in document.items()}
+    if isinstance(told := arguments.get(LAUNCHER), Mapping):
+        arguments[LAUNCHER] = {str(key).lstrip("-").replace("_", "-"): value for key, value in told.items()}
+    return arguments
 
 
 def _keep_spelling(reader: Reader) -> None:
     """What was taken comes back as it stood, if this dialect is written again."""
-    kept = reader.kept_keys()
+    extra_keys = reader.extra_keys()
     for key, verdict in reader.verdicts.items():
-        if verdict.kind != "refused" and key not in kept:
+        if verdict.kind != "refused" and key not in extra_keys:
             reader.keep_as(key, reader.flat[key])
 
 
@@ -60,7 +60,7 @@ def _idle(reader: Reader, key: str, switch: str) -> None:
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _world(reader: Reader) -> SettingsByKey:
+def _world(reader: Reader) -> SettingsByPath:
     """Ranks by what the launcher is given."""
     each, machines = reader.take(f"{LAUNCHER}.nproc-per-node"), reader.take(f"{LAUNCHER}.nnodes")
     if each.value is None:
@@ -69,13 +69,17 @@ def _world(reader: Reader) -> SettingsByKey:
     return {"mesh.world": derived(each.value * machines.value, each, machines, origin="file")}
 
 
-def _mesh(reader: Reader) -> SettingsByKey:
-    given: SettingsByKey = {path: reader.take(key) for path, key in DEGREES.items()}
+def _mesh(reader: Reader) -> SettingsByPath:
+    settings: SettingsByPath = {path: reader.take(key) for path, key in DEGREES.items()}
     ranks, way = reader.take("context-parallel-size"), reader.take("cp-comm-type")
     words = set(way.value or ("p2p",))
-    given["parallel.sequence"] = reader.take("sequence-parallel")
+    settings["parallel.sequence"] = reader.take("sequence-parallel")
     if words == {"a2a"} and ranks.value > 1:
-        return {**given, "mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, way, origin="file")}
+        return {
+            **settings,
+            "mesh.cp": Setting(1, "derived"),
+            "mesh.sp": derived(ranks.value, ranks, way, origin="file"),
+        }
     if way.origin == "file" and ranks.value > 1 and words <= {"p2p", "allgather"}:
         mode = (
             {"p2p": "ring", "allgather": "gather"}.get(next(iter(words)), "") if len(words) == 1 else "ring or gather"
@@ -85,10 +89,10 @@ def _mesh(reader: Reader) -> SettingsByKey:
         reader.keep(way.key, "ranks share a sequence in one way, by all layers and nodes: parallel.context.mode")
     else:
         _idle(reader, "cp-comm-type", "context-parallel-size")
-    return {**given, "mesh.cp": ranks, "mesh.sp": Setting(1, "default")}
+    return {**settings, "mesh.cp": ranks, "mesh.sp": Setting(1, "default")}
 
 
-def _stages(reader: Reader, ranks: int, context: ReadingContext) -> SettingsByKey:
+def _stages(reader: Reader, ranks: int, context: ReadingContext) -> SettingsByPath:
     """Stages of each rank: as said, or as many as its layers make."""
     several, each = (
         reader.take(key) for key in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")
@@ -106,7 +110,7 @@ def _stages(reader: Reader, ranks: int, context: ReadingContext) -> SettingsByKe
     return {"parallel.schedule": Setting("1f1b", "default"), "parallel.chunks": chunks}
 
 
-def _sharding(reader: Reader) -> SettingsByKey:
+def _sharding(reader: Reader) -> SettingsByPath:
     """What is split over data ranks. Without any of the three switches nothing is."""
     own, torchs, split = (
         reader.take(key) for key in ("use-megatron-fsdp", "use-torch-fsdp2", "use-distributed-optimizer")
@@ -132,10 +136,10 @@ def _sharding(reader: Reader) -> SettingsByKey:
         places = {state: place.replace("D", "S") for state, place in places.items()}
     if two_axes and own.value and outer.value == "optim":
         places["optim"] = "S,R"
-    said = [source for source in sources if source.origin == "file"]
-    origin: Any = "file" if said else "default"
+    from_file = [source for source in sources if source.origin == "file"]
+    origin: Any = "file" if from_file else "default"
     return {
-        **{f"sharding.{state}": derived(place, *said, origin=origin) for state, place in places.items()},
+        **{f"sharding.{state}": derived(place, *from_file, origin=origin) for state, place in places.items()},
         "mesh.dp_replicate": groups if two_axes else Setting(1, "default"),
         "mesh.dp_shard": whole,
     }
@@ -144,7 +148,7 @@ def _sharding(reader: Reader) -> SettingsByKey:
 # -- precision, offload --------------------------------------------------------------------------------------------
 
 
-def _precision(reader: Reader) -> SettingsByKey:
+def _precision(reader: Reader) -> SettingsByPath:
     wide, narrow = reader.take("accumulate-allreduce-grads-in-fp32"), reader.take("grad-reduce-in-bf16")
     flags = {half: reader.take(half) for half in ("bf16", "fp16")}
     half = next((flag for flag in flags.values() if flag.value), Setting(False, "default"))
@@ -157,18 +161,18 @@ def _precision(reader: Reader) -> SettingsByKey:
         grads = "bf16"
     elif kind == "fp16" and not wide.value:
         grads = "fp16"
-    given: SettingsByKey = {f"precision.{name}": _of(kind, half) for name in ("weight", "compute", "saved")}
+    settings: SettingsByPath = {f"precision.{name}": _of(kind, half) for name in ("weight", "compute", "saved")}
     summed = derived(grads, *sources, origin="file" if sources else "default")
-    given |= {"precision.reduce": summed, "precision.accumulate": summed}
-    given |= {"precision.output": Setting("fp32", "default"), "precision.autocast": Setting(False, "default")}
-    return given | _states(reader, aware) | _loss_scaling(reader, half)
+    settings |= {"precision.reduce": summed, "precision.accumulate": summed}
+    settings |= {"precision.output": Setting("fp32", "default"), "precision.autocast": Setting(False, "default")}
+    return settings | _states(reader, aware) | _loss_scaling(reader, half)
 
 
 def _of(kind: str, half: Setting[Any]) -> Setting[Any]:
     return Setting(kind, half.origin, half.key)
 
 
-def _states(reader: Reader, aware: Setting[Any]) -> SettingsByKey:
+def _states(reader: Reader, aware: Setting[Any]) -> SettingsByPath:
     """Dtypes of the optimizer's states: fp32, unless each is chosen."""
     master, first, second = (reader.take(key) for key in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"))
     if not aware.value:
@@ -176,13 +180,13 @@ def _states(reader: Reader, aware: Setting[Any]) -> SettingsByKey:
             _idle(reader, each.key, "use-precision-aware-optimizer")
         return {path: Setting("fp32", "default") for path in ("precision.master", "precision.moments")}
     if first.value != second.value and second.origin == "file":
-        reader.say(second.key, "lossy", f"both moments have one dtype here, that of exp-avg-dtype: {first.value}")
-    said = [each for each in (first, second) if each.origin == "file"]
-    moments = derived(first.value, *said, origin="file" if said else "default")
+        reader.mark(second.key, "lossy", f"both moments have one dtype here, that of exp-avg-dtype: {first.value}")
+    from_file = [each for each in (first, second) if each.origin == "file"]
+    moments = derived(first.value, *from_file, origin="file" if from_file else "default")
     return {"precision.master": master, "precision.moments": moments}
 
 
-def _loss_scaling(reader: Reader, half: Setting[Any]) -> SettingsByKey:
+def _loss_scaling(reader: Reader, half: Setting[Any]) -> SettingsByPath:
     fixed = reader.take("loss-scale")
     init, least, steps, misses = (
         reader.take(key) for key in ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
@@ -190,18 +194,18 @@ def _loss_scaling(reader: Reader, half: Setting[Any]) -> SettingsByKey:
     if half.key != "fp16" or fixed.value:
         for each in (init, least, steps, misses):
             _idle(reader, each.key, "fp16 and a dynamic scale")
-        found: SettingsByKey = {"precision.loss_scaling": Setting(None, half.origin, half.key)}
-        return found | ({"precision.static_loss_scale": fixed} if fixed.value else {})
+        settings: SettingsByPath = {"precision.loss_scaling": Setting(None, half.origin, half.key)}
+        return settings | ({"precision.static_loss_scale": fixed} if fixed.value else {})
     scaling = LossScaling(init=init.value, interval=int(steps.value), hysteresis=misses.value, minimum=least.value)
-    said = [each for each in (half, init, least, steps, misses) if each.origin == "file"]
-    return {"precision.loss_scaling": derived(scaling, *said, origin="file")}
+    from_file = [each for each in (half, init, least, steps, misses) if each.origin == "file"]
+    return {"precision.loss_scaling": derived(scaling, *from_file, origin="file")}
 
 
-def _offload(reader: Reader) -> SettingsByKey:
+def _offload(reader: Reader) -> SettingsByPath:
     switch, share = reader.take("optimizer-cpu-offload"), reader.take("optimizer-offload-fraction")
-    given: SettingsByKey = {path: Setting("device", "default") for path in ("offload.weight", "offload.grad")}
+    settings: SettingsByPath = {path: Setting("device", "default") for path in ("offload.weight", "offload.grad")}
     if not switch.value or not share.value:
         _idle(reader, share.key, "optimizer-cpu-offload")
-        return {**given, "offload.optim": Setting("device", switch.origin, switch.key)}
+        return {**settings, "offload.optim": Setting("device", switch.origin, switch.key)}
     tier = "cpu" if share.value == 1 else f"cpu:{share.value:g}"
-    return {**given, "offload.optim": derived(tier, switch, share, origin="file")}
+    return {**settings, "offload.optim": derived(tier, switch, share, origin="file")}

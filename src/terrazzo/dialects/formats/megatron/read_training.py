@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import MISSING
-from terrazzo.dialects.core.reader import Reader, derived, given_only
+from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 from terrazzo.dialects.formats.megatron.keys import KEYS
 
 __all__ = ["ADAMS_SHARE", "OPTIMIZERS", "read_training"]
@@ -15,7 +15,7 @@ OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
 """Class by --optimizer, as in torch.optim; Megatron-LM's adam decays weights as AdamW does."""
 
 
-def read_training(reader: Reader) -> SettingsByKey:
+def read_training(reader: Reader) -> SettingsByPath:
     """All of it."""
     whole = reader.take("global-batch-size")
     clip = reader.take("clip-grad")
@@ -30,38 +30,40 @@ def read_training(reader: Reader) -> SettingsByKey:
     }
 
 
-def _batch(reader: Reader, whole: Setting[Any]) -> SettingsByKey:
+def _batch(reader: Reader, whole: Setting[Any]) -> SettingsByPath:
     micro, length = reader.take("micro-batch-size"), reader.take("seq-length")
-    given = given_only({"batch.micro_batch": micro, "batch.sequence_length": length, "batch.global_batch": whole})
-    return given if whole.value else {**given, "batch.accumulation": Setting(1, "default")}
+    settings = only_from_file(
+        {"batch.micro_batch": micro, "batch.sequence_length": length, "batch.global_batch": whole}
+    )
+    return settings if whole.value else {**settings, "batch.accumulation": Setting(1, "default")}
 
 
-def _optimizer(reader: Reader) -> SettingsByKey:
+def _optimizer(reader: Reader) -> SettingsByPath:
     word = reader.take("optimizer")
     name = OPTIMIZERS.get(word.value, word.value)
-    found: SettingsByKey = {
+    settings: SettingsByPath = {
         "optimizer.name": Setting(name, word.origin, word.key),
         "optimizer.weight_decay": reader.take("weight-decay"),
-        **given_only({"optimizer.lr": reader.take("lr")}),
+        **only_from_file({"optimizer.lr": reader.take("lr")}),
     }
     first, second, eps = (reader.take(f"adam-{each}") for each in ("beta1", "beta2", "eps"))
     momentum = reader.take("sgd-momentum")
     if name == "SGD":
         _unused(reader, (first, second, eps), "the optimizer is sgd")
         options = derived({"momentum": momentum.value}, momentum, origin=momentum.origin)
-        return {**found, "optimizer.options": options}
+        return {**settings, "optimizer.options": options}
     _unused(reader, (momentum,), "the optimizer is not sgd")
     matrices = {key: reader.take(f"muon-{key}") for key in _OF_MATRICES}
     if name == "Muon":
-        found["optimizer.options"] = _muon(reader, found.get("optimizer.lr"), matrices)
+        settings["optimizer.options"] = _muon(reader, settings.get("optimizer.lr"), matrices)
     else:
         _unused(reader, tuple(matrices.values()), "the optimizer is not muon")
     if name not in ("AdamW", "Muon"):
         _unused(reader, (first, second, eps), "the optimizer is not adam")
-        return found
+        return settings
     origin: Any = "file" if "file" in (first.origin, second.origin) else "default"
     return {
-        **found,
+        **settings,
         "optimizer.betas": derived((first.value, second.value), first, second, origin=origin),
         "optimizer.eps": eps,
     }
@@ -72,20 +74,20 @@ ADAMS_SHARE = 0.2
 """What `match_rms_adamw` multiplies Megatron-LM's `spectral` scale by."""
 
 
-def _muon(reader: Reader, rate: Setting[Any] | None, given: dict[str, Setting[Any]]) -> Setting[Any]:
+def _muon(reader: Reader, rate: Setting[Any] | None, matrices: dict[str, Setting[Any]]) -> Setting[Any]:
     """The settings of matrices, in neutral words: their rate includes the factor that scales them."""
-    momentum, nesterov, steps, mode, factor = given.values()
-    found = {"muon.momentum": momentum.value, "muon.nesterov": nesterov.value, "muon.ns_steps": steps.value}
+    momentum, nesterov, steps, mode, factor = matrices.values()
+    options = {"muon.momentum": momentum.value, "muon.nesterov": nesterov.value, "muon.ns_steps": steps.value}
     if mode.value not in ("match_rms_adamw", "original"):
         reader.keep(mode.key, "matrices are scaled by the root of rows over columns, also where that is below one")
-        return derived(found, momentum, nesterov, steps, origin="file")
-    found["muon.adjust_lr"] = mode.value
+        return derived(options, momentum, nesterov, steps, origin="file")
+    options["muon.adjust_lr"] = mode.value
     scale = factor.value / (ADAMS_SHARE if mode.value == "match_rms_adamw" else 1.0)
     if rate is not None and scale != 1:
-        found["muon.lr"] = float(f"{rate.value * scale:.12g}")
+        options["muon.lr"] = float(f"{rate.value * scale:.12g}")
     elif scale != 1 and factor.origin == "file":
         reader.keep(factor.key, "as a rate of matrices it is known where lr is given")
-    return derived(found, *given.values(), origin="file")
+    return derived(options, *matrices.values(), origin="file")
 
 
 def _unused(reader: Reader, settings: tuple[Setting[Any], ...], why: str) -> None:
@@ -97,11 +99,11 @@ def _unused(reader: Reader, settings: tuple[Setting[Any], ...], why: str) -> Non
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(reader: Reader, whole: Setting[Any]) -> SettingsByKey:
+def _schedule(reader: Reader, whole: Setting[Any]) -> SettingsByPath:
     name = reader.take("lr-decay-style")
     total = _steps(reader, whole, "train-iters", "train-samples")
-    found: SettingsByKey = {"schedule.name": name, **given_only({"schedule.total_steps": total})}
-    found |= _lowest(reader, name.value) | _final_decay(reader, whole, name.value)
+    settings: SettingsByPath = {"schedule.name": name, **only_from_file({"schedule.total_steps": total})}
+    settings |= _lowest(reader, name.value) | _final_decay(reader, whole, name.value)
     decay = _steps(reader, whole, "lr-decay-iters", "lr-decay-samples")
     if decay.value is not None:
         ends = decay.value == total.value or name.value == "constant"
@@ -109,7 +111,7 @@ def _schedule(reader: Reader, whole: Setting[Any]) -> SettingsByKey:
         reader.keep(
             decay.key.partition(", ")[0], "as long as the run" if ends else why, loss="harmless" if ends else "lossy"
         )
-    return found | _warmup(reader, whole, decay)
+    return settings | _warmup(reader, whole, decay)
 
 
 def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Setting[Any]:
@@ -124,7 +126,7 @@ def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Se
     return steps
 
 
-def _lowest(reader: Reader, name: str) -> SettingsByKey:
+def _lowest(reader: Reader, name: str) -> SettingsByPath:
     """The rate at the end, as a share of the peak."""
     least, peak = reader.take("min-lr"), KEYS["lr"].type.parse(reader.get("lr"))
     peak = 0 if peak is MISSING else peak
@@ -141,19 +143,19 @@ def _lowest(reader: Reader, name: str) -> SettingsByKey:
     return {"schedule.final_fraction": derived(share, least, origin=least.origin)}
 
 
-def _final_decay(reader: Reader, whole: Setting[Any], name: str) -> SettingsByKey:
+def _final_decay(reader: Reader, whole: Setting[Any], name: str) -> SettingsByPath:
     style = reader.take("lr-wsd-decay-style")
     steps = _steps(reader, whole, "lr-wsd-decay-iters", "lr-wsd-decay-samples")
     if name != "wsd":
         _unused(reader, (style, steps), "the schedule is not WSD")
         return {}
-    found = given_only({"schedule.decay_steps": steps})
+    settings = only_from_file({"schedule.decay_steps": steps})
     if style.value != "linear":
-        found["schedule.options"] = derived({"decay_type": style.value}, style, origin=style.origin)
-    return found
+        settings["schedule.options"] = derived({"decay_type": style.value}, style, origin=style.origin)
+    return settings
 
 
-def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> SettingsByKey:
+def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> SettingsByPath:
     share = reader.take("lr-warmup-fraction")
     steps = _steps(reader, whole, "lr-warmup-iters", "lr-warmup-samples")
     if not share.value:
@@ -168,7 +170,7 @@ def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> Setting
 # -- activations, checkpoints --------------------------------------------------------------------------------------
 
 
-def _activations(reader: Reader) -> SettingsByKey:
+def _activations(reader: Reader) -> SettingsByPath:
     path = "activation_checkpointing.mode"
     short, kind = reader.take("recompute-activations"), reader.take("recompute-granularity")
     way, count = reader.take("recompute-method"), reader.take("recompute-num-layers")
@@ -196,10 +198,10 @@ def _activations(reader: Reader) -> SettingsByKey:
     return {path: kind}
 
 
-def _saving(reader: Reader) -> SettingsByKey:
+def _saving(reader: Reader) -> SettingsByPath:
     folder, every, kind = (reader.take(key) for key in ("save", "save-interval", "ckpt-format"))
     return {
-        **given_only({"saving.folder": folder, "saving.every": every}),
+        **only_from_file({"saving.folder": folder, "saving.every": every}),
         "saving.state": kind,
         "saving.background": reader.take("async-save"),
     }

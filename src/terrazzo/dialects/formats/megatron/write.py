@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, TIERS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, idle, tier_and_share
+from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, has_no_effect, tier_and_share
 from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, LAUNCHER
 from terrazzo.dialects.formats.megatron.write_precision import write_precision
 from terrazzo.dialects.formats.megatron.write_training import write_training
@@ -47,14 +47,14 @@ def _mesh(draft: Draft) -> None:
     if draft.value("mesh.world") is not None:
         why = "on one machine; of several, --nnodes says how many, and this the ranks of each"
         draft.put("mesh.world", f"{LAUNCHER}.nproc-per-node", draft.value("mesh.world"), why)
-    if draft.value("parallel.sequence") and not idle(draft.description, "parallel.sequence"):
+    if draft.value("parallel.sequence") and not has_no_effect(draft.description, "parallel.sequence"):
         draft.put("parallel.sequence", "sequence-parallel", True)
     _stages(draft)
 
 
 def _stages(draft: Draft) -> None:
     paths = ("parallel.schedule", "parallel.chunks")
-    if idle(draft.description, "parallel.chunks"):
+    if has_no_effect(draft.description, "parallel.chunks"):
         return
     if draft.value("parallel.schedule", "1f1b") == "1f1b":
         draft.implied("parallel.schedule")

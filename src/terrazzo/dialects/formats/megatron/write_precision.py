@@ -49,17 +49,17 @@ def _gradients(draft: Draft, kind: str) -> None:
     paths = ("precision.reduce", "precision.accumulate")
     reduce, sums = (draft.value(path) for path in paths)
     narrow = kind != "fp32" and {reduce, sums} - {None} == {kind}
-    found = kind if narrow else "fp32"
+    dtype = kind if narrow else "fp32"
     key = "grad-reduce-in-bf16" if narrow and kind == "bf16" else ""
     if not narrow and kind == "fp16":
         key = "accumulate-allreduce-grads-in-fp32"
     if key:
         draft.write(key, True)
     for path, value in zip(paths, (reduce, sums), strict=True):
-        if value in (None, found):
+        if value in (None, dtype):
             draft.implied(path, key=key)
         else:
-            draft.lossy(path, f"gradients are summed and sent in one dtype: {found}")
+            draft.lossy(path, f"gradients are summed and sent in one dtype: {dtype}")
 
 
 def _states(draft: Draft, kind: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.meaning import APART, left
+from terrazzo.dialects.core.meaning import APART, ranks_left
 from terrazzo.dialects.formats.megatron.keys import DECAYS, KEYS, SCALES
 from terrazzo.dialects.formats.megatron.read_training import ADAMS_SHARE, OPTIMIZERS
 
@@ -41,7 +41,7 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
     _option(draft, "batch.micro_batch", "micro-batch-size")
     _option(draft, "batch.sequence_length", "seq-length")
     whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
-    ranks = left(draft.description, context.world, APART)
+    ranks = ranks_left(draft.description, context.world, APART)
     if whole:
         draft.put(("batch.global_batch", "batch.accumulation"), "global-batch-size", whole)
     elif micro and count and count > 1 and ranks:
@@ -82,10 +82,10 @@ def _muon(draft: Draft, options: dict[str, Any]) -> dict[str, Any]:
     """Write what is said of matrices; what is left of the options."""
     rate, own = draft.value("optimizer.lr"), options.pop("muon.lr", None)
     usual = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"}
-    said = {key: options.pop(f"muon.{key}", value) for key, value in usual.items()}
-    mode = next(word for word, known in SCALES.items() if known == said.pop("adjust_lr"))
+    matrices = {key: options.pop(f"muon.{key}", value) for key, value in usual.items()}
+    mode = next(word for word, known in SCALES.items() if known == matrices.pop("adjust_lr"))
     factor = (ADAMS_SHARE if mode == "spectral" else 1.0) * (own / rate if own and rate else 1.0)
-    values = dict(zip(("muon-momentum", "muon-nesterov", "muon-num-ns-steps"), said.values(), strict=True))
+    values = dict(zip(("muon-momentum", "muon-nesterov", "muon-num-ns-steps"), matrices.values(), strict=True))
     values |= {"muon-scale-mode": mode, "muon-extra-scale-factor": float(f"{factor:.12g}")}
     written = {key: value for key, value in values.items() if value != KEYS[key].default}
     for key, value in written.items():

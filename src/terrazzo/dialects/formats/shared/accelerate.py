@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByKey
+from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.formats.shared.fsdp_policy import loaded
+from terrazzo.dialects.formats.shared.fsdp_policy import load_dtype
 from terrazzo.engine import LossScaling
 from terrazzo.words import DTYPE_SPELLINGS
 
-__all__ = ["AUTOCAST", "AXES", "kept_as_loaded", "stack_precision"]
+__all__ = ["AUTOCAST", "AXES", "stack_precision", "stays_as_loaded"]
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Axes of the mesh that a `ParallelismConfig` has a size for."""
@@ -24,13 +24,13 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
 
 
-def kept_as_loaded(wanted: str) -> str:
+def stays_as_loaded(wanted: str) -> str:
     """What becomes of a state that is to be in `wanted`, where it has the dtype in which the model is loaded."""
     edit = f"load it in {wanted}" if wanted in DTYPE_SPELLINGS else f"no setting makes it {wanted}"
     return f"it has the dtype in which the model is loaded: {edit}"
 
 
-def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> SettingsByKey:
+def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> SettingsByPath:
     """The dtype of every state.
 
     Args:
@@ -38,8 +38,8 @@ def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: Rea
         half: `bf16`, `fp16` or None, with its key.
         deferred: gradients of several micro-batches are summed before they are reduced.
     """
-    kept = loaded(context, False)
-    row = dict.fromkeys(PARAMETER_DTYPES, kept)
+    as_loaded = load_dtype(context, False)
+    row = dict.fromkeys(PARAMETER_DTYPES, as_loaded)
     if half.value is not None:
         row |= {"compute": half.value}
         if stack in ("fsdp1", "fsdp2"):
@@ -47,14 +47,14 @@ def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: Rea
             row |= {**lifted, "reduce": half.value, "accumulate": half.value if deferred else "fp32"}
         elif stack == "native":
             row |= {"reduce": "fp32", "accumulate": "fp32"}
-    found = {f"precision.{state}": Setting(value, "default") for state, value in row.items()}
+    settings = {f"precision.{state}": Setting(value, "default") for state, value in row.items()}
     for state in ("compute", "reduce"):
         if half.value is not None:
-            found[f"precision.{state}"] = Setting(row[state], half.origin, half.key)
+            settings[f"precision.{state}"] = Setting(row[state], half.origin, half.key)
     scaled = LossScaling() if half.value == "fp16" else None
     accelerated = stack != "native" and half.value is not None  # prepare_model() wraps the forward
     return {
-        **found,
+        **settings,
         "precision.buffers": Setting(half.value if stack == "fsdp1" and half.value else LOADED, "default"),
         "precision.autocast": Setting(accelerated, half.origin, half.key),
         "precision.loss_scaling": Setting(scaled, half.origin, half.key),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.keys import words
+from terrazzo.dialects.core.keys import choice
 
-__all__ = ["BY_PARAMETER", "DEVICE", "KEPT_WHOLE", "STAGES", "write_grad"]
+__all__ = ["BY_PARAMETER", "DEVICE", "STAGES", "WHOLE_BETWEEN_STEPS", "write_grad"]
 
-DEVICE = words({"none": "none", "cpu": "cpu", "nvme": "nvme"})
+DEVICE = choice({"none": "none", "cpu": "cpu", "nvme": "nvme"})
 """The type of a key that says where states live."""
 STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hpz": 3, "shard_grad_op": 2}
 """The stage that a row is, or is nearest to; of all others it is 3."""
-KEPT_WHOLE = "DeepSpeed keeps the weights whole between steps as well: more memory, the same numbers"
+WHOLE_BETWEEN_STEPS = "DeepSpeed keeps the weights whole between steps as well: more memory, the same numbers"
 """What stage 2 is, to a row that splits the weights at rest."""
 BY_PARAMETER = "DeepSpeed gathers parameter by parameter"
 

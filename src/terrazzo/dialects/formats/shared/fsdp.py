@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, SettingsByKey, inactive
-from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.core.keys import words
+from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, SettingsByPath, asks_for_nothing
+from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.keys import choice
 from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU
 from terrazzo.dialects.core.reader import Reader, derived
 
@@ -49,10 +49,10 @@ TORCH_DTYPES = {
 }
 """Neutral dtype by any of the words in use."""
 
-DTYPE = words(TORCH_DTYPES)
+DTYPE = choice(TORCH_DTYPES)
 """The type of a key that takes one of them."""
 
-VERSION = words({1: 1, 2: 2, "1": 1, "2": 2})
+VERSION = choice({1: 1, 2: 2, "1": 1, "2": 2})
 """The type of a key that says FSDP1 or FSDP2."""
 
 MIN_NUMEL = 10**8
@@ -80,29 +80,29 @@ NUMBERED = dict(enumerate(dict.fromkeys(STRATEGIES.values()), 1))
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def uniform(kind: str, *states: str) -> SettingsByKey:
+def uniform(kind: str, *states: str) -> SettingsByPath:
     """One dtype for each of some states, by default."""
     return {f"precision.{state}": Setting(kind, "default") for state in states}
 
 
 def dtype(reader: Reader, key: str) -> Setting[Any]:
     """A dtype by any of its names; None where none is given."""
-    found = reader.take(key)
-    return canonical(reader, key, found, TORCH_NAMES.get(found.value))
+    setting = reader.take(key)
+    return canonical(reader, key, setting, TORCH_NAMES.get(setting.value))
 
 
-def canonical(reader: Reader, key: str, found: Setting[Any], word: str | None) -> Setting[Any]:
+def canonical(reader: Reader, key: str, setting: Setting[Any], word: str | None) -> Setting[Any]:
     """The same setting; a spelling other than `word`, which the library itself uses, is said to be renamed."""
-    if found.origin == "file" and word is not None and reader.get(key) != word:
-        reader.say(key, "renamed", f"written {word} from here on")
-    return found
+    if setting.origin == "file" and word is not None and reader.get(key) != word:
+        reader.mark(key, "renamed", f"written {word} from here on")
+    return setting
 
 
-def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> SettingsByKey:
+def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> SettingsByPath:
     """FSDP's all-or-nothing offload: weights, gradients and optimizer in host memory, or none of them."""
     tier = derived("cpu" if enabled.value else "device", enabled, origin=enabled.origin)
-    given = dict.fromkeys(TIERS, tier)
-    return {**given, "offload.pin": pin or Setting(True, "default")} if enabled.value else given
+    settings = dict.fromkeys(TIERS, tier)
+    return {**settings, "offload.pin": pin or Setting(True, "default")} if enabled.value else settings
 
 
 _CLASS_KEYS = (
@@ -118,7 +118,7 @@ WRAP_KEYS = (*_CLASS_KEYS, *_SIZE_KEYS, ".size_based_auto_wrap_policy.<argument>
 """What may stand at and below a wrap policy."""
 
 
-def wrap_policy(reader: Reader, key: str) -> SettingsByKey:
+def wrap_policy(reader: Reader, key: str) -> SettingsByPath:
     """Units by FSDP1's `auto_wrap_policy`: class names, or a smallest size. Names of functions are refused."""
     for name in (key + suffix for suffix in _SIZE_KEYS if key + suffix in reader.flat):
         size = reader.integer(name, MIN_NUMEL, low=1)
@@ -156,27 +156,27 @@ def is_size(value: Any) -> bool:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_offload(pen: Pen, key: str, value: Any = True, off: Any = False) -> bool:
+def write_offload(draft: TerseDraft, key: str, value: Any = True, off: Any = False) -> bool:
     """Write FSDP's offload if any state is off the device; whether it is."""
-    tiers = {path: pen.value(path, "device") for path in TIERS}
+    tiers = {path: draft.value(path, "device") for path in TIERS}
     idle = [path for path in PATHS if path.startswith("offload.") and path not in TIERS]
     if set(tiers.values()) == {"device"}:
-        pen.implied(idle)
-        if pen.wanted("offload.weight", "device", key):
-            pen.put(TIERS, pen.place("offload.weight", key), off)
+        draft.implied(idle)
+        if draft.needs_key("offload.weight", "device", key):
+            draft.put(TIERS, draft.own_key("offload.weight", key), off)
         else:
-            pen.implied(TIERS)
+            draft.implied(TIERS)
         return False
     if not any("nvme" in tier for tier in tiers.values()):
-        pen.implied([path for path in idle if path in NVME_ONLY])
-    if pen.value("offload.step") in ("auto", "synchronous"):
-        pen.implied("offload.step", ON_CPU)
+        draft.implied([path for path in idle if path in NVME_ONLY])
+    if draft.value("offload.step") in ("auto", "synchronous"):
+        draft.implied("offload.step", ON_CPU)
     if set(tiers.values()) == {"cpu"}:
-        pen.put(TIERS, pen.place("offload.weight", key), value)
+        draft.put(TIERS, draft.own_key("offload.weight", key), value)
         return True
-    asked = ", ".join(f"{path.partition('.')[2]} {tier}" for path, tier in tiers.items())
-    why = f"{pen.library} moves all of weights, gradients and optimizer to the CPU or nothing; asked was {asked}"
-    pen.put(TIERS, key, value, why, "lossy")
+    wanted = ", ".join(f"{path.partition('.')[2]} {tier}" for path, tier in tiers.items())
+    why = f"{draft.library} moves all of weights, gradients and optimizer to the CPU or nothing; asked was {wanted}"
+    draft.put(TIERS, key, value, why, "lossy")
     return True
 
 
@@ -187,24 +187,26 @@ def wants_deepspeed(description: Description) -> bool:
     return description.dialect == "deepspeed" or description.row in ("zero1", "zero2", "hpz") or partly
 
 
-def leave_to_loop(pen: Pen) -> None:
+def leave_to_loop(draft: TerseDraft) -> None:
     """Say of what a training loop decides that these arguments do not."""
     for path in PATHS:
-        if path.partition(".")[0] in LOOP and not inactive(path, pen.description.value(path)):
-            pen.lossy(path, f"{pen.library} takes no such argument: your own code says it")
+        if path.partition(".")[0] in LOOP and not asks_for_nothing(path, draft.description.value(path)):
+            draft.lossy(path, f"{draft.library} takes no such argument: your own code says it")
 
 
-def write_wrap_policy(pen: Pen, key: str) -> None:
+def write_wrap_policy(draft: TerseDraft, key: str) -> None:
     """Write units as FSDP1's `auto_wrap_policy`."""
-    policy = pen.value("units.policy")
+    policy = draft.value("units.policy")
     if policy == "classes":
-        pen.put("units.classes", pen.place("units.classes", key), list(pen.value("units.classes", ())))
-        pen.implied("units.policy", key=key)
+        draft.put("units.classes", draft.own_key("units.classes", key), list(draft.value("units.classes", ())))
+        draft.implied("units.policy", key=key)
     elif policy == "min_numel":
-        where = pen.place("units.min_numel", f"{key}.min_num_params")
-        pen.put("units.min_numel", where, pen.value("units.min_numel", MIN_NUMEL))
-        pen.implied("units.policy", key=where)
+        where = draft.own_key("units.min_numel", f"{key}.min_num_params")
+        draft.put("units.min_numel", where, draft.value("units.min_numel", MIN_NUMEL))
+        draft.implied("units.policy", key=where)
     elif policy == "auto":
-        pen.lossy("units.policy", f"{pen.library} finds no units by itself: name the classes of the blocks in {key}")
+        draft.lossy(
+            "units.policy", f"{draft.library} finds no units by itself: name the classes of the blocks in {key}"
+        )
     else:
-        pen.implied("units.policy")
+        draft.implied("units.policy")

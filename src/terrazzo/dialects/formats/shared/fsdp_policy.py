@@ -11,11 +11,11 @@ from typing import Any
 
 from terrazzo.dialects.core.description import LOADED, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.shared.fsdp import TORCH_DTYPES, TORCH_NAMES
 
-__all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "keep_casts", "loaded", "otherwise", "write_policy"]
+__all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "dtype_or", "keep_casts", "load_dtype", "write_policy"]
 
 
 @dataclass(frozen=True)
@@ -39,106 +39,106 @@ FSDP1_POLICY = Policy("FSDP1", "mixed_precision", ("buffers", "buffer_dtype"), "
 FSDP2_POLICY = Policy("FSDP2", "mp_policy", ("output", "output_dtype"), "torch.amp.GradScaler")
 
 
-def loaded(context: ReadingContext, mixed: bool) -> str:
+def load_dtype(context: ReadingContext, mixed: bool) -> str:
     """The dtype in which the parameters are kept: as told, else fp32 under a policy, as new modules are."""
     if context.load_dtype is not None:
         return TORCH_DTYPES.get(context.load_dtype.lower(), LOADED)
     return "fp32" if mixed else LOADED
 
 
-def otherwise(found: Setting[Any], *fallbacks: Setting[Any] | str) -> Setting[Any]:
+def dtype_or(dtype: Setting[Any], *fallbacks: Setting[Any] | str) -> Setting[Any]:
     """A dtype where one is given, else the first of the fallbacks that is one, as the library's default."""
-    if found.value is not None:
-        return found
+    if dtype.value is not None:
+        return dtype
     values = (each.value if isinstance(each, Setting) else each for each in fallbacks)
-    return Setting(next(value for value in values if value is not None), "default", found.key)
+    return Setting(next(value for value in values if value is not None), "default", dtype.key)
 
 
 def keep_casts(reader: Reader, *keys: str) -> None:
     """Switches for casting inputs: harmless at their defaults, which fit a model with one policy."""
     for key in keys:
-        found = reader.take(key)
-        if found.origin == "file":
+        switch = reader.take(key)
+        if switch.origin == "file":
             why = "inputs are cast wherever weights are, in every other stack"
-            reader.keep(key, why, loss="harmless" if found.value == reader.keys[key].default else "lossy")
+            reader.keep(key, why, loss="harmless" if switch.value == reader.keys[key].default else "lossy")
 
 
-def write_policy(pen: Pen, policy: Policy) -> None:
+def write_policy(draft: TerseDraft, policy: Policy) -> None:
     """Write the dtypes, always both that a policy has: what it means to leave one out has changed in torch."""
-    if not pen.is_set("precision.compute"):
+    if not draft.is_set("precision.compute"):
         return
-    master = pen.value("precision.master") or pen.value("precision.weight", LOADED)
-    _write_dtypes(pen, policy, master)
-    _third(pen, policy, master)
-    _stored(pen, master)
-    _accumulated(pen, policy, master)
-    if pen.value("precision.loss_scaling") or pen.value("precision.static_loss_scale"):
+    master = draft.value("precision.master") or draft.value("precision.weight", LOADED)
+    _write_dtypes(draft, policy, master)
+    _third(draft, policy, master)
+    _stored(draft, master)
+    _accumulated(draft, policy, master)
+    if draft.value("precision.loss_scaling") or draft.value("precision.static_loss_scale"):
         scaling = ("precision.loss_scaling", "precision.static_loss_scale")
-        pen.lossy(scaling, f"the loop scales the loss: use {policy.scaler}")
-    if pen.value("precision.autocast"):
-        why = f"{pen.library} casts whole modules, where autocast chooses operator by operator"
-        pen.lossy("precision.autocast", why, f"{policy.section}.param_dtype")
+        draft.lossy(scaling, f"the loop scales the loss: use {policy.scaler}")
+    if draft.value("precision.autocast"):
+        why = f"{draft.library} casts whole modules, where autocast chooses operator by operator"
+        draft.lossy("precision.autocast", why, f"{policy.section}.param_dtype")
 
 
-def _write_dtypes(pen: Pen, policy: Policy, master: str) -> None:
-    compute = pen.value("precision.compute")
-    reduce = pen.value("precision.reduce", compute)
+def _write_dtypes(draft: TerseDraft, policy: Policy, master: str) -> None:
+    compute = draft.value("precision.compute")
+    reduce = draft.value("precision.reduce", compute)
     for path, value, name in (("compute", compute, "param_dtype"), ("reduce", reduce, "reduce_dtype")):
         where, key = f"precision.{path}", f"{policy.section}.{name}"
-        if value in TORCH_NAMES and (not pen.own or pen.wanted(where, None, key)):
-            pen.put(where, key, TORCH_NAMES[value])
-        elif pen.own or value == master:
-            pen.implied(where)
+        if value in TORCH_NAMES and (not draft.own or draft.needs_key(where, None, key)):
+            draft.put(where, key, TORCH_NAMES[value])
+        elif draft.own or value == master:
+            draft.implied(where)
         else:
             why = "it has the dtype in which the model is loaded; float32 is written: say --load-dtype"
-            pen.put(where, key, "float32", why, "lossy")
+            draft.put(where, key, "float32", why, "lossy")
 
 
-def _third(pen: Pen, policy: Policy, master: str) -> None:
+def _third(draft: TerseDraft, policy: Policy, master: str) -> None:
     """Buffers and outputs: one of the two can be said, the other is what the library does."""
-    said, name = policy.third
+    third, name = policy.third
     key = f"{policy.section}.{name}"
-    for state, natural in (("buffers", LOADED), ("output", pen.value("precision.compute"))):
-        path, value = f"precision.{state}", pen.value(f"precision.{state}", natural)
+    for state, natural in (("buffers", LOADED), ("output", draft.value("precision.compute"))):
+        path, value = f"precision.{state}", draft.value(f"precision.{state}", natural)
         if value in (natural, LOADED, master if state == "buffers" else natural) and not (
-            pen.own and key in pen.setting(path).keys
+            draft.own and key in draft.setting(path).keys
         ):
-            pen.implied(path)
-        elif state == said and value in TORCH_NAMES:
-            if pen.wanted(path, natural, key):
-                pen.put(path, key, TORCH_NAMES[value])
+            draft.implied(path)
+        elif state == third and value in TORCH_NAMES:
+            if draft.needs_key(path, natural, key):
+                draft.put(path, key, TORCH_NAMES[value])
             else:
-                pen.implied(path)
+                draft.implied(path)
         else:
-            pen.lossy(path, f"{pen.library} leaves {state} in {natural}: cast them in the model")
+            draft.lossy(path, f"{draft.library} leaves {state} in {natural}: cast them in the model")
 
 
-def _stored(pen: Pen, master: str) -> None:
+def _stored(draft: TerseDraft, master: str) -> None:
     """Storage, master weights, moments and what is saved: one dtype, that of the model when it is wrapped."""
     states = ("precision.weight", "precision.master", "precision.moments", "precision.saved")
-    if pen.own:
-        pen.implied(states)
+    if draft.own:
+        draft.implied(states)
         return
     for path in states:
-        value = pen.value(path, master)
+        value = draft.value(path, master)
         if value != master and (path != "precision.weight" or master not in ("fp32", LOADED)):
-            pen.lossy(path, f"{pen.library} keeps it in the dtype of the parameters, {master}")
+            draft.lossy(path, f"{draft.library} keeps it in the dtype of the parameters, {master}")
         elif value != master:
-            pen.implied(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
+            draft.implied(path, f"the one copy kept is the master in {master}, cast at each gather: the same numbers")
         elif master in ("fp32", LOADED):
-            pen.implied(path, "parameters keep the dtype in which the model is loaded" if "master" in path else "")
+            draft.implied(path, "parameters keep the dtype in which the model is loaded" if "master" in path else "")
         else:
-            pen.lossy(path, f"parameters keep the dtype in which the model is loaded: load it in {master}")
+            draft.lossy(path, f"parameters keep the dtype in which the model is loaded: load it in {master}")
 
 
-def _accumulated(pen: Pen, policy: Policy, master: str) -> None:
+def _accumulated(draft: TerseDraft, policy: Policy, master: str) -> None:
     path = "precision.accumulate"
-    kept = master if policy is FSDP1_POLICY else pen.value("precision.reduce", master)
-    if not pen.own and kept not in ("fp32", LOADED) and pen.value(path, kept) == master:
-        pen.lossy(path, f"gradients are summed in the dtype in which the model is loaded: load it in {master}")
-    elif pen.own or pen.value(path, kept) == kept:
-        pen.implied(path)
+    sums = master if policy is FSDP1_POLICY else draft.value("precision.reduce", master)
+    if not draft.own and sums not in ("fp32", LOADED) and draft.value(path, sums) == master:
+        draft.lossy(path, f"gradients are summed in the dtype in which the model is loaded: load it in {master}")
+    elif draft.own or draft.value(path, sums) == sums:
+        draft.implied(path)
     elif policy is FSDP1_POLICY:
-        pen.lossy(path, f"FSDP1 sums reduced gradients in the dtype of the parameters, {master}")
+        draft.lossy(path, f"FSDP1 sums reduced gradients in the dtype of the parameters, {master}")
     else:
-        pen.lossy(path, f"while reduction is off, FSDP2 sums gradients in reduce_dtype, {kept}")
+        draft.lossy(path, f"while reduction is off, FSDP2 sums gradients in reduce_dtype, {sums}")

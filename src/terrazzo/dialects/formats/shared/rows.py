@@ -6,18 +6,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import SHARDING, Description, Setting, SettingOrigin, SettingsByKey, row_name
-from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.core.meaning import APART, left
+from terrazzo.dialects.core.description import SHARDING, Description, Setting, SettingOrigin, SettingsByPath, row_name
+from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.meaning import APART, ranks_left
 from terrazzo.dialects.core.reader import derived
 from terrazzo.engine import Plan
 
 __all__ = [
-    "ALONE_WORDS",
     "HYBRID",
     "HYBRID_ROWS",
-    "alone",
+    "ONE_GROUP",
     "choose_row",
+    "in_one_group",
     "nearest_row",
     "row_settings",
     "shard_ranks",
@@ -26,10 +26,10 @@ __all__ = [
 HYBRID = {"zero3": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
 """Row on two axes, replicas and shards, by that on one."""
 HYBRID_ROWS = tuple(HYBRID.values())
-_ALONE = {**{row: flat for flat, row in HYBRID.items()}, "hpz": "zero3"}
+_IN_ONE_GROUP = {**{row: flat for flat, row in HYBRID.items()}, "hpz": "zero3"}
 """What a row on two axes is where one group holds all ranks: FSDP splits over that group and makes groups of one rank
 beside it, over which nothing is copied."""
-ALONE_WORDS = "one group holds all ranks: they are split over, and nothing is copied between groups"
+ONE_GROUP = "one group holds all ranks: they are split over, and nothing is copied between groups"
 
 _NEAREST = {
     "zero1": (
@@ -49,20 +49,20 @@ _NEAREST = {
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def row_settings(row: str, *sources: Setting[Any]) -> SettingsByKey:
+def row_settings(row: str, *sources: Setting[Any]) -> SettingsByPath:
     """The four places of a row, under the keys of what chose it, with the origin of the first that is no default."""
     origin: SettingOrigin = next((source.origin for source in sources if source.origin != "default"), "default")
     places = Plan.named(row).places()
     return {f"sharding.{state}": derived(str(place), *sources, origin=origin) for state, place in places.items()}
 
 
-def alone(given: Mapping[str, Setting[Any]]) -> SettingsByKey:
+def in_one_group(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
     """The places of a row on two axes whose ranks are one group, under the same keys; empty for all else."""
-    row = row_name(*(given[path].value for path in SHARDING))
-    if row not in _ALONE or given["mesh.dp_replicate"].value != 1:
+    row = row_name(*(settings[path].value for path in SHARDING))
+    if row not in _IN_ONE_GROUP or settings["mesh.dp_replicate"].value != 1:
         return {}
-    places = Plan.named(_ALONE[row]).places()
-    return {path: replace(given[path], value=str(places[path.partition(".")[2]])) for path in SHARDING}
+    places = Plan.named(_IN_ONE_GROUP[row]).places()
+    return {path: replace(settings[path], value=str(places[path.partition(".")[2]])) for path in SHARDING}
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -84,18 +84,18 @@ def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | 
     return None, f"no setting splits the states so ({places})"
 
 
-def choose_row(pen: Pen, rows: Collection[str], hint: str) -> tuple[str | None, str]:
+def choose_row(draft: TerseDraft, rows: Collection[str], hint: str) -> tuple[str | None, str]:
     """`nearest_row` of what is written; where there is none near it is refused, with a hint which one to choose."""
-    row, why = nearest_row(pen.description, rows)
+    row, why = nearest_row(draft.description, rows)
     if row is None and why:
-        pen.refuse(SHARDING, f"{why}: choose {hint}")
+        draft.refuse(SHARDING, f"{why}: choose {hint}")
     return row, why
 
 
-def shard_ranks(pen: Pen, world: int | None) -> int | None:
+def shard_ranks(draft: TerseDraft, world: int | None) -> int | None:
     """Ranks per replica: as said, or what is left of the world where that is known."""
-    said: int | None = pen.value("mesh.dp_shard")
-    open_ended = pen.is_set("mesh.dp_replicate") and pen.value("mesh.dp_replicate") is None
-    if said is not None or open_ended:
-        return said
-    return left(pen.description, world, ("dp_replicate", *APART)) or None
+    shards: int | None = draft.value("mesh.dp_shard")
+    open_ended = draft.is_set("mesh.dp_replicate") and draft.value("mesh.dp_replicate") is None
+    if shards is not None or open_ended:
+        return shards
+    return ranks_left(draft.description, world, ("dp_replicate", *APART)) or None

@@ -16,12 +16,12 @@ class HubDraft(Draft):
     def __init__(self, description: Description) -> None:
         super().__init__(description, "Terrazzo", "terrazzo")
 
-    def left(self, *paths: str) -> bool:
+    def left_to_defaults(self, *paths: str) -> bool:
         """Whether there is nothing to write for these: not set, or Terrazzo's own defaults."""
-        found = [self.setting(path) for path in paths if self.is_set(path)]
-        if not found:
+        present = [self.setting(path) for path in paths if self.is_set(path)]
+        if not present:
             return True
-        own = self.own and not any(setting.key for setting in found)
+        own = self.own and not any(setting.key for setting in present)
         if own:
             self.implied(paths)
         return own
@@ -29,7 +29,7 @@ class HubDraft(Draft):
     def carry(self, *paths: str) -> None:
         """Settings of which each has a key that takes its value as it is."""
         for path in paths:
-            if not self.left(path):
+            if not self.left_to_defaults(path):
                 self._carry(path, KEY_OF.get(path, path))
 
     def _carry(self, path: str, key: str) -> None:

@@ -30,8 +30,8 @@ def write_precision(draft: HubDraft) -> None:
 
 
 def _dtype(draft: HubDraft, field: str) -> str | None:
-    found: str | None = draft.value(f"precision.{field}")
-    return found if found in _names(field) else None
+    dtype: str | None = draft.value(f"precision.{field}")
+    return dtype if dtype in _names(field) else None
 
 
 def _names(field: str) -> Collection[str]:
@@ -42,7 +42,7 @@ def _dtypes(draft: HubDraft) -> None:
     paths = [f"precision.{field}" for field in DTYPE_FIELDS]
     scaling: LossScaling | None = draft.value("precision.loss_scaling")
     fixed = draft.value("precision.static_loss_scale")
-    if draft.left(*paths):
+    if draft.left_to_defaults(*paths):
         return
     own = {path for path in paths if draft.own and draft.setting(path).key == path}
     wanted = {field: _dtype(draft, field) for field in DTYPE_FIELDS if f"precision.{field}" not in own}
@@ -85,10 +85,10 @@ def _follows(draft: HubDraft, field: str, name: str) -> None:
     value = _dtype(draft, name)
     if field == "output" and draft.description.value("precision.loss_scaling"):
         value = "fp32"
-    path, found = f"precision.{field}", draft.value(f"precision.{field}")
-    if found == LOADED:
+    path, dtype = f"precision.{field}", draft.value(f"precision.{field}")
+    if dtype == LOADED:
         draft.lossy(path, f"it depends on the dtype that the model is loaded in, and here on precision.{name}")
-    elif found in (value, None) or value is None:
+    elif dtype in (value, None) or value is None:
         draft.implied(path)
     else:
         hint = "; `terrazzo checkpoint convert --to hf --dtype` narrows it" if field == "saved" else ""

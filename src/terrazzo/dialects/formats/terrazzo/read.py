@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import MuonConfig, check_keys, tier_text
-from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByKey
+from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import APART
 from terrazzo.dialects.core.reader import Reader, derived
@@ -39,14 +39,14 @@ _ELSEWHERE = {
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """The document's meaning."""
     reader = _SchemaReader(document)
-    given = {path: reader.take(key) for key, path in PATH_OF.items()}
-    _found_while_running(reader, given)
-    given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
-    given |= _sequences(reader, given["mesh.cp"])
-    given |= _followed(given, context) | _options(reader) | _ALWAYS
-    _tiers_of_name(reader, given)
+    settings = {path: reader.take(key) for key, path in PATH_OF.items()}
+    _settled_while_running(reader, settings)
+    settings |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
+    settings |= _sequences(reader, settings["mesh.cp"])
+    settings |= _followed(settings, context) | _options(reader) | _ALWAYS
+    _tiers_of_name(reader, settings)
     _keep_others(reader)
-    return reader.finish("terrazzo", given, KEYS, unknown="refuses it")
+    return reader.finish("terrazzo", settings, KEYS, unknown="refuses it")
 
 
 class _SchemaReader(Reader):
@@ -70,10 +70,10 @@ class _SchemaReader(Reader):
             return Setting(default, "default", "")
         if self.refused(where) or self.refused(key, where):
             return Setting(default, "default", where)
-        self.say(where, "applied")
+        self.mark(where, "applied")
         value = self.checked.values[key]
-        said = value is not None or known.default is not None  # a null that is the default says nothing
-        return Setting(_neutral(key, value), "file" if said else "default", where)
+        in_file = value is not None or known.default is not None  # a null that is the default says nothing
+        return Setting(_neutral(key, value), "file" if in_file else "default", where)
 
     def refused(self, key: str, where: str = "") -> bool:
         """Whether a key has a problem, which is then its verdict, at `where` if it stands elsewhere."""
@@ -92,13 +92,13 @@ def _neutral(key: str, value: Any) -> Any:
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def _plan(reader: _SchemaReader) -> SettingsByKey:
+def _plan(reader: _SchemaReader) -> SettingsByPath:
     ahead = reader.take("plan.prefetch")
     shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
     return {**shared, **(_places(reader) or _row(reader))}
 
 
-def _units(reader: _SchemaReader) -> SettingsByKey:
+def _units(reader: _SchemaReader) -> SettingsByPath:
     units = reader.take("plan.units")
     if units.origin != "file":
         return {"units.policy": Setting("auto", "default", units.key)}
@@ -106,23 +106,23 @@ def _units(reader: _SchemaReader) -> SettingsByKey:
     return {"units.policy": Setting(policy, "file", units.key), "units.classes": units}
 
 
-def _places(reader: _SchemaReader) -> SettingsByKey:
+def _places(reader: _SchemaReader) -> SettingsByPath:
     """Custom places, if the plan is given by them."""
     keys = {state: f"plan.{state}" for state in STATES}
-    given = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
-    if not any(setting.value for setting in given.values()):
+    places = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
+    if not any(setting.value for setting in places.values()):
         return {}
     name = reader.text("plan.name", null=True)
-    missing = [state for state in STATES if state not in given or given[state].value is None]
+    missing = [state for state in STATES if state not in places or places[state].value is None]
     if name.value is not None or missing:
         fault = f"also names '{name.value}'" if name.value is not None else f"lacks {', '.join(missing)}"
         for key in [*keys.values(), "plan.name"]:
             reader.refuse(key, f"the plan is given by places and {fault}: give a name, or all four places")
         return _placed(Plan.named("zero3").places(), dict.fromkeys(STATES, ""), "default")
-    return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
+    return _placed({state: Place.parse(setting.value) for state, setting in places.items()}, keys)
 
 
-def _row(reader: _SchemaReader) -> SettingsByKey:
+def _row(reader: _SchemaReader) -> SettingsByPath:
     named = reader.take("plan.name")
     try:
         places = Plan.named(named.value).places()
@@ -133,8 +133,8 @@ def _row(reader: _SchemaReader) -> SettingsByKey:
     return _placed(places, dict.fromkeys(STATES, named.key), named.origin)
 
 
-def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> SettingsByKey:
-    settings: SettingsByKey = {}
+def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> SettingsByPath:
+    settings: SettingsByPath = {}
     for state, place in places.items():
         settings[f"sharding.{state}"] = Setting(",".join(place.axes) or "-", origin, keys[state])
         if place.tier != "device":
@@ -145,7 +145,7 @@ def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = 
 # -- offload -------------------------------------------------------------------------------------------------------
 
 
-def _offload(reader: _SchemaReader) -> SettingsByKey:
+def _offload(reader: _SchemaReader) -> SettingsByPath:
     path = reader.take("offload.path")
     folders = (path.value,) if isinstance(path.value, str) else tuple(path.value or ())
     block = reader.take("offload.block_mib")
@@ -155,14 +155,14 @@ def _offload(reader: _SchemaReader) -> SettingsByKey:
     }
 
 
-def _tiers_of_name(reader: _SchemaReader, given: SettingsByKey) -> None:
+def _tiers_of_name(reader: _SchemaReader, settings: SettingsByPath) -> None:
     """The section's tiers in place of the plan's; all three are known then."""
     for state in ("weight", "grad", "optim"):
         key = path = f"offload.{state}"
         tier = _tier(reader, key)
         if tier is not None:
-            given[path] = tier
-        given.setdefault(path, Setting("device", "default"))
+            settings[path] = tier
+        settings.setdefault(path, Setting("device", "default"))
 
 
 def _tier(reader: _SchemaReader, key: str) -> Setting[Any] | None:
@@ -186,37 +186,39 @@ def _shortest(tier: str) -> str:
     return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
 
 
-def _found_while_running(reader: _SchemaReader, given: SettingsByKey) -> None:
+def _settled_while_running(reader: _SchemaReader, settings: SettingsByPath) -> None:
     """Numbers that no file has: the most of `2:4` stands for it, since fewer there are after failures alone."""
-    if given["saving.every"].value == "auto":
-        given["saving.every"] = Setting(None, "derived")
+    if settings["saving.every"].value == "auto":
+        settings["saving.every"] = Setting(None, "derived")
         reader.keep("checkpoint.every", "how often it pays to save is found out by `terrazzo train` alone")
-    found = given["mesh.world"]
-    if isinstance(found.value, str):
-        given["mesh.world"] = Setting(int(found.value.partition(":")[2]), "derived")
-        reader.keep_as(found.key, found.value, "how few there may be after a failure is Terrazzo's own launcher's")
+    world = settings["mesh.world"]
+    if isinstance(world.value, str):
+        settings["mesh.world"] = Setting(int(world.value.partition(":")[2]), "derived")
+        reader.keep_as(world.key, world.value, "how few there may be after a failure is Terrazzo's own launcher's")
 
 
 # -- precision, and what follows --------------------------------------------------------------------------------------
 
 
-def _precision(reader: _SchemaReader) -> SettingsByKey:
+def _precision(reader: _SchemaReader) -> SettingsByPath:
     name = reader.take("precision.name")
     preset = PRECISIONS[name.value]
-    found: SettingsByKey = {}
+    settings: SettingsByPath = {}
     for field in DTYPE_FIELDS:
         own = reader.take(f"precision.{field}")
         named = Setting(DTYPE_NAMES[getattr(preset, field)], name.origin, name.key)
-        found[f"precision.{field}"] = own if own.value else named
+        settings[f"precision.{field}"] = own if own.value else named
     scaling = preset.loss_scaling
-    output = "fp32" if scaling else found["precision.compute"].value
-    found["precision.loss_scaling"] = Setting(scaling, name.origin, name.key)
-    found["precision.output"] = Setting(output, "derived", found["precision.compute"].key)
-    found["precision.saved"] = Setting(found["precision.master"].value, "derived", found["precision.master"].key)
-    return found
+    output = "fp32" if scaling else settings["precision.compute"].value
+    settings["precision.loss_scaling"] = Setting(scaling, name.origin, name.key)
+    settings["precision.output"] = Setting(output, "derived", settings["precision.compute"].key)
+    settings["precision.saved"] = Setting(
+        settings["precision.master"].value, "derived", settings["precision.master"].key
+    )
+    return settings
 
 
-_ALWAYS: SettingsByKey = {
+_ALWAYS: SettingsByPath = {
     "precision.buffers": Setting(LOADED, "default"),
     "precision.autocast": Setting(False, "default"),
     "saving.state": Setting("sharded", "default"),
@@ -225,7 +227,7 @@ _ALWAYS: SettingsByKey = {
 }
 
 
-def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByKey:
+def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByPath:
     """The axis along which ranks share sequences: by Ulysses it is another one in neutral words."""
     if ranks.value == 1 or reader.checked.values.get("parallel.context.mode") != "ulysses":
         return {"mesh.sp": Setting(1, "default")}
@@ -233,46 +235,50 @@ def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByKey:
     return {"mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, mode, origin="file")}
 
 
-def _followed(given: Mapping[str, Setting[Any]], context: ReadingContext) -> SettingsByKey:
+def _followed(settings: Mapping[str, Setting[Any]], context: ReadingContext) -> SettingsByPath:
     """What other settings say together."""
-    found = {}
-    whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
-    ranks = given["mesh.world"].value or context.world
-    apart = math.prod(given[f"mesh.{axis}"].value for axis in APART)
+    derived_settings = {}
+    whole, micro = settings["batch.global_batch"], settings["batch.micro_batch"]
+    ranks = settings["mesh.world"].value or context.world
+    apart = math.prod(settings[f"mesh.{axis}"].value for axis in APART)
     at_once = micro.value * (ranks or 0) // apart
     if at_once and whole.value % at_once == 0:
-        found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
-    if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:
-        found["schedule.decay_steps"] = Setting(max(1, given["schedule.total_steps"].value // 5), "default")
-    return found
+        derived_settings["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
+    if settings["schedule.name"].value == "wsd" and not settings["schedule.decay_steps"].key:
+        derived_settings["schedule.decay_steps"] = Setting(
+            max(1, settings["schedule.total_steps"].value // 5), "default"
+        )
+    return derived_settings
 
 
-def _options(reader: _SchemaReader) -> SettingsByKey:
+def _options(reader: _SchemaReader) -> SettingsByPath:
     """Further arguments of the optimizer; betas and eps have settings of their own."""
     options = reader.any("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
     if not isinstance(options.value, Mapping):
         reader.refuse("optimizer.options", f"it is {options.value!r}, expected a section of keys")
-    found = {}
+    settings = {}
     betas = raw.get("betas")
     if isinstance(betas, list | tuple) and len(betas) == 2:
-        found["optimizer.betas"] = Setting(tuple(raw.pop("betas")), "file", options.key)
+        settings["optimizer.betas"] = Setting(tuple(raw.pop("betas")), "file", options.key)
     if "eps" in raw:
-        found["optimizer.eps"] = Setting(raw.pop("eps"), "file", options.key)
-    return {**found, "optimizer.options": _with_matrices(reader, raw, options)}
+        settings["optimizer.eps"] = Setting(raw.pop("eps"), "file", options.key)
+    return {**settings, "optimizer.options": _with_matrices(reader, raw, options)}
 
 
 def _with_matrices(reader: _SchemaReader, raw: dict[str, Any], options: Setting[Any]) -> Setting[Any]:
     """Further arguments, and beside them those of matrices that are updated whole, as `muon.` and their keys."""
-    given = {key: reader.take(f"{_MUON}.{key}") for key in MuonConfig.model_fields if f"{_MUON}.{key}" in reader.flat}
-    if not given:
+    matrices = {
+        key: reader.take(f"{_MUON}.{key}") for key in MuonConfig.model_fields if f"{_MUON}.{key}" in reader.flat
+    }
+    if not matrices:
         return Setting(raw, options.origin, options.key)
-    raw |= {f"muon.{key}": each.value for key, each in given.items() if each.origin == "file"}
-    settings = [*([options] if options.origin == "file" else []), *given.values()]
+    raw |= {f"muon.{key}": each.value for key, each in matrices.items() if each.origin == "file"}
+    settings = [*([options] if options.origin == "file" else []), *matrices.values()]
     return derived(raw, *settings, origin="file")
 
 
-def _checkpointing(reader: _SchemaReader) -> SettingsByKey:
+def _checkpointing(reader: _SchemaReader) -> SettingsByPath:
     mode = reader.take("train.activation_checkpointing")
     count = mode.value.removeprefix("every_")
     if count == mode.value:

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Collection
 
 from terrazzo.config import KEYS, MuonConfig
-from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, shown
+from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.meaning import APART, degrees, idle, left
+from terrazzo.dialects.core.meaning import APART, degrees, has_no_effect, ranks_left
 from terrazzo.dialects.formats.terrazzo.draft import HubDraft
 from terrazzo.dialects.formats.terrazzo.precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
@@ -50,7 +50,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
 
 def _plan(draft: HubDraft) -> None:
     paths = [f"sharding.{state}" for state in STATES]
-    if draft.left(*paths):
+    if draft.left_to_defaults(*paths):
         return
     key = "plan" if draft.setting(paths[0]).key == "plan" and draft.own else "plan.name"
     row = draft.description.row
@@ -74,13 +74,13 @@ def _needs_mesh(draft: HubDraft) -> bool:
 
 def _suffix(draft: HubDraft) -> str:
     """`@cpu` or `@cpu:0.7`, if the plan's name said so in the source, else nothing."""
-    said = {
+    by_name = {
         state: draft.value(f"offload.{state}").partition(":")
         for state in STATES
-        if _said_by(draft, state, ("plan", "plan.name"))
+        if _set_by(draft, state, ("plan", "plan.name"))
     }
-    told, shares = {state: tier for state, (tier, _, _) in said.items()}, {share for _, _, share in said.values()}
-    own = {state for state in STATES if _said_by(draft, state, (f"offload.{state}",))}
+    told, shares = {state: tier for state, (tier, _, _) in by_name.items()}, {share for _, _, share in by_name.values()}
+    own = {state for state in STATES if _set_by(draft, state, (f"offload.{state}",))}
     for name, tiers in OFFLOADS.items():
         if len(shares) == 1 and told.items() <= tiers.items() and set(tiers) <= {*told, *own}:
             return "@" + ":".join(part for part in (name, *shares) if part)
@@ -88,17 +88,17 @@ def _suffix(draft: HubDraft) -> str:
 
 
 def _tier_in_place(draft: HubDraft, state: str) -> str:
-    return draft.value(f"offload.{state}") if _said_by(draft, state, (f"plan.{state}",)) else ""
+    return draft.value(f"offload.{state}") if _set_by(draft, state, (f"plan.{state}",)) else ""
 
 
-def _said_by(draft: HubDraft, state: str, keys: tuple[str, ...]) -> bool:
+def _set_by(draft: HubDraft, state: str, keys: tuple[str, ...]) -> bool:
     return draft.own and state != "between" and draft.setting(f"offload.{state}").key in keys
 
 
 def _tiers(draft: HubDraft) -> None:
     for state in ("weight", "grad", "optim"):
         path = f"offload.{state}"
-        if _said_by(draft, state, ("plan", "plan.name", f"plan.{state}")):
+        if _set_by(draft, state, ("plan", "plan.name", f"plan.{state}")):
             draft.implied(path, key=draft.setting(path).key)
         elif draft.value(path, "device") != "device" or draft.setting(path).key == path:
             draft.carry(path)
@@ -115,9 +115,9 @@ def _way_of_offload(draft: HubDraft, path: str, idle: bool) -> None:
         draft.lossy(path, "the number of staging buffers follows from plan.prefetch")
     elif idle and (origin != "file" or path == "offload.buffers"):
         draft.implied(path, "nothing is offloaded")
-    elif path == "offload.path" and value and not draft.left(path):
+    elif path == "offload.path" and value and not draft.left_to_defaults(path):
         draft.put(path, path, value[0] if len(value) == 1 else list(value))
-    elif path == "offload.block_bytes" and value is not None and not draft.left(path):
+    elif path == "offload.block_bytes" and value is not None and not draft.left_to_defaults(path):
         draft.put(path, "offload.block_mib", value / _MIB)
     elif path not in ("offload.path", "offload.block_bytes"):
         draft.carry(path)
@@ -152,7 +152,7 @@ def _together(draft: HubDraft) -> None:
     """How the ranks of an axis work together, where it has more than one."""
     schedule, chunks = draft.value("parallel.schedule", "1f1b"), draft.value("parallel.chunks", 1)
     for path in ("parallel.schedule", "parallel.chunks", "parallel.sequence"):
-        if not draft.own and idle(draft.description, path):
+        if not draft.own and has_no_effect(draft.description, path):
             draft.implied(path)
         elif path == "parallel.schedule" and schedule not in _PIPELINES:
             draft.lossy(path, f"there is no order of stages {schedule}: it is 1f1b, the numbers are the same")
@@ -191,7 +191,7 @@ def _units(draft: HubDraft) -> None:
 
 def _prefetch(draft: HubDraft) -> None:
     both = ["prefetch.forward", "prefetch.backward"]
-    if draft.left(*both):
+    if draft.left_to_defaults(*both):
         return
     forward, backward = draft.value(both[0]), draft.value(both[1])
     ahead = max(value for value in (forward, backward, 0) if value is not None)
@@ -207,7 +207,7 @@ def _prefetch(draft: HubDraft) -> None:
 def _batch(draft: HubDraft, context: ReadingContext) -> None:
     draft.carry("batch.micro_batch", "batch.sequence_length")
     whole, micro = draft.value("batch.global_batch"), draft.value("batch.micro_batch")
-    count, ranks = draft.value("batch.accumulation"), left(draft.description, context.world, APART)
+    count, ranks = draft.value("batch.accumulation"), ranks_left(draft.description, context.world, APART)
     if whole is not None:
         draft.carry("batch.global_batch")
         _agrees(draft, whole, micro, count, ranks)
@@ -256,14 +256,14 @@ def _options(draft: HubDraft, name: str) -> None:
     known = _arguments(name)
     for path in ("optimizer.betas", "optimizer.eps"):
         field = path.rpartition(".")[2]
-        if draft.left(path) or draft.value(path) is None:
+        if draft.left_to_defaults(path) or draft.value(path) is None:
             continue
         if field in known or draft.own:
             draft.copy(path, f"optimizer.options.{field}")
         else:
             draft.lossy(path, f"{name} has no {field}")
     options = draft.value("optimizer.options", {})
-    if not options or draft.left("optimizer.options"):
+    if not options or draft.left_to_defaults("optimizer.options"):
         return
     for field in options:
         if field in known or draft.own:
@@ -289,7 +289,9 @@ def _schedule(draft: HubDraft) -> None:
     if name != "constant" or draft.own:
         draft.carry("schedule.final_fraction")
     if options := draft.value("schedule.options"):
-        draft.lossy("schedule.options", f"Terrazzo's schedules warm up linearly from zero and know no {shown(options)}")
+        draft.lossy(
+            "schedule.options", f"Terrazzo's schedules warm up linearly from zero and know no {as_text(options)}"
+        )
 
 
 def _warmup(draft: HubDraft) -> None:
@@ -314,7 +316,7 @@ def _training(draft: HubDraft) -> None:
     device = draft.value("training.device")
     if device is None and not draft.own:
         draft.implied("training.device")
-    elif not draft.left("training.device"):
+    elif not draft.left_to_defaults("training.device"):
         draft.put("training.device", "launch.device", device or "auto")
 
 
@@ -322,7 +324,7 @@ def _activation_checkpointing(draft: HubDraft) -> None:
     mode, every = draft.value("activation_checkpointing.mode"), draft.value("activation_checkpointing.every")
     paths = ["activation_checkpointing.mode", "activation_checkpointing.every"]
     key = "train.activation_checkpointing"
-    if mode in _RECOMPUTED and not draft.left(*paths):
+    if mode in _RECOMPUTED and not draft.left_to_defaults(*paths):
         draft.put(paths, key, mode)
     elif mode == "every" and every:
         draft.put(paths, key, f"every_{every}")
@@ -337,7 +339,7 @@ def _activation_checkpointing(draft: HubDraft) -> None:
 def _activation_offload(draft: HubDraft, mode: str | None) -> None:
     path = "activation_checkpointing.offload"
     if not draft.value(path):
-        if draft.is_set(path) and not draft.left(path):
+        if draft.is_set(path) and not draft.left_to_defaults(path):
             draft.put(path, "offload.activations", "device") if draft.own else draft.implied(path)
     elif mode in (None, "none"):
         draft.lossy(path, "it moves what activation checkpointing keeps, and there is none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.reader import Reader
 
 __all__ = ["read_float8"]
@@ -22,12 +22,12 @@ _OTHERS = {
 }
 
 
-def read_float8(reader: Reader) -> SettingsByKey:
+def read_float8(reader: Reader) -> SettingsByPath:
     """How linear layers multiply; nothing where no section says so."""
     return {path: setting for section in _SECTIONS for path, setting in _section(reader, section).items()}
 
 
-def _section(reader: Reader, section: str) -> SettingsByKey:
+def _section(reader: Reader, section: str) -> SettingsByPath:
     inside = [key for key in reader.flat if key.startswith(f"{section}.")]
     if not inside or reader.get(f"{section}.enable_float8_linear") is False:
         return {}
@@ -36,29 +36,31 @@ def _section(reader: Reader, section: str) -> SettingsByKey:
     return _recipe(reader, section, inside[0]) | _names(reader, f"{section}.filter_fqns")
 
 
-def _recipe(reader: Reader, section: str, first: str) -> SettingsByKey:
+def _recipe(reader: Reader, section: str, first: str) -> SettingsByPath:
     key = f"{section}.recipe_name"
-    given = reader.get(key) or "tensorwise"
-    if given not in _RECIPES:
-        reader.refuse(key, f"there is no recipe {given!r} here: use {', '.join(_RECIPES)}")
+    recipe = reader.get(key) or "tensorwise"
+    if recipe not in _RECIPES:
+        reader.refuse(key, f"there is no recipe {recipe!r} here: use {', '.join(_RECIPES)}")
         return {}
-    gradient = given == "rowwise_with_gw_hp"
-    reader.say(key, "lossy" if gradient else "renamed", "weights' gradients are in 8 bits, too" if gradient else _SINCE)
+    gradient = recipe == "rowwise_with_gw_hp"
+    reader.mark(
+        key, "lossy" if gradient else "renamed", "weights' gradients are in 8 bits, too" if gradient else _SINCE
+    )
     if key in reader.flat:
         reader.keep_as(key, reader.flat[key], _SINCE)
-    return {"precision.linears": Setting(_RECIPES[given], "file", key if key in reader.flat else first)}
+    return {"precision.linears": Setting(_RECIPES[recipe], "file", key if key in reader.flat else first)}
 
 
-def _names(reader: Reader, key: str) -> SettingsByKey:
+def _names(reader: Reader, key: str) -> SettingsByPath:
     """Parts of names, of layers that are left out."""
-    given: Any = reader.get(key)
-    if given is None:
+    parts: Any = reader.get(key)
+    if parts is None:
         return {}
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        reader.refuse(key, f"it is {given!r}, expected a list of parts of names")
+    if not isinstance(parts, list) or not all(isinstance(name, str) for name in parts):
+        reader.refuse(key, f"it is {parts!r}, expected a list of parts of names")
         return {}
-    small = _SMALL in given
-    reader.say(key, "lossy" if small else "renamed", "small layers are converted as well" if small else _SINCE)
-    reader.keep_as(key, given, _SINCE)
-    globs = tuple(f"*{name}*" for name in given if name != _SMALL)
+    small = _SMALL in parts
+    reader.mark(key, "lossy" if small else "renamed", "small layers are converted as well" if small else _SINCE)
+    reader.keep_as(key, parts, _SINCE)
+    globs = tuple(f"*{name}*" for name in parts if name != _SMALL)
     return {"precision.skip": Setting(globs, "file", key)} if globs else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.keys import ANY, SWITCH, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, TEXT, Key, Rows, choice, integer, number, section
 
 __all__ = [
     "DEGREES",
@@ -39,13 +39,13 @@ SCHEDULES = {
 
 
 _FLOATS = {"float32": "fp32", "bfloat16": "bf16"}
-_DTYPE, _WIRE = words(_FLOATS, fold=False), words({"float32": "fp32"}, fold=False)
-_EXPORT = words({**_FLOATS, "float16": "fp16"}, fold=False)
-_RESHARD = words({"default": None, "always": True, "never": False}, fold=False)
-_DECAY = words({name: name for name in ("linear", "sqrt", "cosine")}, fold=False)
-_AC = words({"fullac": "full", "selectiveac": "selective_half", "memorybudgetac": "selective"})
-_ASYNC = words({"disabled": False, "async": True, "async_with_pinned_mem": True})
-_HF = words({True: "hf", False: "none"})
+_DTYPE, _WIRE = choice(_FLOATS, fold=False), choice({"float32": "fp32"}, fold=False)
+_EXPORT = choice({**_FLOATS, "float16": "fp16"}, fold=False)
+_RESHARD = choice({"default": None, "always": True, "never": False}, fold=False)
+_DECAY = choice({name: name for name in ("linear", "sqrt", "cosine")}, fold=False)
+_AC = choice({"fullac": "full", "selectiveac": "selective_half", "memorybudgetac": "selective"})
+_ASYNC = choice({"disabled": False, "async": True, "async_with_pinned_mem": True})
+_HF = choice({True: "hf", False: "none"})
 
 _MODEL = "the model and its data come from your code there"
 _PIPELINE = "how a pipeline is cut and run is a matter of the library"
@@ -75,35 +75,35 @@ def _untold(names: str) -> Rows:
 
 
 _PARALLELISM: Rows = {
-    "data_parallel_replicate_degree": Key(whole(1), 1, "replicas of the weights"),
-    "data_parallel_shard_degree": Key(whole(1), -1, "ranks that the weights are split over; -1: what is left"),
+    "data_parallel_replicate_degree": Key(integer(1), 1, "replicas of the weights"),
+    "data_parallel_shard_degree": Key(integer(1), -1, "ranks that the weights are split over; -1: what is left"),
     "fsdp_reshard_after_forward": Key(_RESHARD, "default", "default (always, unless pipelined), always or never"),
     "enable_fsdp_symm_mem": Key(ANY, False, "collectives in symmetric memory", "harmless", _TRAVEL),
-    "tensor_parallel_degree": Key(whole(1), 1, "tensor parallel degree"),
-    "enable_sequence_parallel": Key(SWITCH, True, "norms are split along the sequence under tensor parallelism"),
+    "tensor_parallel_degree": Key(integer(1), 1, "tensor parallel degree"),
+    "enable_sequence_parallel": Key(BOOLEAN, True, "norms are split along the sequence under tensor parallelism"),
     "spmd_backend": Key(ANY, "spmd_types", "how model axes are typed", "harmless", _TYPED),
-    "pipeline_parallel_degree": Key(whole(1), 1, "pipeline parallel degree"),
+    "pipeline_parallel_degree": Key(integer(1), 1, "pipeline parallel degree"),
     "module_fqns_per_model_part": (None, "modules of every stage"),
     "pipeline_parallel_first_stage_less_layers": (1, "layers taken from the first stage"),
     "pipeline_parallel_last_stage_less_layers": (1, "layers taken from the last stage"),
-    "pipeline_parallel_layers_per_stage": Key(whole(1), None, "layers of one stage, of which ranks may have several"),
+    "pipeline_parallel_layers_per_stage": Key(integer(1), None, "layers of one stage, of which ranks may have several"),
     "pipeline_parallel_schedule": Key(TEXT, "1F1B", "order in which stages work"),
     "pipeline_parallel_schedule_csv": ("", "file of a pipeline schedule"),
     "pipeline_parallel_microbatch_size": Key(
-        whole(1), 1, "sequences in one pass through the pipeline", "harmless", "without stages it says nothing"
+        integer(1), 1, "sequences in one pass through the pipeline", "harmless", "without stages it says nothing"
     ),
-    "context_parallel_degree": Key(whole(1), 1, "context parallel degree"),
+    "context_parallel_degree": Key(integer(1), 1, "context parallel degree"),
     "context_parallel_load_balancer": Key(ANY, "headtail", "how the sequence is dealt out", "lossy", _DEALT),
     "context_parallel_ptrr_mask_key": Key(ANY, None, "mask that the ptrr balancer goes by", "lossy", _DEALT),
-    "expert_parallel_degree": Key(whole(1), 1, "expert parallel degree"),
+    "expert_parallel_degree": Key(integer(1), 1, "expert parallel degree"),
 }
 _TRAINING: Rows = {
-    "local_batch_size": Key(whole(1), 8, "sequences of one data rank in one micro-batch"),
-    "global_batch_size": Key(whole(1), -1, "sequences per optimizer step; -1: one micro-batch per rank"),
-    "seq_len": Key(whole(1), 2048, "tokens per sequence"),
+    "local_batch_size": Key(integer(1), 8, "sequences of one data rank in one micro-batch"),
+    "global_batch_size": Key(integer(1), -1, "sequences per optimizer step; -1: one micro-batch per rank"),
+    "seq_len": Key(integer(1), 2048, "tokens per sequence"),
     "max_norm": Key(number(), 1.0, "largest global gradient norm"),
-    "steps": Key(whole(1), 10_000, "optimizer steps"),
-    "enable_cpu_offload": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
+    "steps": Key(integer(1), 10_000, "optimizer steps"),
+    "enable_cpu_offload": Key(BOOLEAN, False, "weights, gradients and optimizer in host memory"),
     "disable_cuda_graphs": Key(ANY, False, "no CUDA graphs", "harmless", _GRAPHS),
     "dtype": Key(_DTYPE, "float32", "dtype of weights, gradients and optimizer state"),
     "mixed_precision_param": Key(_DTYPE, "bfloat16", "dtype of gathered weights, and so of the computation"),
@@ -117,7 +117,7 @@ _OPTIMIZER: Rows = {
     "optimizer_factory_kwargs_by_name": ({}, "arguments of whole optimizers"),
 }
 _LR_SCHEDULER: Rows = {
-    "warmup_steps": Key(whole(), 200, "steps of linear warm-up"),
+    "warmup_steps": Key(integer(), 200, "steps of linear warm-up"),
     "total_steps": (None, "length that the schedule is drawn for"),
     "decay_ratio": Key(number(high=1), None, "share of the run that the decay takes; none: all after the warm-up"),
     "decay_type": Key(_DECAY, "linear", "linear, sqrt or cosine"),
@@ -144,15 +144,15 @@ _ACTIVATION_CHECKPOINT: Rows = {
     "visualize_memory_budget_pareto": (False, "draw time against memory"),
 }
 _COMPILE: Rows = {
-    "enable": Key(SWITCH, False, "torch.compile"),
+    "enable": Key(BOOLEAN, False, "torch.compile"),
     "components": (["model", "loss"], "what is compiled"),
     "enable_async_tensor_parallel": (False, "tensor parallel collectives overlap with products"),
     "backend": ("inductor", "compiler"),
 }
 _CHECKPOINT: Rows = {
-    "enable": Key(SWITCH, False, "write checkpoints"),
+    "enable": Key(BOOLEAN, False, "write checkpoints"),
     "folder": Key(TEXT, "checkpoint", "where to, below dump_folder"),
-    "interval": Key(whole(1), 500, "steps between checkpoints"),
+    "interval": Key(integer(1), 500, "steps between checkpoints"),
     "async_mode": Key(_ASYNC, "disabled", "train on while a checkpoint is written"),
     "initial_load_path": (None, "checkpoint that a new run starts from"),
     "initial_load_model_only": (True, "of it only the weights"),
@@ -163,13 +163,13 @@ _CHECKPOINT: Rows = {
     "last_save_model_only": (True, "the last one has only weights"),
     "last_save_in_hf": Key(_HF, False, "the last one is a Hugging Face folder"),
     "export_dtype": Key(_EXPORT, "float32", "dtype of the weights in the last one"),
-    "keep_latest_k": Key(whole(), 10, "checkpoints kept; 0: all"),
+    "keep_latest_k": Key(integer(), 10, "checkpoints kept; 0: all"),
     "load_step": (-1, "step to resume from; -1: the latest"),
     "exclude_from_loading": ([], "states that are not resumed"),
     "create_seed_checkpoint": (False, "write an initial checkpoint on one rank"),
 }
 _DEBUG: Rows = {
-    "seed": Key(whole(), None, "seed of the run"),
+    "seed": Key(integer(), None, "seed of the run"),
     "deterministic": (False, "deterministic operators"),
     **_untold(_OTHERS["debug"]),
 }

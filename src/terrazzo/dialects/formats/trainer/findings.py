@@ -75,7 +75,12 @@ def _mismatches(inner: Mapping[str, Any], document: ConfigDocument) -> Iterable[
     """Values of the DeepSpeed document that transformers holds against the fields, and raises if they differ."""
     flat = flatten(inner)
     for key, field in MATCHED.items():
-        said, wanted = flat.get(key), document.get(field, FIELDS[field].default)
-        if said is not None and said != "auto" and said != wanted and isinstance(said, int | float):
-            text = f"it is {said}, but {field} is {wanted}: transformers raises. Say auto, or the same in both."
+        inner_value, wanted = flat.get(key), document.get(field, FIELDS[field].default)
+        if (
+            inner_value is not None
+            and inner_value != "auto"
+            and inner_value != wanted
+            and isinstance(inner_value, int | float)
+        ):
+            text = f"it is {inner_value}, but {field} is {wanted}: transformers raises. Say auto, or the same in both."
             yield Finding(f"deepspeed.{key}, {field}", "error", text)

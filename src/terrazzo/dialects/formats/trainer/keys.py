@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, Rows, choice, integer, number, section
 from terrazzo.dialects.formats.shared.accelerate import AXES
 from terrazzo.dialects.formats.shared.fsdp import VERSION
 
@@ -53,19 +53,19 @@ SCHEDULES = {
     "polynomial": "polynomial",
     **{name: name for name in OWN_SCHEDULES},
 }
-_OPTIM = words({**OPTIMIZERS, **EIGHT_BITS, **{name: name for name in _OTHERS}}, fold=False)
-_SAVE = words({name: name for name in ("no", "steps", "epoch", "best")})
-_STATE = words({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})
-_POLICY = words({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})
-_PREFETCH = words({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
+_OPTIM = choice({**OPTIMIZERS, **EIGHT_BITS, **{name: name for name in _OTHERS}}, fold=False)
+_SAVE = choice({name: name for name in ("no", "steps", "epoch", "best")})
+_STATE = choice({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})
+_POLICY = choice({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})
+_PREFETCH = choice({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
 
 _FIELDS: Rows = {
     "output_dir": Key(TEXT, None, "folder of checkpoints"),
-    "per_device_train_batch_size": Key(whole(1), 8, "sequences per forward pass on one rank"),
+    "per_device_train_batch_size": Key(integer(1), 8, "sequences per forward pass on one rank"),
     "num_train_epochs": Key(number(), 3.0, "length of the run in passes over the data"),
-    "max_steps": Key(whole(1), -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
+    "max_steps": Key(integer(1), -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
     "learning_rate": Key(number(), 5e-05, "peak learning rate"),
-    "lr_scheduler_type": Key(words(SCHEDULES), "linear", "learning rate over the run"),
+    "lr_scheduler_type": Key(choice(SCHEDULES), "linear", "learning rate over the run"),
     "lr_scheduler_kwargs": Key(ANY, None, "further arguments of the schedule"),
     "warmup_steps": Key(number(), 0, "steps of warm-up; below 1: a share of the run"),
     "optim": Key(_OPTIM, "adamw_torch_fused", "optimizer"),
@@ -81,18 +81,18 @@ _FIELDS: Rows = {
         "refused",
         "only some modules are projected: choose a plain optimizer",
     ),
-    "gradient_accumulation_steps": Key(whole(1), 1, "micro-batches per optimizer step"),
+    "gradient_accumulation_steps": Key(integer(1), 1, "micro-batches per optimizer step"),
     "average_tokens_across_devices": (True, "the loss is a mean over the tokens of all ranks"),
     "max_grad_norm": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
     "label_smoothing_factor": Key(
         ANY, 0.0, "label smoothing", "refused", "the loss is another one: smooth the labels in your own loss"
     ),
-    "bf16": Key(SWITCH, False, "bf16 mixed precision"),
-    "fp16": Key(SWITCH, False, "fp16 mixed precision with loss scaling"),
+    "bf16": Key(BOOLEAN, False, "bf16 mixed precision"),
+    "fp16": Key(BOOLEAN, False, "fp16 mixed precision with loss scaling"),
     "tf32": (None, "TF32 products"),
-    "activation_checkpointing": Key(SWITCH, None, "recompute blocks in backward"),
+    "activation_checkpointing": Key(BOOLEAN, None, "recompute blocks in backward"),
     "activation_checkpointing_kwargs": (None, "how they are recomputed"),
-    "torch_compile": Key(SWITCH, False, "torch.compile"),
+    "torch_compile": Key(BOOLEAN, False, "torch.compile"),
     "use_liger_kernel": (False, "Liger's kernels"),
     "liger_kernel_config": (None, "which of Liger's kernels"),
     "neftune_noise_alpha": Key(
@@ -102,12 +102,12 @@ _FIELDS: Rows = {
     "save_only_model": (False, "checkpoints without optimizer state"),
     "save_strategy": Key(_SAVE, "steps", "when a checkpoint is written: no, steps, epoch, best"),
     "save_steps": Key(number(), 500, "steps between checkpoints; below 1: a share of the run"),
-    "save_total_limit": Key(whole(1), None, "checkpoints kept; none: all"),
+    "save_total_limit": Key(integer(1), None, "checkpoints kept; none: all"),
     "ignore_data_skip": (False, "resume with the first batch again"),
     "full_determinism": (False, "deterministic operators"),
-    "seed": Key(whole(), 42, "seed of the run"),
+    "seed": Key(integer(), 42, "seed of the run"),
     "data_seed": (None, "seed of the data order"),
-    "use_cpu": Key(SWITCH, False, "train on the CPU"),
+    "use_cpu": Key(BOOLEAN, False, "train on the CPU"),
     "accelerator_config": (None, "arguments of Accelerate's Accelerator"),
     "parallelism_config": (None, "degrees of parallelism"),
     "dataloader_drop_last": (False, "drop the last batch if it is short"),
@@ -197,23 +197,23 @@ ALIASES = {
 FSDP_KEYS = {
     "version": Key(VERSION, 2, "1: FullyShardedDataParallel, 2: fully_shard"),
     "reshard_after_forward": Key(
-        SWITCH, True, "whether weights are freed after forward; version 1: the sharding strategy"
+        BOOLEAN, True, "whether weights are freed after forward; version 1: the sharding strategy"
     ),
-    "cpu_offload": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
-    "activation_checkpointing": Key(SWITCH, False, "recompute blocks in backward", null=True),
-    "cpu_ram_efficient_loading": Key(SWITCH, False, "rank 0 loads the weights and sends them"),
+    "cpu_offload": Key(BOOLEAN, False, "weights, gradients and optimizer in host memory"),
+    "activation_checkpointing": Key(BOOLEAN, False, "recompute blocks in backward", null=True),
+    "cpu_ram_efficient_loading": Key(BOOLEAN, False, "rank 0 loads the weights and sends them"),
     "state_dict_type": Key(_STATE, "FULL_STATE_DICT", "FULL_STATE_DICT or SHARDED_STATE_DICT"),
     "auto_wrap_policy": Key(_POLICY, "TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
-    "transformer_layer_cls_to_wrap": Key(LIST, None, "class names of the units"),
-    "min_num_params": Key(whole(), 0, "SIZE_BASED_WRAP: smallest number of elements"),
+    "transformer_layer_cls_to_wrap": Key(NAME_LIST, None, "class names of the units"),
+    "min_num_params": Key(integer(), 0, "SIZE_BASED_WRAP: smallest number of elements"),
     "xla": Key(ANY, False, "torch_xla's FSDP, for TPUs"),
     "xla_fsdp_v2": Key(ANY, False, "torch_xla's SPMD"),
     "xla_fsdp_settings": Key(ANY, None, "arguments of torch_xla's FSDP"),
     "xla_fsdp_grad_ckpt": Key(ANY, False, "recompute blocks on TPUs"),
-    "forward_prefetch": Key(SWITCH, False, "version 1: forward gathers one unit ahead"),
+    "forward_prefetch": Key(BOOLEAN, False, "version 1: forward gathers one unit ahead"),
     "backward_prefetch": Key(_PREFETCH, "NO_PREFETCH", "version 1: when backward gathers the next unit"),
     "use_orig_params": Key(ANY, True, "version 1: parameters keep their names and shapes"),
-    "sync_module_states": Key(SWITCH, True, "version 1: rank 0's weights are sent to all"),
+    "sync_module_states": Key(BOOLEAN, True, "version 1: rank 0's weights are sent to all"),
     "limit_all_gathers": Key(ANY, None, "version 1: the host waits when too many gathers are under way"),
 }
 """Keys of `fsdp_config`, all of which may also start with `fsdp_`."""
@@ -221,24 +221,24 @@ FSDP_VERSION_1 = ("forward_prefetch", "backward_prefetch", "use_orig_params", "s
 """Those that are read with version 1 alone, and passed over in silence with version 2."""
 
 DISTRIBUTED = {
-    "tp_size": Key(whole(1), None, "tensor parallel degree"),
+    "tp_size": Key(integer(1), None, "tensor parallel degree"),
     "tp_plan": Key(ANY, None, "which modules are split, and how"),
     "enable_sequence_parallel": Key(ANY, False, "without effect"),
     "enable_expert_parallel": Key(ANY, False, "older word for ep_size"),
-    "fsdp_size": Key(whole(1), None, "ranks that the weights are split over"),
-    "dp_replicate_size": Key(whole(1), None, "replicas"),
+    "fsdp_size": Key(integer(1), None, "ranks that the weights are split over"),
+    "dp_replicate_size": Key(integer(1), None, "replicas"),
     "fsdp_plan": Key(ANY, None, "which modules are units, and whether they are freed"),
-    "fsdp_cpu_offload": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
-    "fsdp_mixed_precision": Key(SWITCH, False, "compute in bf16, reduce in fp32"),
-    "pp_size": Key(whole(1), None, "pipeline parallel degree, for inference"),
-    "ep_size": Key(whole(1), None, "expert parallel degree"),
+    "fsdp_cpu_offload": Key(BOOLEAN, False, "weights, gradients and optimizer in host memory"),
+    "fsdp_mixed_precision": Key(BOOLEAN, False, "compute in bf16, reduce in fp32"),
+    "pp_size": Key(integer(1), None, "pipeline parallel degree, for inference"),
+    "ep_size": Key(integer(1), None, "expert parallel degree"),
     "ep_plan": Key(ANY, None, "how experts are split"),
     "ep_implementation": Key(ANY, "auto", "how tokens reach the experts"),
 }
 """Fields of transformers' own DistributedConfig, an argument of `from_pretrained`."""
 
 _PARALLELISM: Rows = {
-    **{f"{axis}_size": Key(whole(1), 1, "", null=True) for axis in AXES},
+    **{f"{axis}_size": Key(integer(1), 1, "", null=True) for axis in AXES},
     **{f"{axis}_backend": (None, "") for axis in ("cp", "sp")},
     **{f"{axis}_handler.*": (None, "") for axis in ("tp", "cp", "sp")},
 }

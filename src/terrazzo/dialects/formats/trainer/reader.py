@@ -79,8 +79,8 @@ class TrainerReader(Reader):
 
     def _winner(self, name: str, keys: list[str]) -> str:
         prefixed = [key for key in keys if key.startswith(_PREFIX)]
-        given = [key for key in keys if self.flat[key] is not None] or keys
-        return prefixed[0] if prefixed else name if name in given else given[0]
+        present = [key for key in keys if self.flat[key] is not None] or keys
+        return prefixed[0] if prefixed else name if name in present else present[0]
 
     def _shadow(self, key: str, winner: str) -> KeyVerdict:
         agrees = self.flat[key] in (None, self.flat[winner])
@@ -110,14 +110,14 @@ class TrainerReader(Reader):
             self.refuse("deepspeed", fault)
         else:
             self.nested = read_nested(DEEPSPEED, inner, context, "deepspeed", file=value)
-            self.say("deepspeed", "applied")
+            self.mark("deepspeed", "applied")
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self, given: Mapping[str, Setting[Any]]) -> Reading:
+    def close(self, settings: Mapping[str, Setting[Any]]) -> Reading:
         """The reading, under the document's own keys."""
-        reading = self.finish("trainer", given, unknown="raises a TypeError")
-        spelled = {path: replace(setting, key=self._as_written(setting)) for path, setting in given.items()}
+        reading = self.finish("trainer", settings, unknown="raises a TypeError")
+        spelled = {path: replace(setting, key=self._as_written(setting)) for path, setting in settings.items()}
         by_key = {verdict.key: verdict for verdict in merge([self._respelled(each) for each in reading.verdicts])}
         by_key |= {verdict.key: verdict for verdict in self.shadowed}
         extras = (*reading.description.extras, *self._verbatim(reading))
@@ -133,11 +133,11 @@ class TrainerReader(Reader):
 
     def _verbatim(self, reading: Reading) -> tuple[Extra, ...]:
         """Keys that several settings come from, or one of several words for a setting: they come back as they were."""
-        kept = {extra.key for extra in reading.description.extras}
+        extra_keys = {extra.key for extra in reading.description.extras}
         return tuple(
             Extra(verdict.key, verdict.value, verdict.why, loss="harmless")
             for verdict in reading.verdicts
-            if verdict.kind != "refused" and verdict.key not in kept and verdict.key.partition(".")[0] in VERBATIM
+            if verdict.kind != "refused" and verdict.key not in extra_keys and verdict.key.partition(".")[0] in VERBATIM
         )
 
     def _as_written(self, setting: Setting[Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.formats.nested import DEEPSPEED, placed
 from terrazzo.dialects.formats.shared.fsdp import wants_deepspeed
 from terrazzo.dialects.formats.trainer.findings import MATCHED
@@ -27,21 +27,21 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     own = description.dialect == "trainer"
     if own:
         description = replace(description, extras=_outer(description))
-    pen = Pen(description, "TrainingArguments", "trainer")
-    write_loop(pen)
-    pen.implied("mesh.world")
+    draft = TerseDraft(description, "TrainingArguments", "trainer")
+    write_loop(draft)
+    draft.implied("mesh.world")
     if own:
-        return pen.finish()
+        return draft.finish()
     if wants_deepspeed(description):
-        return _with_deepspeed(pen, context)
-    deferred = pen.value("batch.accumulation", 1) > 1
+        return _with_deepspeed(draft, context)
+    deferred = draft.value("batch.accumulation", 1) > 1
     if description.row == "zero0" or not description["sharding.weight"].is_set:
-        write_ddp(pen)
-        write_precision(pen, "ddp", deferred, context)
+        write_ddp(draft)
+        write_precision(draft, "ddp", deferred, context)
     else:
-        write_fsdp(pen, context)
-        write_precision(pen, "fsdp2", deferred, context)
-    return pen.finish()
+        write_fsdp(draft, context)
+        write_precision(draft, "fsdp2", deferred, context)
+    return draft.finish()
 
 
 def _outer(description: Description) -> tuple[Any, ...]:
@@ -53,18 +53,18 @@ def _outer(description: Description) -> tuple[Any, ...]:
 # -- DeepSpeed inside ----------------------------------------------------------------------------------------------
 
 
-def _with_deepspeed(pen: Pen, context: ReadingContext) -> Writing:
-    inner = DEEPSPEED.write(pen.description, context)
-    _switches(pen, inner.document)
-    outer = pen.finish()
+def _with_deepspeed(draft: TerseDraft, context: ReadingContext) -> Writing:
+    inner = DEEPSPEED.write(draft.description, context)
+    _switches(draft, inner.document)
+    outer = draft.finish()
     spoken = {
         verdict.key: verdict
         for verdict in outer.verdicts
         if verdict.target or verdict.kind == "refused" or verdict.key == "batch.global_batch"
     }
     document = {**outer.document, "deepspeed": _automatic(deepcopy(inner.document), outer.document)}
-    said = {verdict.key: verdict.kind for verdict in outer.verdicts}
-    if said.get("schedule.name") == "applied":  # the Trainer makes it, unless DeepSpeed's document has one
+    kinds = {verdict.key: verdict.kind for verdict in outer.verdicts}
+    if kinds.get("schedule.name") == "applied":  # the Trainer makes it, unless DeepSpeed's document has one
         document["deepspeed"].pop("scheduler", None)
         spoken |= {verdict.key: verdict for verdict in outer.verdicts if verdict.key.startswith("schedule.")}
     for verdict in inner.verdicts:
@@ -75,12 +75,12 @@ def _with_deepspeed(pen: Pen, context: ReadingContext) -> Writing:
     return Writing(document, tuple(spoken.values()))
 
 
-def _switches(pen: Pen, document: dict[str, Any]) -> None:
+def _switches(draft: TerseDraft, document: dict[str, Any]) -> None:
     """The Trainer's own switches for 16 bits, which must agree with DeepSpeed's."""
     for name in ("bf16", "fp16"):
         section = document.get(name)
         if isinstance(section, dict) and section.get("enabled") is True:
-            pen.write(name, True)
+            draft.write(name, True)
 
 
 def _automatic(inner: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:

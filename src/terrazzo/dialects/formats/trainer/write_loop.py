@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
 __all__ = ["write_loop"]
@@ -22,150 +22,152 @@ _PLAIN = {
 }
 
 
-def write_loop(pen: Pen) -> None:
+def write_loop(draft: TerseDraft) -> None:
     """Batch, optimizer, schedule, clipping, compile, seed, saving."""
     for path, key in _PLAIN.items():
-        _field(pen, path, key)
-    _batch(pen)
-    _betas(pen)
-    _warmup(pen)
-    if pen.is_set("training.clip"):
-        _field(pen, "training.clip", "max_grad_norm", pen.value("training.clip", 0))
-    if not pen.own:
-        _optimizer(pen)
-        _schedule(pen)
-        _saving(pen)
-        _switches(pen)
+        _field(draft, path, key)
+    _batch(draft)
+    _betas(draft)
+    _warmup(draft)
+    if draft.is_set("training.clip"):
+        _field(draft, "training.clip", "max_grad_norm", draft.value("training.clip", 0))
+    if not draft.own:
+        _optimizer(draft)
+        _schedule(draft)
+        _saving(draft)
+        _switches(draft)
     else:
-        _field(pen, "saving.every", "save_steps")
-        _field(pen, "training.device", "use_cpu", pen.value("training.device") == "cpu")
-        pen.implied(("batch.global_batch", "batch.sequence_length"))
+        _field(draft, "saving.every", "save_steps")
+        _field(draft, "training.device", "use_cpu", draft.value("training.device") == "cpu")
+        draft.implied(("batch.global_batch", "batch.sequence_length"))
 
 
-def _field(pen: Pen, path: str, key: str, value: Any = None) -> None:
+def _field(draft: TerseDraft, path: str, key: str, value: Any = None) -> None:
     """A setting that is one field, or a part of one."""
-    setting = pen.setting(path)
+    setting = draft.setting(path)
     if not setting.is_set:
         return
-    said = setting.value if value is None else value
-    if pen.own:
+    wanted_value = setting.value if value is None else value
+    if draft.own:
         wanted = key in setting.keys and setting.origin != "default"
     else:  # what the source says is said, too, where the Trainer's default is the same today
-        wanted = said is not None and (bool(setting.keys) or said != FIELDS[key].default)
+        wanted = wanted_value is not None and (bool(setting.keys) or wanted_value != FIELDS[key].default)
     if wanted:
-        pen.put(path, key, list(said) if isinstance(said, tuple) else said)
+        draft.put(path, key, list(wanted_value) if isinstance(wanted_value, tuple) else wanted_value)
     else:
-        pen.implied(path)
+        draft.implied(path)
 
 
-def _batch(pen: Pen) -> None:
-    pen.implied("batch.global_batch", "it follows from the micro-batch, accumulation and the number of ranks")
-    whole, micro, count = (pen.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
+def _batch(draft: TerseDraft) -> None:
+    draft.implied("batch.global_batch", "it follows from the micro-batch, accumulation and the number of ranks")
+    whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
     if whole is not None and not (micro and count):
         need = "accumulation" if micro else "the micro-batch"
         why = f"the Trainer has no global batch, and {need} does not follow without the number of ranks: say --world"
-        pen.lossy("batch.global_batch", why)
-    if pen.value("batch.sequence_length") is not None:
-        pen.lossy("batch.sequence_length", "the length of sequences is that of the data there")
+        draft.lossy("batch.global_batch", why)
+    if draft.value("batch.sequence_length") is not None:
+        draft.lossy("batch.sequence_length", "the length of sequences is that of the data there")
 
 
-def _betas(pen: Pen) -> None:
-    setting = pen.setting("optimizer.betas")
+def _betas(draft: TerseDraft) -> None:
+    setting = draft.setting("optimizer.betas")
     if setting.value is None:
         return
-    pen.implied("optimizer.betas")
+    draft.implied("optimizer.betas")
     for key, value in zip(("adam_beta1", "adam_beta2"), setting.value, strict=True):
-        if key in setting.keys if pen.own else setting.keys or value != FIELDS[key].default:
-            pen.put("optimizer.betas", key, value)
+        if key in setting.keys if draft.own else setting.keys or value != FIELDS[key].default:
+            draft.put("optimizer.betas", key, value)
 
 
-def _warmup(pen: Pen) -> None:
+def _warmup(draft: TerseDraft) -> None:
     for path in ("schedule.warmup_steps", "schedule.warmup_fraction"):
-        if pen.value(path) is not None and not (path.endswith("steps") and pen.has("warmup_steps")):
-            _field(pen, path, "warmup_steps")
+        if draft.value(path) is not None and not (path.endswith("steps") and draft.has("warmup_steps")):
+            _field(draft, path, "warmup_steps")
 
 
-def _optimizer(pen: Pen) -> None:
-    name, path = pen.value("optimizer.name"), "optimizer.name"
-    narrow = pen.own and pen.value("precision.moments") == "int8"
+def _optimizer(draft: TerseDraft) -> None:
+    name, path = draft.value("optimizer.name"), "optimizer.name"
+    narrow = draft.own and draft.value("precision.moments") == "int8"
     words = {name: word for word, name in reversed((EIGHT_BITS if narrow else OPTIMIZERS).items())}
     if name is None:
         return
     if name in words:
-        pen.put(path, "optim", words[name])
-    elif name == "Adam" and not pen.value("optimizer.weight_decay"):
-        pen.put(path, "optim", words["AdamW"], "without weight decay AdamW is Adam")
+        draft.put(path, "optim", words[name])
+    elif name == "Adam" and not draft.value("optimizer.weight_decay"):
+        draft.put(path, "optim", words["AdamW"], "without weight decay AdamW is Adam")
     elif name == "Adam":
         why = "the Trainer has AdamW only: weight decay is not mixed into the gradient"
-        pen.put(path, "optim", words["AdamW"], why, "lossy")
+        draft.put(path, "optim", words["AdamW"], why, "lossy")
     else:
-        pen.refuse(path, f"the Trainer has no optim for {name}: pass your own optimizer to it")
+        draft.refuse(path, f"the Trainer has no optim for {name}: pass your own optimizer to it")
     options = {
-        key: value for key, value in pen.value("optimizer.options", {}).items() if key not in ("fused", "foreach")
+        key: value for key, value in draft.value("optimizer.options", {}).items() if key not in ("fused", "foreach")
     }
     if options:
-        pen.lossy("optimizer.options", f"no field for {', '.join(options)}: pass your own optimizer")
+        draft.lossy("optimizer.options", f"no field for {', '.join(options)}: pass your own optimizer")
     else:
-        pen.implied("optimizer.options")
+        draft.implied("optimizer.options")
 
 
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(pen: Pen) -> None:
-    name, final = pen.value("schedule.name"), pen.value("schedule.final_fraction", 0.0)
+def _schedule(draft: TerseDraft) -> None:
+    name, final = draft.value("schedule.name"), draft.value("schedule.final_fraction", 0.0)
     paths = ("schedule.name", "schedule.final_fraction")
     kind, options = "lr_scheduler_type", "lr_scheduler_kwargs"
     if name == "constant":
-        warm = pen.value("schedule.warmup_steps") or pen.value("schedule.warmup_fraction")
-        pen.put(paths, kind, "constant_with_warmup" if warm else "constant")
+        warm = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_fraction")
+        draft.put(paths, kind, "constant_with_warmup" if warm else "constant")
     elif name in ("linear", "cosine") and not final:
-        pen.put(paths, kind, name)
+        draft.put(paths, kind, name)
     elif name == "cosine":
-        pen.put(paths, kind, "cosine_with_min_lr")
-        pen.write(options, {"min_lr_rate": final})
+        draft.put(paths, kind, "cosine_with_min_lr")
+        draft.write(options, {"min_lr_rate": final})
     elif name == "linear":
-        pen.put(paths, kind, "polynomial")
-        pen.write(options, {"power": 1.0, "lr_end": pen.value("optimizer.lr", FIELDS["learning_rate"].default) * final})
+        draft.put(paths, kind, "polynomial")
+        draft.write(
+            options, {"power": 1.0, "lr_end": draft.value("optimizer.lr", FIELDS["learning_rate"].default) * final}
+        )
     elif name == "wsd":
-        _stable(pen, final)
+        _stable(draft, final)
     elif name in OWN_SCHEDULES:
-        pen.put("schedule.name", kind, name)
+        draft.put("schedule.name", kind, name)
     elif name is not None:
-        pen.lossy("schedule.name", f"the Trainer has no schedule {name}: it decays linearly", kind)
+        draft.lossy("schedule.name", f"the Trainer has no schedule {name}: it decays linearly", kind)
 
 
-def _stable(pen: Pen, final: float) -> None:
-    total, decay = pen.value("schedule.total_steps"), pen.value("schedule.decay_steps")
+def _stable(draft: TerseDraft, final: float) -> None:
+    total, decay = draft.value("schedule.total_steps"), draft.value("schedule.decay_steps")
     if decay is None and total is None:
-        pen.lossy(
+        draft.lossy(
             "schedule.name", "the length of the decay is not known: set schedule.decay_steps", "lr_scheduler_type"
         )
         return
-    kind = pen.value("schedule.options", {}).get("decay_type", "linear")
-    said = {"num_decay_steps": decay or max(1, total // 5), "decay_type": kind, "min_lr_ratio": final}
-    pen.put(("schedule.name", "schedule.final_fraction"), "lr_scheduler_type", "warmup_stable_decay")
-    pen.put(("schedule.decay_steps", "schedule.options"), "lr_scheduler_kwargs", said)
+    kind = draft.value("schedule.options", {}).get("decay_type", "linear")
+    arguments = {"num_decay_steps": decay or max(1, total // 5), "decay_type": kind, "min_lr_ratio": final}
+    draft.put(("schedule.name", "schedule.final_fraction"), "lr_scheduler_type", "warmup_stable_decay")
+    draft.put(("schedule.decay_steps", "schedule.options"), "lr_scheduler_kwargs", arguments)
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------
 
 
-def _saving(pen: Pen) -> None:
-    if not pen.is_set("saving.every"):
+def _saving(draft: TerseDraft) -> None:
+    if not draft.is_set("saving.every"):
         return
-    every = pen.value("saving.every")
+    every = draft.value("saving.every")
     if every is None:
-        pen.put("saving.every", "save_strategy", "no", "the Trainer saves every 500 steps unless it is told not to")
+        draft.put("saving.every", "save_strategy", "no", "the Trainer saves every 500 steps unless it is told not to")
     else:
-        _field(pen, "saving.every", "save_steps")
-    if pen.value("saving.background"):
-        pen.lossy("saving.background", "the Trainer waits until a checkpoint is written")
+        _field(draft, "saving.every", "save_steps")
+    if draft.value("saving.background"):
+        draft.lossy("saving.background", "the Trainer waits until a checkpoint is written")
 
 
-def _switches(pen: Pen) -> None:
-    _field(pen, "training.compile", "torch_compile")
-    if pen.value("training.device") == "cpu":
-        pen.put("training.device", "use_cpu", True)
+def _switches(draft: TerseDraft) -> None:
+    _field(draft, "training.compile", "torch_compile")
+    if draft.value("training.device") == "cpu":
+        draft.put("training.device", "use_cpu", True)
     else:
-        pen.implied("training.device")
+        draft.implied("training.device")

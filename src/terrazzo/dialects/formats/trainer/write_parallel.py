@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.formats.shared.accelerate import AUTOCAST, kept_as_loaded, stack_precision
+from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.formats.shared.accelerate import AUTOCAST, stack_precision, stays_as_loaded
 from terrazzo.dialects.formats.shared.fsdp import MIN_NUMEL, write_offload
 from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 
@@ -15,146 +15,148 @@ _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS)
 _SECTION = "fsdp_config"
 
 
-def write_ddp(pen: Pen) -> None:
+def write_ddp(draft: TerseDraft) -> None:
     """Nothing is split: the Trainer does so without a word."""
-    pen.implied((*SHARDING, *DATA_AXES), "DDP, which needs no key")
-    pen.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
-    if any(pen.value(path, "device") != "device" for path in TIERS):
-        pen.refuse(TIERS, "DDP moves nothing to the CPU: shard with zero3")
+    draft.implied((*SHARDING, *DATA_AXES), "DDP, which needs no key")
+    draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
+    if any(draft.value(path, "device") != "device" for path in TIERS):
+        draft.refuse(TIERS, "DDP moves nothing to the CPU: shard with zero3")
     else:
-        pen.implied([path for path in PATHS if path.startswith("offload.")])
-    _axes(pen, {})
-    _checkpointing(pen, "activation_checkpointing")
-    pen.implied(("loading.low_memory", "loading.broadcast", "saving.export"))
-    whole = "" if pen.value("saving.state", "full") == "full" else "every rank has the whole state, and saves so"
-    pen.implied("saving.state", whole)
+        draft.implied([path for path in PATHS if path.startswith("offload.")])
+    _axes(draft, {})
+    _checkpointing(draft, "activation_checkpointing")
+    draft.implied(("loading.low_memory", "loading.broadcast", "saving.export"))
+    whole = "" if draft.value("saving.state", "full") == "full" else "every rank has the whole state, and saves so"
+    draft.implied("saving.state", whole)
 
 
-def write_fsdp(pen: Pen, context: ReadingContext) -> None:
+def write_fsdp(draft: TerseDraft, context: ReadingContext) -> None:
     """Write `fsdp` and its section. Version 1 is deprecated, and always shards over all ranks."""
-    row, why = choose_row(pen, _ROWS, "zero3, shard_grad_op, hybrid_shard or zero0")
+    row, why = choose_row(draft, _ROWS, "zero3, shard_grad_op, hybrid_shard or zero0")
     if row is None:
         return
-    pen.write("fsdp", True)
-    replicas, shards = pen.value("mesh.dp_replicate"), pen.value("mesh.dp_shard")
-    if row in HYBRID_ROWS and not pen.own:
-        shards = shard_ranks(pen, context.world)
+    draft.write("fsdp", True)
+    replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
+    if row in HYBRID_ROWS and not draft.own:
+        shards = shard_ranks(draft, context.world)
     if row in HYBRID_ROWS and None in (replicas, shards):
         why = "the sizes of both axes must be known, or nothing is replicated: write them in the file, or say --world"
-        pen.refuse((*SHARDING, *DATA_AXES), why)
+        draft.refuse((*SHARDING, *DATA_AXES), why)
     else:
-        kept = row in ("shard_grad_op", "hybrid_shard_zero2")
-        pen.put(SHARDING, f"{_SECTION}.reshard_after_forward", not kept, why, "lossy" if why else "applied")
-        _axes(pen, {"dp_replicate": replicas, "dp_shard": shards} if row in HYBRID_ROWS else {})
-    _units(pen)
-    write_offload(pen, f"{_SECTION}.cpu_offload")
-    pen.implied("offload.pin")
-    _prefetch(pen)
-    _checkpointing(pen, f"{_SECTION}.activation_checkpointing")
-    _loading(pen)
-    _state(pen)
+        keeps = row in ("shard_grad_op", "hybrid_shard_zero2")
+        draft.put(SHARDING, f"{_SECTION}.reshard_after_forward", not keeps, why, "lossy" if why else "applied")
+        _axes(draft, {"dp_replicate": replicas, "dp_shard": shards} if row in HYBRID_ROWS else {})
+    _units(draft)
+    write_offload(draft, f"{_SECTION}.cpu_offload")
+    draft.implied("offload.pin")
+    _prefetch(draft)
+    _checkpointing(draft, f"{_SECTION}.activation_checkpointing")
+    _loading(draft)
+    _state(draft)
 
 
-def _axes(pen: Pen, data: dict[str, int | None]) -> None:
+def _axes(draft: TerseDraft, data: dict[str, int | None]) -> None:
     for axis in ("tp", "cp", "sp"):
-        if pen.value(f"mesh.{axis}", 1) != 1:
-            pen.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", pen.value(f"mesh.{axis}"))
+        if draft.value(f"mesh.{axis}", 1) != 1:
+            draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", draft.value(f"mesh.{axis}"))
     for axis, size in data.items():
-        pen.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", size)
+        draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", size)
     if not data:
-        pen.implied(DATA_AXES, "all data ranks are one axis")
-    if pen.value("mesh.pp", 1) != 1:
-        pen.refuse("mesh.pp", "the Trainer has no pipeline: set it to 1")
-    if pen.value("mesh.ep", 1) != 1:
-        pen.refuse("mesh.ep", "experts are split by from_pretrained(distributed_config=...): say ep_size there")
+        draft.implied(DATA_AXES, "all data ranks are one axis")
+    if draft.value("mesh.pp", 1) != 1:
+        draft.refuse("mesh.pp", "the Trainer has no pipeline: set it to 1")
+    if draft.value("mesh.ep", 1) != 1:
+        draft.refuse("mesh.ep", "experts are split by from_pretrained(distributed_config=...): say ep_size there")
 
 
-def _units(pen: Pen) -> None:
-    policy = pen.value("units.policy", "auto")
+def _units(draft: TerseDraft) -> None:
+    policy = draft.value("units.policy", "auto")
     if policy == "classes":
         paths = ("units.policy", "units.classes")
-        pen.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", list(pen.value("units.classes", ())))
+        draft.put(paths, f"{_SECTION}.transformer_layer_cls_to_wrap", list(draft.value("units.classes", ())))
     elif policy == "min_numel":
-        pen.put("units.policy", f"{_SECTION}.auto_wrap_policy", "SIZE_BASED_WRAP")
-        pen.put("units.min_numel", f"{_SECTION}.min_num_params", pen.value("units.min_numel", MIN_NUMEL))
+        draft.put("units.policy", f"{_SECTION}.auto_wrap_policy", "SIZE_BASED_WRAP")
+        draft.put("units.min_numel", f"{_SECTION}.min_num_params", draft.value("units.min_numel", MIN_NUMEL))
     elif policy == "none":
-        pen.put("units.policy", f"{_SECTION}.auto_wrap_policy", "NO_WRAP")
+        draft.put("units.policy", f"{_SECTION}.auto_wrap_policy", "NO_WRAP")
     else:
-        pen.implied("units.policy", "the model names its blocks")
-    if pen.value("units.ignored"):
-        pen.lossy("units.ignored", "TrainingArguments shard every parameter")
+        draft.implied("units.policy", "the model names its blocks")
+    if draft.value("units.ignored"):
+        draft.lossy("units.ignored", "TrainingArguments shard every parameter")
 
 
-def _prefetch(pen: Pen) -> None:
+def _prefetch(draft: TerseDraft) -> None:
     for way, does in (("forward", 0), ("backward", 1)):
-        if pen.value(f"prefetch.{way}", does) == does:
-            pen.implied(f"prefetch.{way}")
+        if draft.value(f"prefetch.{way}", does) == does:
+            draft.implied(f"prefetch.{way}")
         else:
-            pen.lossy(f"prefetch.{way}", f"FSDP2 gathers {does} units ahead in {way}, and has no key for it here")
+            draft.lossy(f"prefetch.{way}", f"FSDP2 gathers {does} units ahead in {way}, and has no key for it here")
 
 
-def _checkpointing(pen: Pen, key: str) -> None:
-    path, mode = "activation_checkpointing.mode", pen.value("activation_checkpointing.mode", "none")
+def _checkpointing(draft: TerseDraft, key: str) -> None:
+    path, mode = "activation_checkpointing.mode", draft.value("activation_checkpointing.mode", "none")
     paths = (path, "activation_checkpointing.every", "activation_checkpointing.ops")
     if mode == "none":
-        pen.implied(paths)
+        draft.implied(paths)
     elif mode == "full":
-        pen.put(path, key, True)
+        draft.put(path, key, True)
     else:
-        pen.put(paths, key, True, f"the Trainer recomputes whole blocks; asked was {mode}", "lossy")
-    if pen.value("activation_checkpointing.offload"):
-        pen.lossy("activation_checkpointing.offload", "what is kept stays on the device")
+        draft.put(paths, key, True, f"the Trainer recomputes whole blocks; asked was {mode}", "lossy")
+    if draft.value("activation_checkpointing.offload"):
+        draft.lossy("activation_checkpointing.offload", "what is kept stays on the device")
 
 
-def _loading(pen: Pen) -> None:
-    if pen.value("loading.low_memory"):
-        pen.put("loading.low_memory", f"{_SECTION}.cpu_ram_efficient_loading", True)
+def _loading(draft: TerseDraft) -> None:
+    if draft.value("loading.low_memory"):
+        draft.put("loading.low_memory", f"{_SECTION}.cpu_ram_efficient_loading", True)
     else:
-        pen.implied("loading.low_memory")
-    pen.implied("loading.broadcast", "every rank loads the same weights")
+        draft.implied("loading.low_memory")
+    draft.implied("loading.broadcast", "every rank loads the same weights")
 
 
-def _state(pen: Pen) -> None:
-    state, export = pen.value("saving.state", "full"), pen.value("saving.export", "none")
+def _state(draft: TerseDraft) -> None:
+    state, export = draft.value("saving.state", "full"), draft.value("saving.export", "none")
     paths = ("saving.state", "saving.export")
     if state == "full" or export != "none":
         key, whole = f"{_SECTION}.state_dict_type", "FULL_STATE_DICT"
-        pen.put(paths, key, whole) if any(pen.setting(path).keys for path in paths) else pen.implied(paths, whole)
+        draft.put(paths, key, whole) if any(draft.setting(path).keys for path in paths) else draft.implied(paths, whole)
         return
     why = "its checkpoint resumes on any number of ranks" if state == "local" else ""
-    pen.put(paths, f"{_SECTION}.state_dict_type", "SHARDED_STATE_DICT", why)
+    draft.put(paths, f"{_SECTION}.state_dict_type", "SHARDED_STATE_DICT", why)
 
 
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def write_precision(pen: Pen, stack: str, deferred: bool, context: ReadingContext) -> None:
+def write_precision(draft: TerseDraft, stack: str, deferred: bool, context: ReadingContext) -> None:
     """Write `bf16` or `fp16`, and hold every state against what the Trainer makes of it."""
-    compute = pen.value("precision.compute")
-    master = pen.value("precision.master") or pen.value("precision.weight")
+    compute = draft.value("precision.compute")
+    master = draft.value("precision.master") or draft.value("precision.weight")
     if compute is None:
         return
     mixed = compute in ("bf16", "fp16") and compute != master
     if mixed:
-        pen.put("precision.compute", compute, True)
+        draft.put("precision.compute", compute, True)
     half = Setting(compute if mixed else None, "file", compute if mixed else "")
     row = stack_precision(stack, half, deferred, context)
     for path, does in row.items():
-        asked = pen.setting(path)
-        if not asked.is_set or pen.own:
+        wanted = draft.setting(path)
+        if not wanted.is_set or draft.own:
             continue
-        if asked.value == does.value or (path == "precision.compute" and mixed):
-            pen.implied(path, key=compute if mixed else "")
+        if wanted.value == does.value or (path == "precision.compute" and mixed):
+            draft.implied(path, key=compute if mixed else "")
         elif path == "precision.autocast":
-            pen.lossy(path, AUTOCAST if does.value else "without bf16 or fp16 there is none", compute if mixed else "")
+            draft.lossy(
+                path, AUTOCAST if does.value else "without bf16 or fp16 there is none", compute if mixed else ""
+            )
         elif does.value == LOADED and path not in ("precision.buffers", "precision.loss_scaling"):
-            pen.lossy(path, kept_as_loaded(asked.value))
+            draft.lossy(path, stays_as_loaded(wanted.value))
         else:
-            pen.lossy(path, _difference(stack, does.value))
-    if pen.value("precision.static_loss_scale"):
-        pen.lossy("precision.static_loss_scale", "the loss scale is dynamic")
+            draft.lossy(path, _difference(stack, does.value))
+    if draft.value("precision.static_loss_scale"):
+        draft.lossy("precision.static_loss_scale", "the loss scale is dynamic")
     if not mixed:
-        pen.implied("precision.output")
+        draft.implied("precision.output")
 
 
 def _difference(stack: str, does: str | None) -> str:

@@ -66,10 +66,10 @@ class _Schedule:
             group["lr"] = rate
 
     def _each(self, value: Rates) -> list[float]:
-        found = list(value) if isinstance(value, Sequence) else [value] * len(self.own)
-        if len(found) != len(self.own):
-            raise BadInput(f"The schedule has {len(found)} values for {len(self.own)} param groups: give one for each.")
-        return found
+        rates = list(value) if isinstance(value, Sequence) else [value] * len(self.own)
+        if len(rates) != len(self.own):
+            raise BadInput(f"The schedule has {len(rates)} values for {len(self.own)} param groups: give one for each.")
+        return rates
 
     def _between(self, low: Rates, high: Rates, share: float) -> list[float]:
         return [a + (b - a) * share for a, b in zip(self._each(low), self._each(high), strict=True)]

@@ -48,27 +48,27 @@ def load_state(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]
     model, optimizer, rest = _sorted(state, "load")
     if ours := is_folder(path):
         source = together(lambda: checkpoints.open_source(path), BadInput)
-        found: dict[str, Any] = from_json(source.extra.get(_KEY, {}))
+        saved: dict[str, Any] = from_json(source.extra.get(_KEY, {}))
     else:
-        found = read_file(path)
+        saved = read_file(path)
     name_of_model = next(name for name, value in state.items() if value is model)
-    missing = sorted((rest if ours else state).keys() - found.keys())
+    missing = sorted((rest if ours else state).keys() - saved.keys())
     if missing and (strict or name_of_model in missing):
         raise BadInput(f"fabric.load: '{path}' has no {', '.join(missing)}. Leave it out of the state.")
     if ours:
         checkpoints.load(path, model, optimizer)
     else:
-        model.load_state_dict(found.pop(name_of_model), strict)
+        model.load_state_dict(saved.pop(name_of_model), strict)
         named = next((name for name, value in state.items() if value is optimizer), None)
-        if optimizer is not None and named in found:
-            optimizer.load_state_dict(found.pop(named))
-    for name in rest.keys() & found.keys():
-        value = found.pop(name)
+        if optimizer is not None and named in saved:
+            optimizer.load_state_dict(saved.pop(named))
+    for name in rest.keys() & saved.keys():
+        value = saved.pop(name)
         if isinstance(rest[name], _Stateful):
             rest[name].load_state_dict(value)
         else:
             state[name] = value
-    return found
+    return saved
 
 
 def load_weights(path: str, model: nn.Module, strict: bool) -> None:

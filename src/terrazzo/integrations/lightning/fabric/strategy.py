@@ -122,8 +122,8 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of whole parameters, as a plain optimizer has it. Collective."""
-        found: dict[str, Any] = optimizer.state_dict()
-        return found
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
 
     def save_checkpoint(
         self,
@@ -133,8 +133,8 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write a Terrazzo checkpoint of the model in `state`, its optimizer, and the rest as JSON. Collective."""
-        for name, given in (("storage_options", storage_options), ("filter", filter)):
-            if given:
+        for name, value in (("storage_options", storage_options), ("filter", filter)):
+            if value:
                 raise BadInput(f"fabric.save({name}=...): a checkpoint holds all of the model. Leave it out.")
         save_state(self.broadcast(str(path)), _unwrapped(state))
 
@@ -152,9 +152,9 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
                 "up, such as fabric.load(path, {'model': model, 'optimizer': optimizer})."
             )
         unwrapped = _unwrapped(state)
-        found = load_state(path, unwrapped, strict)
+        remaining = load_state(path, unwrapped, strict)
         state.update({name: value for name, value in unwrapped.items() if not isinstance(state[name], Whole)})
-        return found
+        return remaining
 
 
 class _Accumulation(_BackwardSyncControl):

@@ -39,20 +39,20 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
     source = together(lambda: checkpoints.open_source(path), BadInput)
     if _KEY not in source.extra:
         raise BadInput(f"'{path}' is a checkpoint without a Trainer's state: load it with tz.checkpoint.load_weights.")
-    found: dict[str, Any] = from_json(source.extra[_KEY])
+    saved: dict[str, Any] = from_json(source.extra[_KEY])
     checkpoints.load(path, model, optimizer if source.optimizer is not None else None)
-    return {"state_dict": {}, **found}
+    return {"state_dict": {}, **saved}
 
 
 def _load_file(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """A checkpoint that another strategy has written as one file: weights, and the state of one optimizer."""
-    found = read_file(path)
-    model.load_state_dict(found["state_dict"])
-    if optimizer is not None and "optimizer_states" in found:  # else Lightning says what is missing
-        if len(found["optimizer_states"]) != 1:
+    saved = read_file(path)
+    model.load_state_dict(saved["state_dict"])
+    if optimizer is not None and "optimizer_states" in saved:  # else Lightning says what is missing
+        if len(saved["optimizer_states"]) != 1:
             raise BadInput(
-                f"'{path}' has the states of {len(found['optimizer_states'])} optimizers, and the terrazzo strategy "
+                f"'{path}' has the states of {len(saved['optimizer_states'])} optimizers, and the terrazzo strategy "
                 "drives one. For its weights alone, call LightningModule.load_from_checkpoint before fit()."
             )
-        optimizer.load_state_dict(found["optimizer_states"][0])
-    return {**found, "state_dict": {}}
+        optimizer.load_state_dict(saved["optimizer_states"][0])
+    return {**saved, "state_dict": {}}
