@@ -15,7 +15,7 @@ from pathlib import Path
 
 from terrazzo.config import KEYS
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert
 from terrazzo.dialects.verbs.emit import to_text

@@ -8,8 +8,8 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import flatten, split
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.reader import flatten, split
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document

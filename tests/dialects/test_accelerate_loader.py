@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from terrazzo.dialects.formats.accelerate.keys import SECTIONS, TOP
 from tests.helpers.launched import has_plugin, launched, plugin

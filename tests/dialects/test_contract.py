@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import DTYPES, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.core.key_verdict import KINDS
 from terrazzo.dialects.core.keys import MISSING, row_of
-from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.emit import plain

@@ -11,13 +11,15 @@ import pytest
 import yaml
 
 from terrazzo.config.files import Loaded, parse
+from terrazzo.dialects.core.agreement import same_value
 from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dotted_keys import flatten, join, split
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.core.meaning import data_ranks, degrees, same_value
-from terrazzo.dialects.core.reader import Reader, derived, flatten, join, split
+from terrazzo.dialects.core.mesh import data_ranks, degrees
+from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check

@@ -12,11 +12,11 @@ import pytest
 
 from terrazzo.config import config_from_dict
 from terrazzo.config.files import Loaded, format_of, parse
+from terrazzo.dialects.core.agreement import agree_on
 from terrazzo.dialects.core.description import Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import flatten, split
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.meaning import agree_on
-from terrazzo.dialects.core.reader import flatten, split
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.emit import to_text

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST
-from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, STRICT, TABLE
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from terrazzo.config.files import Loaded
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document

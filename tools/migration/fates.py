@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import flatten, split
 from terrazzo.dialects.core.keys import Key
-from terrazzo.dialects.core.reader import flatten, split
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES
 from terrazzo.dialects.formats.trainer.keys import ALIASES as FIELDS_OF_BEFORE
 from terrazzo.dialects.registry import dialect

@@ -7,8 +7,29 @@ Each folder imports from those before it in this list:
     registry  all dialects, by name
     verbs     what is done with a configuration, from a file to its meaning on
 
+A key's way through, from `{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}` of DeepSpeed to Terrazzo's
+YAML, and from there to torchtitan:
+
+    1  verbs.understand        `config.files` loads the document, and `registry.recognise` finds that it is DeepSpeed's
+    2  formats.deepspeed.keys  the key's row, `Key(number(), 1.0, "largest global gradient norm; 0: no clipping")`: the
+                               type of its value, DeepSpeed's default, and the meaning
+    3  formats.deepspeed.read  calls `read_training`, where `reader.take("gradient_clipping")` checks the value by its
+                               row, marks the key `applied`, and gives `Setting(0.5, "file", "gradient_clipping")`:
+                               a value, who gave it, and by which key. It is the setting at the path `training.clip`
+    4  core.reader             `finish` makes a description of all settings. A key that nobody has taken is kept as an
+                               `Extra`, as its row says, or refused: each key has its `KeyVerdict`
+    5  verbs.convert           asks the other dialect to write the description
+    6  formats.terrazzo.write  `draft.carry("training.clip")` writes the key that `paths` has for it, `train.clip: 0.5`,
+                               and gives the setting its verdict
+    7  core.draft              `finish`: a setting that nobody has written is lossy, unless it asks for nothing
+    8  verbs.convert           reads the written document back, and calls lossy whatever now means something else
+    9  verbs.emit              the document as text
+
+    The YAML goes the same way: `formats.terrazzo.read` takes `train.clip` as `training.clip` again, and
+    `formats.torchtitan.write` writes `training.max_norm: 0.5`, since torchtitan clips at 1.0 without being told.
+
 Open to other packages:
 
-    core, registry, verbs                                 as above
-    formats.accelerate.launched, formats.deepspeed.keys   what integrations of these libraries read besides a file
+    core, registry, verbs                                           as above
+    formats.accelerate.launch_environment, formats.deepspeed.keys   what integrations read besides a file
 """

@@ -31,7 +31,6 @@ from terrazzo.dialects.core.sections import (
     ShardingSection,
     TrainingSection,
     UnitsSection,
-    keys_in,
 )
 from terrazzo.engine import PLANS, Place, Plan
 
@@ -56,7 +55,6 @@ __all__ = [
     "as_text",
     "asks_for_nothing",
     "build",
-    "keys_in",
     "row_name",
 ]
 

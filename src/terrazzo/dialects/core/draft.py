@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import Description, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Writing
+from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
-from terrazzo.dialects.core.meaning import has_no_effect
-from terrazzo.dialects.core.reader import split
 
 __all__ = ["Draft", "TerseDraft"]
 

@@ -12,12 +12,12 @@ known one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
+from terrazzo.dialects.core.dotted_keys import flatten, split
 from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind, worst
 from terrazzo.dialects.core.keys import (
     BOOLEAN,
@@ -34,34 +34,7 @@ from terrazzo.dialects.core.keys import (
 )
 from terrazzo.errors import did_you_mean
 
-__all__ = ["Reader", "derived", "flatten", "join", "only_from_file", "split"]
-
-
-def flatten(document: ConfigDocument, opaque: Iterable[str] = ()) -> dict[str, Any]:
-    """Leaves by dotted key. Lists, empty sections and the keys in `opaque` are leaves."""
-    flat: dict[str, Any] = {}
-    leaves = frozenset(opaque)
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value and prefix not in leaves:
-            for name, inner in value.items():
-                walk(join(prefix, str(name)), inner)
-        elif prefix:
-            flat[prefix] = value
-
-    walk("", document)
-    return flat
-
-
-def join(prefix: str, name: str) -> str:
-    """A dotted key; a name with dots of its own, or with what joins keys, is quoted."""
-    part = f'"{name}"' if "." in name or ", " in name else name
-    return f"{prefix}.{part}" if prefix else part
-
-
-def split(key: str) -> list[str]:
-    """The names that `join` put together."""
-    return [part.strip('"') for part in re.findall(r'"[^"]*"|[^.]+', key)]
+__all__ = ["Reader", "derived", "only_from_file"]
 
 
 class Reader:

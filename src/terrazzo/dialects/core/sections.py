@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
+from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.engine import LossScaling
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "ShardingSection",
     "TrainingSection",
     "UnitsSection",
-    "keys_in",
 ]
 
 T = TypeVar("T")
@@ -239,9 +238,3 @@ class SavingSection:
     keep_last: Annotated[Setting[int | None], "checkpoints kept; none: all"] = UNSET
     folder: Annotated[Setting[str | None], "where to"] = UNSET
     background: Annotated[Setting[bool], "training goes on meanwhile"] = UNSET
-
-
-def keys_in(text: str) -> tuple[str, ...]:
-    """The keys that `", "` joins; one with a comma of its own has quotes around the name, see `reader.join`."""
-    parts = re.findall(r'(?:^|, )((?:"[^"]*"|(?!, ).)*)', text, re.DOTALL) if '"' in text else text.split(", ")
-    return tuple(part for part in parts if part)

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from terrazzo.config.files import load
-from terrazzo.dialects.core.description import Extra, Setting, keys_in
+from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
 from terrazzo.dialects.formats.fsdp1.dialect import DIALECT as FSDP1

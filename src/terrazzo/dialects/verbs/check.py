@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from terrazzo.dialects.core.description import DTYPES, PATHS, Description, keys_in
+from terrazzo.dialects.core.description import DTYPES, PATHS, Description
 from terrazzo.dialects.core.dialect import Finding
+from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.meaning import TWO_AXES, data_ranks, degrees
+from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput

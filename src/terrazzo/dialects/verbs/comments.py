@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.core.reader import join
+from terrazzo.dialects.core.dotted_keys import join
 
 __all__ = ["Comment", "place", "take"]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.core.description import Description, Extra, Setting, as_text, asks_for_nothing, keys_in
+from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_effect
+from terrazzo.dialects.core.description import Description, Extra, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dotted_keys import flatten, keys_in
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
-from terrazzo.dialects.core.meaning import agree_on, extras_by_key, has_no_effect
-from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.verbs.understand import Understood, read_document
 
 __all__ = ["Conversion", "convert", "convert_reading"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_effect
 from terrazzo.dialects.core.description import MEANING, PATHS, Description, Setting, asks_for_nothing
-from terrazzo.dialects.core.meaning import agree_on, extras_by_key, has_no_effect
 
 __all__ = ["SettingDifference", "compare"]
 

@@ -10,7 +10,7 @@ import yaml
 
 from terrazzo.config.arguments import write_arguments
 from terrazzo.config.files import Format, Loaded
-from terrazzo.dialects.core.description import keys_in
+from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.comments import Comment, place, take
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.dialects.core.agreement import extras_by_key
 from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, as_text
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.meaning import data_ranks, degrees, extras_by_key
+from terrazzo.dialects.core.mesh import data_ranks, degrees
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import LossScaling
 

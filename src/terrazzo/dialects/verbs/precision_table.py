@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from terrazzo.dialects.core.description import PARAMETER_DTYPES, Description, Setting
-from terrazzo.dialects.core.meaning import degrees
+from terrazzo.dialects.core.mesh import degrees
 from terrazzo.engine import StateFormat
 
 __all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.formats.accelerate.launched import (
+from terrazzo.dialects.formats.accelerate.launch_environment import (
     DYNAMO,
     SWITCHES,
     deepspeed_document,

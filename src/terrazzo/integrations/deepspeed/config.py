@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from terrazzo.config.files import Loaded, load
+from terrazzo.dialects.core.agreement import extras_by_key
 from terrazzo.dialects.core.description import Description, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.meaning import extras_by_key
 from terrazzo.dialects.formats.deepspeed.keys import TABLE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.dialects.core.description import LOADED, Description, Setting
-from terrazzo.dialects.core.meaning import degrees
+from terrazzo.dialects.core.mesh import degrees
 from terrazzo.engine import (
     DTYPES,
     LossScaling,

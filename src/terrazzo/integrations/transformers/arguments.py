@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
+from terrazzo.dialects.core.agreement import agree_on
 from terrazzo.dialects.core.description import PATHS, Description
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.meaning import agree_on
-from terrazzo.dialects.formats.accelerate.launched import SWITCHES, dynamo_section, launched_document
+from terrazzo.dialects.formats.accelerate.launch_environment import SWITCHES, dynamo_section, launched_document
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES

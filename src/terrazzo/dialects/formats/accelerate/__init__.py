@@ -2,16 +2,18 @@
 
 In reading order:
 
-    keys            every key, with the default that `accelerate launch` gives it
-    reader          the document that is read: prefixes that may be left out, and keys that are ignored in silence
-    read            what shards, and on which engine; calls the two modules below
-    read_fsdp       `fsdp_config` and `parallelism_config`
-    read_deepspeed  `deepspeed_config`, as the DeepSpeed document that Accelerate's plugin makes of it
-    launched        the same document from a rank's environment and plugin objects
-    findings        what Accelerate refuses, or takes otherwise than it looks
-    write           calls the three modules below
-    write_engines   `deepspeed_config`, and plain replicas
-    write_fsdp      `fsdp_config` and `parallelism_config`
-    write_own       the keys of a document that was Accelerate's before, with their present values
-    dialect         the record of these functions, which the registry has by its name
+    keys                every key, with the default that `accelerate launch` gives it
+    accelerate_reader   the document that is read: prefixes that may be left out, and keys that are ignored in silence
+    read                what shards, and on which engine; calls the two modules below
+    read_fsdp           `fsdp_config` and `parallelism_config`
+    read_deepspeed      `deepspeed_config`, as the DeepSpeed document that Accelerate's plugin makes of it
+    launch_environment  the same document from a rank's environment and plugin objects
+    findings            what Accelerate refuses, or takes otherwise than it looks
+    write               which engine the YAML starts; calls the five modules below
+    write_fsdp          `fsdp_config` and `parallelism_config`
+    write_deepspeed     `deepspeed_config`
+    write_replicas      plain data parallelism
+    write_precision     a verdict on every dtype, by what the engine makes of it
+    write_own           the keys of a document that was Accelerate's before, with their present values
+    dialect             the record of these functions, which the registry has by its name
 """

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import FILE
-from terrazzo.dialects.formats.accelerate.reader import AccelerateReader
-from terrazzo.dialects.formats.shared.accelerate import AXES
+from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 
 __all__ = ["findings"]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.formats.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
-from terrazzo.dialects.formats.accelerate.reader import AccelerateReader
-from terrazzo.dialects.formats.shared.accelerate import stack_precision
-from terrazzo.dialects.formats.shared.fsdp import offload
-from terrazzo.dialects.formats.shared.rows import row_settings
+from terrazzo.dialects.formats.shared.accelerate_stack import stack_precision
+from terrazzo.dialects.formats.shared.fsdp_words import offload
+from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = ["read"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
-from terrazzo.dialects.formats.accelerate.reader import AccelerateReader
+from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.nested import DEEPSPEED, load_named, read_nested
 from terrazzo.errors import listed
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import SHARDING, TIERS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.formats.accelerate.write_engines import write_deepspeed, write_replicas
+from terrazzo.dialects.formats.accelerate.write_deepspeed import write_deepspeed
 from terrazzo.dialects.formats.accelerate.write_fsdp import write_fsdp
 from terrazzo.dialects.formats.accelerate.write_own import write_own
-from terrazzo.dialects.formats.shared.fsdp import leave_to_loop
+from terrazzo.dialects.formats.accelerate.write_replicas import write_replicas
+from terrazzo.dialects.formats.shared.fsdp_words import leave_to_loop
 
 __all__ = ["write"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.meaning import ranks_left
+from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
-from terrazzo.dialects.formats.accelerate.write_engines import write_autocast, write_precision
-from terrazzo.dialects.formats.shared.fsdp import write_offload
-from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, nearest_row, shard_ranks
+from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
+from terrazzo.dialects.formats.shared.fsdp_words import write_offload
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, nearest_row, shard_ranks
 
 __all__ = ["write_fsdp"]
 

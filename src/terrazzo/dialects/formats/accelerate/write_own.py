@@ -9,8 +9,8 @@ from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import canonical_key
-from terrazzo.dialects.formats.shared.accelerate import AXES
-from terrazzo.dialects.formats.shared.deepspeed import STAGES
+from terrazzo.dialects.formats.shared.accelerate_stack import AXES
+from terrazzo.dialects.formats.shared.deepspeed_words import STAGES
 
 __all__ = ["write_own"]
 

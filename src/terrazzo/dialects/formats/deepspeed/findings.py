@@ -8,10 +8,10 @@ from typing import Any
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
+from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.formats.deepspeed.read_precision import DTYPE_WORDS
 from terrazzo.dialects.formats.deepspeed.read_zero import OLD_OFFLOAD
-from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED, in_words
 from terrazzo.errors import listed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, integer, number, section
-from terrazzo.dialects.formats.shared.deepspeed import DEVICE
+from terrazzo.dialects.formats.shared.deepspeed_words import DEVICE
 
 __all__ = ["ZERO_ROWS"]
 

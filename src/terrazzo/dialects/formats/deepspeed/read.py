@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import UNSET, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import KEYS
 from terrazzo.dialects.formats.deepspeed.read_precision import read_precision
 from terrazzo.dialects.formats.deepspeed.read_schedule import read_schedule
@@ -19,7 +20,6 @@ from terrazzo.dialects.formats.deepspeed.read_zero import (
     read_sharding,
     stage_of,
 )
-from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
 
 __all__ = ["read"]
 

@@ -6,7 +6,7 @@ import math
 
 from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED, Setting, SettingsByPath
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
+from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.engine import LossScaling
 
 __all__ = ["DTYPE_WORDS", "read_precision"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
-from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.versions import STRICT_WARMUP
 from terrazzo.errors import did_you_mean
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
-from terrazzo.dialects.core.reader import derived, split
+from terrazzo.dialects.core.dotted_keys import split
+from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
-from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.errors import did_you_mean
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
+from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED, SWITCHED, in_words
-from terrazzo.dialects.formats.shared.rows import ONE_GROUP, in_one_group, row_settings
+from terrazzo.dialects.formats.shared.plan_rows import ONE_GROUP, in_one_group, row_settings
 
 __all__ = [
     "OLD_OFFLOAD",

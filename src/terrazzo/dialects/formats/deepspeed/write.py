@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
+from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.write_precision import write_precision
 from terrazzo.dialects.formats.deepspeed.write_training import (
     write_batch,

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED
-from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
+from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
 
 __all__ = ["write_precision"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, SHARDING
 from terrazzo.dialects.core.key_verdict import VerdictKind
-from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, has_no_effect, tier_and_share
-from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
+from terrazzo.dialects.core.mesh import TWO_AXES
+from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED
-from terrazzo.dialects.formats.shared.deepspeed import STAGES, WHOLE_BETWEEN_STEPS, write_grad
+from terrazzo.dialects.formats.shared.deepspeed_words import STAGES, WHOLE_BETWEEN_STEPS, write_grad
+from terrazzo.dialects.formats.shared.tiers import ON_CPU, tier_and_share
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]
 

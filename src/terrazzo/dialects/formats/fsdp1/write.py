@@ -5,9 +5,9 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.formats.shared.fsdp import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP1_POLICY, write_policy
-from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
+from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write"]
 

@@ -8,7 +8,7 @@ parameter from 2.15 on.
 from __future__ import annotations
 
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, Key, choice, integer
-from terrazzo.dialects.formats.shared.fsdp import DTYPE
+from terrazzo.dialects.formats.shared.fsdp_words import DTYPE
 
 __all__ = ["KEYS"]
 

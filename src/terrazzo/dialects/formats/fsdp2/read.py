@@ -9,8 +9,8 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.read_mesh import read_mesh
-from terrazzo.dialects.formats.shared.fsdp import canonical, dtype, offload, uniform
 from terrazzo.dialects.formats.shared.fsdp_policy import dtype_or, keep_casts, load_dtype
+from terrazzo.dialects.formats.shared.fsdp_words import canonical, dtype, offload, uniform
 
 __all__ = ["read"]
 

@@ -14,8 +14,8 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
-from terrazzo.dialects.formats.shared.fsdp import mesh_sizes
-from terrazzo.dialects.formats.shared.rows import row_settings
+from terrazzo.dialects.formats.shared.fsdp_words import mesh_sizes
+from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = ["MESH_ORDER", "product", "read_mesh"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.meaning import APART, ranks_left
+from terrazzo.dialects.core.mesh import APART, ranks_left
 from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER, product
-from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_sharding"]
 

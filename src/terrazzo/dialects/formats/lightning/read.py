@@ -19,7 +19,7 @@ from terrazzo.dialects.formats.lightning.read_strategy import (
     StrategyReading,
     read_strategy,
 )
-from terrazzo.dialects.formats.shared.rows import in_one_group
+from terrazzo.dialects.formats.shared.plan_rows import in_one_group
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read"]

@@ -12,8 +12,8 @@ from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, SHARED
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
-from terrazzo.dialects.formats.shared.fsdp import offload
-from terrazzo.dialects.formats.shared.rows import row_settings
+from terrazzo.dialects.formats.shared.fsdp_words import offload
+from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = ["Strategy", "StrategyReading", "read_strategy", "strategy_document"]
 

@@ -15,8 +15,8 @@ from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, placed
-from terrazzo.dialects.formats.shared.fsdp import ROW_NAMES, TORCH_NAMES, wants_deepspeed
-from terrazzo.dialects.formats.shared.rows import nearest_row
+from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
+from terrazzo.dialects.formats.shared.plan_rows import nearest_row
 
 __all__ = ["write"]
 

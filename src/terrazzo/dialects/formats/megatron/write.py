@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from terrazzo.dialects.core.agreement import NVME_ONLY, has_no_effect
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, TIERS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, has_no_effect, tier_and_share
 from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, LAUNCHER
 from terrazzo.dialects.formats.megatron.write_precision import write_precision
 from terrazzo.dialects.formats.megatron.write_training import write_training
-from terrazzo.dialects.formats.shared.rows import nearest_row
+from terrazzo.dialects.formats.shared.plan_rows import nearest_row
+from terrazzo.dialects.formats.shared.tiers import ON_CPU, tier_and_share
 
 __all__ = ["write"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.meaning import APART, ranks_left
+from terrazzo.dialects.core.mesh import APART, ranks_left
 from terrazzo.dialects.formats.megatron.keys import DECAYS, KEYS, SCALES
 from terrazzo.dialects.formats.megatron.read_training import ADAMS_SHARE, OPTIMIZERS
 

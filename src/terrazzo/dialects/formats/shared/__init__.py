@@ -1,1 +1,9 @@
-"""What several dialects say alike: `fsdp`, `fsdp_policy`, `deepspeed`, `accelerate`, `rows` that a library lacks."""
+"""What several dialects say alike.
+
+plan_rows         rows of the table for libraries that lack some: the nearest row, and two axes that are one
+tiers             what offload asks for, to a library with one tier for each state
+fsdp_words        torch's names of dtypes and strategies, units, meshes and offload
+fsdp_policy       mixed precision as torch's two policies have it
+deepspeed_words   stages and offload, for DeepSpeed's own document and Accelerate's keys for it
+accelerate_stack  axes and dtypes of what Accelerate runs, for its own document and the Trainer's
+"""

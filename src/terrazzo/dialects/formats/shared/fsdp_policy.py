@@ -13,7 +13,7 @@ from terrazzo.dialects.core.description import LOADED, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.shared.fsdp import TORCH_DTYPES, TORCH_NAMES
+from terrazzo.dialects.formats.shared.fsdp_words import TORCH_DTYPES, TORCH_NAMES
 
 __all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "dtype_or", "keep_casts", "load_dtype", "write_policy"]
 

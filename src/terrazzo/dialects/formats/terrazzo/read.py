@@ -10,7 +10,7 @@ from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import MuonConfig, check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
-from terrazzo.dialects.core.meaning import APART
+from terrazzo.dialects.core.mesh import APART
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
 from terrazzo.dialects.formats.terrazzo.paths import PATH_OF, WORDS

@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Collection
 
 from terrazzo.config import KEYS, MuonConfig
+from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.meaning import APART, degrees, has_no_effect, ranks_left
-from terrazzo.dialects.formats.terrazzo.draft import HubDraft
-from terrazzo.dialects.formats.terrazzo.precision import write_precision
+from terrazzo.dialects.core.mesh import APART, degrees, ranks_left
+from terrazzo.dialects.formats.terrazzo.hub_draft import HubDraft
+from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
 from terrazzo.optim import AdEMAMix, Lion, Muon
 

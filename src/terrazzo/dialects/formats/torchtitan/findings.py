@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
 
 __all__ = ["findings"]

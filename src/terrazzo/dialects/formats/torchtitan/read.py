@@ -9,9 +9,8 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
-from terrazzo.dialects.formats.shared.fsdp import offload
-from terrazzo.dialects.formats.shared.rows import row_settings
-from terrazzo.dialects.formats.torchtitan.float8 import read_float8
+from terrazzo.dialects.formats.shared.fsdp_words import offload
+from terrazzo.dialects.formats.shared.plan_rows import row_settings
 from terrazzo.dialects.formats.torchtitan.keys import (
     DEGREES,
     KEYS,
@@ -23,6 +22,7 @@ from terrazzo.dialects.formats.torchtitan.keys import (
     SCHEDULES,
     STAGE_LAYERS,
 )
+from terrazzo.dialects.formats.torchtitan.read_float8 import read_float8
 
 __all__ = ["read"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import LOADED, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.meaning import ranks_left
-from terrazzo.dialects.formats.shared.fsdp import TORCH_NAMES, write_offload
+from terrazzo.dialects.core.mesh import ranks_left
+from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
 from terrazzo.dialects.formats.torchtitan.write_plan import APART, option, write_plan
 

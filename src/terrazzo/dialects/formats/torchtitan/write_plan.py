@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.meaning import has_no_effect, ranks_left
-from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, choose_row
+from terrazzo.dialects.core.mesh import ranks_left
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row
 from terrazzo.dialects.formats.torchtitan.keys import DEGREES, KEYS, PIPELINE, SCHEDULES, STAGE_LAYERS
 
 __all__ = ["APART", "option", "write_plan"]

@@ -3,7 +3,7 @@
 In reading order:
 
     keys            every field, and what became of those of earlier versions
-    reader          the arguments that are read: older spellings, files they name, the DeepSpeed document inside
+    trainer_reader  the arguments that are read: older spellings, files they name, the DeepSpeed document inside
     read            arguments to the neutral description; calls the two modules below
     read_parallel   what is sharded and how: `fsdp`, `fsdp_config`, `parallelism_config`, `distributed_config`
     read_loop       batch, optimizer, schedule, clipping, saving

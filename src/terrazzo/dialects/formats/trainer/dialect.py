@@ -11,7 +11,7 @@ from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.trainer.findings import findings
 from terrazzo.dialects.formats.trainer.keys import ALIASES, FIELDS, KEYS, REMOVED
 from terrazzo.dialects.formats.trainer.read import read
-from terrazzo.dialects.formats.trainer.reader import canonical_key
+from terrazzo.dialects.formats.trainer.trainer_reader import canonical_key
 from terrazzo.dialects.formats.trainer.write import write
 
 __all__ = ["DIALECT"]

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.nested import DEEPSPEED, keyed, read_nested
 from terrazzo.dialects.formats.trainer.keys import FIELDS
-from terrazzo.dialects.formats.trainer.reader import canonical_key
+from terrazzo.dialects.formats.trainer.trainer_reader import canonical_key
 
 __all__ = ["MATCHED", "findings"]
 

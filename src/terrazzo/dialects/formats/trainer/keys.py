@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, Rows, choice, integer, number, section
-from terrazzo.dialects.formats.shared.accelerate import AXES
-from terrazzo.dialects.formats.shared.fsdp import VERSION
+from terrazzo.dialects.formats.shared.accelerate_stack import AXES
+from terrazzo.dialects.formats.shared.fsdp_words import VERSION
 
 __all__ = [
     "ALIASES",

@@ -11,7 +11,7 @@ from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.keys import number as number_type
 from terrazzo.dialects.core.reader import derived, only_from_file
 from terrazzo.dialects.formats.trainer.keys import FIELDS
-from terrazzo.dialects.formats.trainer.reader import TrainerReader
+from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
 
 __all__ = ["read_loop"]
 

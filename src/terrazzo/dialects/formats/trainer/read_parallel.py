@@ -6,11 +6,11 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.formats.shared.accelerate import AXES
-from terrazzo.dialects.formats.shared.fsdp import MIN_NUMEL, NUMBERED, STRATEGIES, offload
-from terrazzo.dialects.formats.shared.rows import HYBRID, row_settings
+from terrazzo.dialects.formats.shared.accelerate_stack import AXES
+from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID, row_settings
 from terrazzo.dialects.formats.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
-from terrazzo.dialects.formats.trainer.reader import TrainerReader
+from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read_parallel", "stack_of"]

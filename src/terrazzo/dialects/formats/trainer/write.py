@@ -14,7 +14,7 @@ from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.formats.nested import DEEPSPEED, placed
-from terrazzo.dialects.formats.shared.fsdp import wants_deepspeed
+from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
 from terrazzo.dialects.formats.trainer.findings import MATCHED
 from terrazzo.dialects.formats.trainer.write_loop import write_loop
 from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fsdp, write_precision

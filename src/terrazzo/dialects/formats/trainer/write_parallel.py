@@ -5,9 +5,9 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.formats.shared.accelerate import AUTOCAST, stack_precision, stays_as_loaded
-from terrazzo.dialects.formats.shared.fsdp import MIN_NUMEL, write_offload
-from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
+from terrazzo.dialects.formats.shared.accelerate_stack import AUTOCAST, stack_precision, stays_as_loaded
+from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, write_offload
+from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 

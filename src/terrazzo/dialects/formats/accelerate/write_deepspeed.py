@@ -1,14 +1,16 @@
-"""Writing `deepspeed_config`, and what plain replicas leave to say."""
+"""Writing `deepspeed_config`: what Accelerate's plugin takes of DeepSpeed's configuration."""
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, TIERS
+from terrazzo.dialects.core.agreement import NVME_ONLY
+from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, TWO_AXES, tier_and_share
-from terrazzo.dialects.formats.shared.accelerate import AUTOCAST, stays_as_loaded
-from terrazzo.dialects.formats.shared.deepspeed import BY_PARAMETER, STAGES, WHOLE_BETWEEN_STEPS, write_grad
+from terrazzo.dialects.core.mesh import TWO_AXES
+from terrazzo.dialects.formats.accelerate.write_precision import write_precision
+from terrazzo.dialects.formats.shared.deepspeed_words import BY_PARAMETER, STAGES, WHOLE_BETWEEN_STEPS, write_grad
+from terrazzo.dialects.formats.shared.tiers import ON_CPU, tier_and_share
 
-__all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
+__all__ = ["write_deepspeed"]
 
 _D, _P = "deepspeed_config", "parallelism_config.parallelism_config_"
 _IN_FILE = "only a deepspeed_config_file says it"
@@ -17,32 +19,6 @@ _LOST = {
     "hpz": f"hpZ is in no key of Accelerate's: {_IN_FILE}",
     "hybrid_shard": "DeepSpeed splits over all ranks: less memory, more traffic",
 }
-
-
-def write_precision(draft: TerseDraft, brought: dict[str, str], why: str) -> None:
-    """A verdict for every dtype that the stack brings along, and `why` another one is lost."""
-    for state, kind in brought.items():
-        path = f"precision.{state}"
-        wanted = draft.value(path)
-        if wanted is None or wanted == kind:
-            draft.implied(path, key="mixed_precision" if draft.has("mixed_precision") else "")
-        elif kind == LOADED:
-            draft.lossy(path, stays_as_loaded(wanted))
-        else:
-            draft.lossy(path, f"it is {kind} there: {why}")
-
-
-def write_autocast(draft: TerseDraft, half: str | None) -> None:
-    """Accelerate runs the forward under autocast, sharded or not, but for DeepSpeed."""
-    if half and draft.value("precision.autocast") is not True:
-        draft.lossy("precision.autocast", AUTOCAST, "mixed_precision")
-    elif half:
-        draft.implied("precision.autocast", key="mixed_precision")
-    elif draft.value("precision.autocast"):
-        draft.lossy("precision.autocast", "without mixed_precision there is none")
-
-
-# -- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
 def write_deepspeed(draft: TerseDraft, half: str | None) -> None:
@@ -159,34 +135,3 @@ def _axes(draft: TerseDraft, stage: int) -> None:
             draft.lossy(path, f"DeepSpeed gathers ahead by elements: {_IN_FILE}")
         else:
             draft.implied(path)
-
-
-# -- replicas ------------------------------------------------------------------------------------------------------
-
-
-def write_replicas(draft: TerseDraft, half: str | None) -> None:
-    """Plain data parallelism says little: nothing is split, and compute is autocast's."""
-    draft.implied(SHARDING, key="distributed_type")
-    draft.implied(DATA_AXES, "all ranks that are started")
-    for path in TIERS:
-        if draft.value(path, "device") != "device":
-            draft.refuse(path, "plain replicas have no offload: take a plan that splits, such as zero3")
-    as_loaded = dict.fromkeys(("weight", "reduce", "accumulate", "master", "moments", "saved", "buffers"), LOADED)
-    write_precision(
-        draft, {**as_loaded, "output": "fp32"} if half else {**as_loaded, "compute": LOADED, "output": LOADED}, ""
-    )
-    write_autocast(draft, half)
-    for path in ("precision.loss_scaling", "precision.static_loss_scale"):
-        if draft.value(path) is not None:
-            draft.lossy(path, "Accelerate scales the loss by torch's GradScaler: pass GradScalerKwargs")
-    draft.implied(["units.policy", "units.classes", "units.min_numel"], "whole weights are not gathered")
-    draft.implied(["prefetch.forward", "prefetch.backward"], "whole weights are not gathered")
-    draft.implied("loading.broadcast")
-    if draft.value("saving.export") == "hf":
-        draft.lossy("saving.export", "your code writes it: accelerator.unwrap_model(model).save_pretrained(...)")
-    else:
-        draft.implied("saving.export")
-    if draft.value("saving.state", "full") != "full":
-        draft.implied("saving.state", "every rank has the whole state: its checkpoint fits any number of ranks")
-    else:
-        draft.implied("saving.state")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from terrazzo.dialects.core.description import LOADED
-from terrazzo.dialects.formats.terrazzo.draft import HubDraft
+from terrazzo.dialects.formats.terrazzo.hub_draft import HubDraft
 from terrazzo.engine import DTYPE_NAMES, MOMENTS_NAMES, PRECISIONS, LossScaling
 from terrazzo.words import DTYPE_FIELDS
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import SHARDING, Description, Setting, SettingOrigin, SettingsByPath, row_name
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.meaning import APART, ranks_left
+from terrazzo.dialects.core.mesh import APART, ranks_left
 from terrazzo.dialects.core.reader import derived
 from terrazzo.engine import Plan
 

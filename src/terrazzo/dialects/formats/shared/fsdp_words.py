@@ -6,11 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.dialects.core.agreement import NVME_ONLY
 from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, SettingsByPath, asks_for_nothing
 from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.core.keys import choice
-from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU
 from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.formats.shared.tiers import ON_CPU
 
 __all__ = [
     "DTYPE",

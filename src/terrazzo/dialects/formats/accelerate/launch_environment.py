@@ -12,7 +12,7 @@ import yaml
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.formats.nested import load_named
-from terrazzo.dialects.formats.shared.accelerate import AXES
+from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -8,8 +8,9 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.reader import Reader, flatten
+from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.nested import DEEPSPEED, Nested, load_named, merge, read_nested
 from terrazzo.dialects.formats.trainer.keys import ALIASES, KEYS
 

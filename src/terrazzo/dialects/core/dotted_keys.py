@@ -1,0 +1,42 @@
+"""Dotted keys such as `zero_optimization.stage`: of the leaves of a document, taken apart and put together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["flatten", "join", "keys_in", "split"]
+
+
+def flatten(document: Mapping[str, Any], opaque: Iterable[str] = ()) -> dict[str, Any]:
+    """Leaves by dotted key. Lists, empty sections and the keys in `opaque` are leaves."""
+    flat: dict[str, Any] = {}
+    leaves = frozenset(opaque)
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value and prefix not in leaves:
+            for name, inner in value.items():
+                walk(join(prefix, str(name)), inner)
+        elif prefix:
+            flat[prefix] = value
+
+    walk("", document)
+    return flat
+
+
+def join(prefix: str, name: str) -> str:
+    """A dotted key; a name with dots of its own, or with what joins keys, is quoted."""
+    part = f'"{name}"' if "." in name or ", " in name else name
+    return f"{prefix}.{part}" if prefix else part
+
+
+def split(key: str) -> list[str]:
+    """The names that `join` put together."""
+    return [part.strip('"') for part in re.findall(r'"[^"]*"|[^.]+', key)]
+
+
+def keys_in(text: str) -> tuple[str, ...]:
+    """The keys that `", "` joins; one with a comma of its own has quotes around the name, see `join`."""
+    parts = re.findall(r'(?:^|, )((?:"[^"]*"|(?!, ).)*)', text, re.DOTALL) if '"' in text else text.split(", ")
+    return tuple(part for part in parts if part)

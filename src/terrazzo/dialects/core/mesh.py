@@ -1,0 +1,56 @@
+"""The mesh of a description: how many ranks each axis has, and how many are left for one that does not say it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from terrazzo.dialects.core.description import MODEL_AXES, Description
+from terrazzo.engine import PLANS, Plan
+
+__all__ = ["APART", "TWO_AXES", "data_ranks", "degrees", "ranks_left"]
+
+TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
+"""Rows that need replicas and shards."""
+APART = tuple(axis for axis in MODEL_AXES if axis != "ep")
+"""Axes whose ranks see the same data. Experts are split over data ranks."""
+
+
+def degrees(description: Description) -> dict[str, int | None]:
+    """Every axis of the mesh with its degree; None where that is not known.
+
+    `dp_shard` is what is left of the world. Where it is given and `dp_replicate` is set to None, that is what is left.
+    A hybrid row of which neither is given splits over one node, and how many there are is not known.
+    """
+    sizes = {axis: description.value(f"mesh.{axis}") or 1 for axis in ("pp", "dp_replicate", "cp", "sp", "tp")}
+    shard, world, replicas = (description[f"mesh.{name}"] for name in ("dp_shard", "world", "dp_replicate"))
+    open_replicas = replicas.is_set and replicas.value is None
+    known: dict[str, int | None] = {**sizes, "dp_shard": shard.value}
+    if shard.value is None and open_replicas and description.value("sharding.optim") in ("S", "S,R"):
+        return {**known, "dp_replicate": None}
+    if shard.value is not None and not open_replicas:
+        return known
+    axis = "dp_shard" if shard.value is None else "dp_replicate"
+    known[axis] = None
+    taken = math.prod(degree for degree in known.values() if degree is not None)
+    if world.value is not None and world.value % taken == 0:
+        known[axis] = world.value // taken
+    return known
+
+
+def data_ranks(description: Description) -> int | None:
+    """Ranks that see different data; None where it is not known."""
+    sizes, world = degrees(description), description.value("mesh.world")
+    if sizes["dp_shard"] and sizes["dp_replicate"]:
+        return sizes["dp_shard"] * sizes["dp_replicate"]
+    others = math.prod(sizes[axis] or 1 for axis in APART)
+    return None if world is None or world % others else world // others
+
+
+def ranks_left(description: Description, world: int | None, axes: Iterable[str]) -> int | None:
+    """Ranks that some axes leave: of the world that the description says, else of `world`.
+
+    0 where they need more than there are; None where the number of ranks is not known.
+    """
+    ranks: int | None = description.value("mesh.world") or world
+    return None if ranks is None else ranks // math.prod(description.value(f"mesh.{axis}") or 1 for axis in axes)

@@ -1,0 +1,37 @@
+"""Writing plain replicas: nothing is split, and little is left to say."""
+
+from __future__ import annotations
+
+from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, TIERS
+from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
+
+__all__ = ["write_replicas"]
+
+
+def write_replicas(draft: TerseDraft, half: str | None) -> None:
+    """Plain data parallelism says little: nothing is split, and compute is autocast's."""
+    draft.implied(SHARDING, key="distributed_type")
+    draft.implied(DATA_AXES, "all ranks that are started")
+    for path in TIERS:
+        if draft.value(path, "device") != "device":
+            draft.refuse(path, "plain replicas have no offload: take a plan that splits, such as zero3")
+    as_loaded = dict.fromkeys(("weight", "reduce", "accumulate", "master", "moments", "saved", "buffers"), LOADED)
+    write_precision(
+        draft, {**as_loaded, "output": "fp32"} if half else {**as_loaded, "compute": LOADED, "output": LOADED}, ""
+    )
+    write_autocast(draft, half)
+    for path in ("precision.loss_scaling", "precision.static_loss_scale"):
+        if draft.value(path) is not None:
+            draft.lossy(path, "Accelerate scales the loss by torch's GradScaler: pass GradScalerKwargs")
+    draft.implied(["units.policy", "units.classes", "units.min_numel"], "whole weights are not gathered")
+    draft.implied(["prefetch.forward", "prefetch.backward"], "whole weights are not gathered")
+    draft.implied("loading.broadcast")
+    if draft.value("saving.export") == "hf":
+        draft.lossy("saving.export", "your code writes it: accelerator.unwrap_model(model).save_pretrained(...)")
+    else:
+        draft.implied("saving.export")
+    if draft.value("saving.state", "full") != "full":
+        draft.implied("saving.state", "every rank has the whole state: its checkpoint fits any number of ranks")
+    else:
+        draft.implied("saving.state")
