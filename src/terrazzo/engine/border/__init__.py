@@ -24,6 +24,8 @@ Nothing is replaced on a user's class, nor in torch. Two objects that users reac
 Read sharded_module and sharded_optimizer; collective_calls, methods that all ranks must call together; load_hooks,
 users' hooks around `load_state_dict`; grad_attribute, when `parameter.grad` is there; gradient_stand_in, what it is,
 bucket_stand_ins, those of one bucket, gradient_answers, what they are answered, and grad_edits, what users put in their
-place; measures and measured, sums and norms over all ranks; forward_methods; unattached_optimizers. `tools/border.py` has
-the whole answer, act by act and moment by moment: a test does all of it, and a page of the documentation shows it.
+place; measures and measured, sums and norms over all ranks; forward_methods; unattached_optimizers.
+
+`tools/border.py` has the whole answer, act by act and moment by moment: a test does all of it, and a page of the
+documentation shows it.
 """

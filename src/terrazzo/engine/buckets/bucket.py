@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, copy_changed, differ
+from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, StateStore, copy_changed, differ
 from terrazzo.engine.buckets.edits import adopt_data
 from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
@@ -84,7 +84,7 @@ class Bucket(BucketSpec):
         self.moments: dict[str, Resting] = {}
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
-        self._moment_homes: list[Resting] = []
+        self._moment_places: list[Resting] = []
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -109,7 +109,7 @@ class Bucket(BucketSpec):
 
     # -- building ----------------------------------------------------------------------------------------------
 
-    def build(self, store: Homes) -> None:
+    def build(self, store: StateStore) -> None:
         """Allocate the states, fill them from the parameters' values, and make the parameters views."""
         precision, tiers = self.precision, self.tiers
         if self.packed is None:
@@ -128,19 +128,19 @@ class Bucket(BucketSpec):
             self._fill(slot, member.parameter.detach())
         self.full = FullWeights(self.members, self, self.space, self.weight, self.ledger)
 
-    def build_moments(self, store: Homes, names: Iterable[str]) -> None:
+    def build_moments(self, store: StateStore, names: Iterable[str]) -> None:
         """Room for what the optimizer will keep for each element away from the device or in 8 bits: what an earlier
         one has left is used again.
         """
-        wanted, homes, form = list(names), self._moment_homes, self.precision.narrow
-        while len(homes) < len(wanted):
+        wanted, places, form = list(names), self._moment_places, self.precision.narrow
+        while len(places) < len(wanted):
             if form is None:
-                homes.append(store.state(self.space, self.optim_axes, self.precision.shown_moments, self.tiers.optim))
+                places.append(store.state(self.space, self.optim_axes, self.precision.shown_moments, self.tiers.optim))
             else:
-                homes.append(
+                places.append(
                     store.state(self.space.packed(STATE_BLOCKS), self.optim_axes, torch.uint8, self.tiers.optim)
                 )
-        self.moments = dict(zip(wanted, homes, strict=False))
+        self.moments = dict(zip(wanted, places, strict=False))
         if form is not None:
             axes = self.optim_axes
             self.moments = {k: NarrowState(self.space, axes, codes, form, k) for k, codes in self.moments.items()}
@@ -148,7 +148,7 @@ class Bucket(BucketSpec):
     @property
     def moments_room(self) -> int:
         """How many states for each element there is room for away from the device."""
-        return len(self._moment_homes)
+        return len(self._moment_places)
 
     def states(self) -> list[Resting]:
         """The memories that hold the parameters' values: the weight, and the master where it is another one."""

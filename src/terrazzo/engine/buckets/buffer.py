@@ -2,7 +2,7 @@
 
 Ranges nest (see `layout`), so each move is one contiguous collective per mesh axis that it adds or removes, straight
 between the memory it comes from and the memory it ends in. A state may also rest where no tensor can point to it, in a
-file; `Resting` is what can be asked of a state wherever it lies, and `Homes` gives it a place.
+file; `Resting` is what can be asked of a state wherever it lies, and `StateStore` gives it a place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from terrazzo.engine.plan.layout import BlockFormat, Layout, Range, Slot, share
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job
 
-__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "copy_changed", "differ", "view"]
+__all__ = ["Access", "Buffer", "Resting", "Space", "StateStore", "copy_changed", "differ", "view"]
 
 Access = Literal["read", "change", "replace"]
 """What is done with opened elements: they are read; read and written; all written, whatever they were before."""
@@ -156,7 +156,7 @@ class Buffer(Resting):
         return self.data
 
 
-class Homes(Protocol):
+class StateStore(Protocol):
     """What a bucket asks of whatever has places for its states on every tier: `Store`, in a model that runs."""
 
     def state(self, space: Space, axes: tuple[str, ...], dtype: torch.dtype, tier: str) -> Resting:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space
+from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, StateStore
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.comm.sums import multiply
 from terrazzo.engine.plan.layout import Range
@@ -29,19 +29,19 @@ class FinishedGradient:
         changes: how often the gradient has changed.
     """
 
-    _store: Homes  # from `build` on
-    _home: Resting | None  # None on the device: each finished gradient is a tensor of its own
+    _store: StateStore  # from `build` on
+    _place: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
     def __init__(self, space: Space, sharding: ShardingSpec, axes: tuple[str, ...], tier: str) -> None:
         self.space, self._sharding, self._axes, self._tier = space, sharding, axes, tier
         self.sum: SummedGradient | None = None
         self.changes = 0
 
-    def build(self, store: Homes) -> None:
+    def build(self, store: StateStore) -> None:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
         dtype = self._sharding.precision.accumulate
-        self._home = None if self._tier == "device" else store.state(self.space, self._axes, dtype, self._tier)
+        self._place = None if self._tier == "device" else store.state(self.space, self._axes, dtype, self._tier)
 
     @property
     def exists(self) -> bool:
@@ -58,10 +58,10 @@ class FinishedGradient:
             for part in resting.cuts(resting.range):
                 with resting.opened(part, "change") as sums:
                     sums.add_(data.part(part).to(sums.device))
-        elif self._home is None:
+        elif self._place is None:
             self.sum = SummedGradient(data)
         else:
-            self.sum = SummedGradient(self._home, self._store.commit(self._home, data))
+            self.sum = SummedGradient(self._place, self._store.commit(self._place, data))
 
     def handed_over(self, stepped: Sequence[Range], seen: Iterable[Range]) -> SummedGradient:
         """The gradient for an update, which waits until it has landed, and applies the clipping factor itself.
@@ -91,7 +91,7 @@ class FinishedGradient:
         self.changes += 1
         if finished is None:
             return
-        if self._home is None:
+        if self._place is None:
             finished.change(lambda data: multiply(data, factor))
             return
         finished.put_off(factor)

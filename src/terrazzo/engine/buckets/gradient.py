@@ -16,7 +16,7 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.buffer import Buffer, Homes, Space
+from terrazzo.engine.buckets.buffer import Buffer, Space, StateStore
 from terrazzo.engine.buckets.finished import FinishedGradient
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.buckets.unreduced import UnreducedGradient
@@ -53,7 +53,7 @@ class Gradient:
         finished: the finished gradient.
     """
 
-    _store: Homes  # from `build` on
+    _store: StateStore  # from `build` on
 
     def __init__(
         self, space: Space, sharding: ShardingSpec, members: Sequence[Member], ledger: Ledger, sums: Sums, tier: str
@@ -66,9 +66,9 @@ class Gradient:
         self._counts = [first or member.record is None or not member.record.replicated for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
-        self._partial_home: Buffer | None = None
+        self._partial_place: Buffer | None = None
 
-    def build(self, store: Homes) -> None:
+    def build(self, store: StateStore) -> None:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
         self.finished.build(store)
@@ -208,10 +208,10 @@ class Gradient:
             self._partial = SummedGradient(sums)
             self.ledger.acquire(sums.nbytes - counted_bytes)
             return
-        if self._partial_home is None:
-            home = self._store.extra_host(sums.nbytes).view(sums.dtype)
-            self._partial_home = Buffer(self.space, sums.axes, home)
-        self._partial = SummedGradient(self._partial_home, self._store.commit(self._partial_home, sums))
+        if self._partial_place is None:
+            host = self._store.extra_host(sums.nbytes).view(sums.dtype)
+            self._partial_place = Buffer(self.space, sums.axes, host)
+        self._partial = SummedGradient(self._partial_place, self._store.commit(self._partial_place, sums))
 
     def _complete(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
         """Sum over the remaining axes, divide once, and bring the finished gradient to its tier."""

@@ -59,7 +59,7 @@ class CommStreams:
         with self._further[index].inside():
             yield
 
-    def home(self) -> AbstractContextManager[Any]:
+    def for_computation(self) -> AbstractContextManager[Any]:
         """Inside of `chain`: memory that is allocated inside belongs to the computation's stream."""
         return self._user.inside()
 

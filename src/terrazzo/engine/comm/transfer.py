@@ -221,7 +221,7 @@ class Transfer(Generic[T]):
     def outlive(self, make: Callable[[], Any]) -> Any:
         """Have `make` allocate memory of the computation; hold it until the computation has waited for the chain."""
         assert self._streams is not None, "without streams a chain runs in the computation"
-        with self._streams.home():
+        with self._streams.for_computation():
             self._outlive.append(make())
         return self._outlive[-1]
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.stepper import bring_home
+from terrazzo.engine.optim.stepper import bring_back
 from terrazzo.errors import Misuse
 
 __all__ = ["ParamGroups"]
@@ -69,7 +69,7 @@ class ParamGroups:
         if self.stepping:
             for segment in self.segments:
                 if isinstance(segment.bucket.master, Buffer):
-                    bring_home(segment.parameter, segment.bucket.master.part(segment.range))
+                    bring_back(segment.parameter, segment.bucket.master.part(segment.range))
             self.stepping, self._excluded = False, _is_skipped
             self._fill()
             self._drop_gradients()

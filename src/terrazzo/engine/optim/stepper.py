@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import STEP_HOOKS, Settings, frozen
 
-__all__ = ["Stepper", "bare_copy", "bring_home", "is_torchs", "unhooked_step"]
+__all__ = ["Stepper", "bare_copy", "bring_back", "is_torchs", "unhooked_step"]
 
 
 class Stepper:
@@ -47,9 +47,9 @@ class Stepper:
         number, groups = group - self._first, self._settings.groups
         shown = enumerate(groups) if self.is_own else [(number, groups[number])]
         copy.param_groups = [{**frozen(each), "params": [parameter] if i == number else []} for i, each in shown]
-        home = parameter.detach()
+        place = parameter.detach()
         unhooked_step(copy)
-        bring_home(parameter, home)
+        bring_back(parameter, place)
         return dict(copy.state[parameter])
 
     def changed_since(self, optimizer: Optimizer) -> list[str]:
@@ -73,12 +73,12 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     return copied
 
 
-def bring_home(parameter: nn.Parameter, home: Tensor) -> None:
-    """An update has given `parameter` other memory, by `p.data = ...`, where its values are looked for in `home`."""
-    if parameter.data_ptr() != home.data_ptr():
+def bring_back(parameter: nn.Parameter, place: Tensor) -> None:
+    """An update has given `parameter` other memory, by `p.data = ...`, where its values are looked for in `place`."""
+    if parameter.data_ptr() != place.data_ptr():
         with torch.no_grad():
-            home.copy_(parameter.detach())
-        parameter.data = home
+            place.copy_(parameter.detach())
+        parameter.data = place
 
 
 def unhooked_step(optimizer: Optimizer) -> None:

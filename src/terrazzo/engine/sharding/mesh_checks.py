@@ -118,8 +118,8 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
         BadInput: on every rank.
     """
     shared, has_experts = axes.live(axes.beside), axes.has_experts
-    homes = {Family.DENSE: bool(shared), Family.SHARED: bool(shared), Family.EXPERT: has_experts}
-    recorded = [member.name for member in members if member.record is not None and not homes[member.family]]
+    has_axes = {Family.DENSE: bool(shared), Family.SHARED: bool(shared), Family.EXPERT: has_experts}
+    recorded = [member.name for member in members if member.record is not None and not has_axes[member.family]]
     whole = [member.name for member in members if member.record is None]
     if recorded:
         raise BadInput(
