@@ -128,8 +128,8 @@ MUTATIONS = [
     Mutation(
         "an edit in 16 bits rounds the master weights that it leaves alone",
         "engine/buckets/buffer.py",
-        "torch.where(as_seen(kept).to(value.dtype) == value, kept, value.to(kept.dtype))",
-        "value.to(kept.dtype)",
+        "torch.where(as_seen(values).to(value.dtype) == value, values, value.to(values.dtype))",
+        "value.to(values.dtype)",
         "engine/test_at_rest.py",
     ),
     Mutation(

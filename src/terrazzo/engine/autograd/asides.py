@@ -37,11 +37,11 @@ def map_asides(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     seen: set[int] = set()
     for module in model.modules():
         own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-        _change_held(vars(module), own, change, seen)
+        _change_attributes(vars(module), own, change, seen)
         for each in own.values():
             if _is_plain(each) and id(each) not in seen:
                 seen.add(id(each))
-                _change_held(vars(each), dict(vars(each)), change, seen)
+                _change_attributes(vars(each), dict(vars(each)), change, seen)
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
@@ -58,22 +58,22 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> 
         return value
     seen.add(id(value))
     if is_made:
-        held = [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
+        entries = [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
     else:
-        held = [*(value.items() if isinstance(value, dict) else enumerate(value))]
-    for key, each in held:
+        entries = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+    for key, each in entries:
         if (made := _changed(each, change, seen)) is not each:
             set_part(value, key, made)
     return value
 
 
-def _change_held(
-    held: dict[str, Any], some: dict[str, Any], change: Callable[[Tensor], Tensor], seen: set[int]
+def _change_attributes(
+    attributes: dict[str, Any], some: dict[str, Any], change: Callable[[Tensor], Tensor], seen: set[int]
 ) -> None:
-    """The same of `some` attributes of an object, which are `held` there; other objects among them stay closed."""
+    """The same of `some` of an object's `attributes`; other objects among them stay closed."""
     for name, each in some.items():
         if (made := _changed(each, change, seen)) is not each:
-            held[name] = made
+            attributes[name] = made
 
 
 def _is_plain(value: Any) -> bool:

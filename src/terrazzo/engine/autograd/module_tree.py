@@ -64,7 +64,7 @@ class ModuleTree:
         now: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             now.setdefault(parameter, []).append(name)
-        fresh = [held[0] for each, held in now.items() if each.requires_grad and note_of(each) is None]
+        fresh = [names[0] for each, names in now.items() if each.requires_grad and note_of(each) is None]
         if fresh and not self._lets_in:
             raise Misuse(
                 f"{listed([*map(repr, fresh)])} came to the model after tz.shard: on each rank it would be trained on "

@@ -61,17 +61,17 @@ class SavedWeights:
         return tensor.detach(), tensor._version, unit, None  # an operation's own output would hold the operation
 
     def _unpack(self, packed: _Packed) -> Tensor:
-        kept, version, unit, unpack = packed
+        saved, version, unit, unpack = packed
         if unpack is not None:
-            return unpack(kept)
+            return unpack(saved)
         if unit is not None:
             self._use(unit)
-        if kept._version != version:  # torch leaves this check to whoever sets hooks
+        if saved._version != version:  # torch leaves this check to whoever sets hooks
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(kept.shape)} is at version {kept._version}; expected version {version} instead."
+                f"{tuple(saved.shape)} is at version {saved._version}; expected version {version} instead."
             )
-        tensor: Tensor = kept
+        tensor: Tensor = saved
         return tensor
 
 

@@ -13,15 +13,15 @@ __all__ = ["check_loading", "hooked_after", "hooked_before", "own_method"]
 
 
 class _Edited(MutableMapping[str, Any]):
-    """A state dict, maybe lazy, with the changes of hooks; the one that was given stays as it was."""
+    """A state dict, maybe lazy, with the changes of hooks; the one from before stays as it was."""
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        self._given, self._changed, self._gone = state_dict, dict[str, Any](), set[str]()
+        self._before, self._changed, self._gone = state_dict, dict[str, Any](), set[str]()
 
     def __getitem__(self, name: str) -> Any:
         if name in self._gone:
             raise KeyError(name)
-        return self._changed[name] if name in self._changed else self._given[name]
+        return self._changed[name] if name in self._changed else self._before[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._gone.discard(name)
@@ -34,11 +34,11 @@ class _Edited(MutableMapping[str, Any]):
         self._changed.pop(name, None)
 
     def __contains__(self, name: object) -> bool:  # the inherited one would look up a lazy tensor
-        return name not in self._gone and (name in self._changed or name in self._given)
+        return name not in self._gone and (name in self._changed or name in self._before)
 
     def __iter__(self) -> Iterator[str]:
-        yield from (name for name in self._given if name not in self._gone)
-        yield from (name for name in self._changed if name not in self._given)
+        yield from (name for name in self._before if name not in self._gone)
+        yield from (name for name in self._changed if name not in self._before)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -217,8 +217,8 @@ class Bucket(BucketSpec):
     def _differs(self, slot: Slot) -> bool:
         """Whether the full weights have other values than this rank's part of a parameter: numpy leaves no trace."""
         for part in self.weight.cuts(slot.range.intersect(self.weight.range)):
-            with self.weight.opened(part) as kept, self.full.buffer.opened(part) as seen:
-                value = kept.to(device=seen.device, dtype=seen.dtype)
+            with self.weight.opened(part) as weight, self.full.buffer.opened(part) as seen:
+                value = weight.to(device=seen.device, dtype=seen.dtype)
                 if not torch.equal(value.nan_to_num(), seen.nan_to_num()):
                     return True
         return False
@@ -229,7 +229,7 @@ class Bucket(BucketSpec):
             return
         has_master, edits = self.has_own_master, self.full.edits
         if edits.take_written() or (
-            has_master and edits.asked and differ(self.master, self.weight, self._master_as_seen)
+            has_master and edits.data_taken and differ(self.master, self.weight, self._master_as_seen)
         ):
             self.note_change()
             if has_master:

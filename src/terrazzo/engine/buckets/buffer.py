@@ -89,11 +89,11 @@ class Resting(ABC):
 
     def copied(self, wanted: Range, device: torch.device) -> Tensor:
         """What is held of `wanted`, in memory of its own on `device`."""
-        held = self.range.intersect(wanted)
-        data = torch.empty(held.numel, dtype=self.dtype, device=device)
-        for cut in self.cuts(held):
+        own = self.range.intersect(wanted)
+        data = torch.empty(own.numel, dtype=self.dtype, device=device)
+        for cut in self.cuts(own):
             with self.opened(cut) as part:
-                data[cut.within(held)] = part.detach()
+                data[cut.within(own)] = part.detach()
         return data
 
     def save(self, source: Buffer) -> None:
@@ -124,9 +124,9 @@ class Buffer(Resting):
         return self.data[self.range.intersect(wanted).within(self.range)]
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        held = self.range.intersect(wanted)
-        if held.numel:
-            yield held
+        part = self.range.intersect(wanted)
+        if part.numel:
+            yield part
 
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
@@ -181,15 +181,15 @@ AsSeen = Callable[[Tensor], Tensor]
 def copy_changed(state: Resting, written: Resting, as_seen: AsSeen = lambda values: values) -> None:
     """Replace the values of `state` where those that they round to in `written` are others."""
     for part in state.cuts(state.range):
-        with state.opened(part, "change") as kept, written.opened(part) as new:
-            value = new.to(kept.device)
-            kept.copy_(torch.where(as_seen(kept).to(value.dtype) == value, kept, value.to(kept.dtype)))
+        with state.opened(part, "change") as values, written.opened(part) as new:
+            value = new.to(values.device)
+            values.copy_(torch.where(as_seen(values).to(value.dtype) == value, values, value.to(values.dtype)))
 
 
 def differ(state: Resting, written: Resting, as_seen: AsSeen = lambda values: values) -> bool:
     """Whether values of `state` round to others than those in `written`."""
     for part in state.cuts(state.range):
-        with state.opened(part) as kept, written.opened(part) as new:
-            if not torch.equal(as_seen(kept).to(device=new.device, dtype=new.dtype), new):
+        with state.opened(part) as values, written.opened(part) as new:
+            if not torch.equal(as_seen(values).to(device=new.device, dtype=new.dtype), new):
                 return True
     return False

@@ -57,10 +57,10 @@ def encode(values: Tensor, form: StateFormat, squares: bool, into: Tensor) -> No
         squares: whether they are averages of squares.
         into: uint8, 260 for each block.
     """
-    kept = values.view(-1, _BLOCK)
-    kept = kept.sqrt() if squares else kept
-    scale = kept.abs().amax(1, keepdim=True)
-    ratio = kept / torch.where(scale == 0, 1.0, scale)
+    rows = values.view(-1, _BLOCK)
+    rows = rows.sqrt() if squares else rows
+    scale = rows.abs().amax(1, keepdim=True)
+    ratio = rows / torch.where(scale == 0, 1.0, scale)
     thresholds = _thresholds(scale)
     code = _float_codes if form is StateFormat.FP8 else _log_codes
     blocks = into.view(-1, _PACKED)

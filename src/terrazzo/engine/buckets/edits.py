@@ -61,17 +61,19 @@ class Edits:
             come and go it would be lost, so that `.data` of one is `.detach()`, which leaves one.
 
     Attributes:
-        asked: names of the parameters whose `.data` somebody has asked for, where they stay: memory that has been
+        data_taken: names of the parameters whose `.data` somebody has read, where they stay: memory that has been
             looked at once may be written to at any time.
     """
 
     def __init__(self, members: Sequence[Watched], flat: Tensor, resident: bool) -> None:
         self._members, self._flat = members, flat
         self._trainable = members[0].parameter.requires_grad
-        self.asked: set[str] = set()
+        self.data_taken: set[str] = set()
         for watched in members:
             if (note := note_of(watched.parameter)) is not None:
-                note.alias_with(functools.partial(_note_asked, self.asked, watched.name) if resident else Tensor.detach)
+                note.alias_with(
+                    functools.partial(_note_taken, self.data_taken, watched.name) if resident else Tensor.detach
+                )
         self._views = [watched.parameter for watched in members]
         self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()
@@ -178,8 +180,8 @@ class Edits:
             )
 
 
-def _note_asked(asked: set[str], name: str, parameter: nn.Parameter) -> Tensor:
-    asked.add(name)
+def _note_taken(data_taken: set[str], name: str, parameter: nn.Parameter) -> Tensor:
+    data_taken.add(name)
     return plain_data(parameter)
 
 

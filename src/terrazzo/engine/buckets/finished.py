@@ -123,10 +123,10 @@ class FinishedGradient:
         if finished is None:
             return None
         resting = finished.wait()
-        held = resting.range.intersect(wanted)
-        if not held.numel:
+        part = resting.range.intersect(wanted)
+        if not part.numel:
             return None
-        with resting.opened(held) as data:
+        with resting.opened(part) as data:
             return data if finished.factor is None else finished.scaled(data.clone())
 
     def is_finite(self) -> Tensor | None:

@@ -53,19 +53,19 @@ class NarrowState(Resting):
         return self.codes.nbytes
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        held = self.range.intersect(wanted)
-        for part in self.codes.cuts(STATE_BLOCKS.bytes_of(STATE_BLOCKS.around(held))):
+        own = self.range.intersect(wanted)
+        for part in self.codes.cuts(STATE_BLOCKS.bytes_of(STATE_BLOCKS.around(own))):
             blocks = STATE_BLOCKS.elements_of(part)
             each = tiles(blocks, self.codes.data.device.type) if isinstance(self.codes, Buffer) else [blocks]
-            yield from (cut for tile in each if (cut := tile.intersect(held)).numel)
+            yield from (cut for tile in each if (cut := tile.intersect(own)).numel)
 
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
-        held = self.range.intersect(wanted)
-        spanned = STATE_BLOCKS.around(held)
+        own = self.range.intersect(wanted)
+        spanned = STATE_BLOCKS.around(own)
         with self.codes.opened(STATE_BLOCKS.bytes_of(spanned), "read" if access == "read" else "change") as codes:
             values = self.decoded(codes)
-            yield values[held.within(spanned)]
+            yield values[own.within(spanned)]
             if access != "read":
                 self.encode(values, codes)
 

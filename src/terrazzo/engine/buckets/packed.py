@@ -46,10 +46,10 @@ class PackedWeight(Resting):
         return self.codes.nbytes
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        held, blocks = self.range.intersect(wanted), self.form.blocks
-        for part in self.codes.cuts(blocks.bytes_of(blocks.around(held))):
+        own, blocks = self.range.intersect(wanted), self.form.blocks
+        for part in self.codes.cuts(blocks.bytes_of(blocks.around(own))):
             elements = blocks.elements_of(part)
-            yield from (cut for tile in tiles(elements, self.device.type) if (cut := tile.intersect(held)).numel)
+            yield from (cut for tile in tiles(elements, self.device.type) if (cut := tile.intersect(own)).numel)
 
     @property
     def device(self) -> torch.device:
@@ -58,14 +58,14 @@ class PackedWeight(Resting):
 
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
-        held, blocks = self.range.intersect(wanted), self.form.blocks
-        spanned = blocks.around(held)
+        own, blocks = self.range.intersect(wanted), self.form.blocks
+        spanned = blocks.around(own)
         with self.codes.opened(blocks.bytes_of(spanned), "read" if access == "read" else "change") as codes:
             values = decode(codes, self.form)
             if access == "read":
-                yield values[held.within(spanned)].bfloat16()
+                yield values[own.within(spanned)].bfloat16()
                 return
-            yield values[held.within(spanned)]
+            yield values[own.within(spanned)]
             encode(values, self.form, codes)
 
     def load(self, into: Tensor) -> Moves[None]:

@@ -118,11 +118,11 @@ class Columns:
                 under_way.popleft().finish()
             ahead, back = self.rows[(self._index + turn) % count], self.rows[(self._index - turn) % count]
             source, target, code = back[self._place], ahead[self._place], torch.empty_like(own)
-            asked = group.recv([code], source, stamp.first)
+            coming_code = group.recv([code], source, stamp.first)
             coming = group.recv([incoming(back)], source, stamp.then)
             announced = group.send([own], target, stamp.first)
             going = group.send([outgoing(turn, target)], target, stamp.then)
-            under_way.append(_Round(stamp.label, source, code, asked, [coming, announced, going]))
+            under_way.append(_Round(stamp.label, source, code, coming_code, [coming, announced, going]))
         while under_way:
             under_way.popleft().finish()
 
@@ -133,11 +133,11 @@ class _Round(NamedTuple):
     label: Label
     source: int
     code: Tensor
-    asked: Any
+    coming_code: Any
     rest: Sequence[Any]
 
     def finish(self) -> None:
-        self.asked.wait()
+        self.coming_code.wait()
         self.label.check(int(self.code), f"rank {self.source} of the axis")
         for work in self.rest:
             work.wait()
@@ -159,7 +159,7 @@ def columns_of(rank: int, size: int, near: Collection[int], all_gather: Callable
     """The table of a group's ranks if it spans many machines, else None; collective.
 
     Where machines have different numbers of ranks, or not all of one can read each other, each rank is a row of its
-    own, and neighbours are not asked.
+    own, and neighbours are not coming_code.
 
     Args:
         near: this rank's neighbours.

@@ -166,7 +166,7 @@ class GlooCollectives(Collectives):
         label, first, then = self._stamp(kind)
         own = torch.tensor([label.code])
         codes = {rank: torch.empty_like(own) for rank in self._far}
-        asked = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
+        announcements = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
         coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
         announced = [self.group.send([own], rank, first) for rank in self._far]
         going = announced + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
@@ -175,7 +175,7 @@ class GlooCollectives(Collectives):
         def exchange(moments: Moments) -> None:
             for rank, neighbour in self._near.items():
                 neighbour.offer(kind, outgoing[rank], label)
-            for rank, work in asked.items():
+            for rank, work in announcements.items():
                 work.wait()
                 label.check(int(codes[rank]), self._names[rank])
             sources: list[_Source] = list(space)

@@ -97,7 +97,7 @@ class _Permission:
                 _set_ptracer(0)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def granted(self) -> Iterator[None]:
         self.hold()
         try:
             yield
@@ -240,7 +240,7 @@ def find_neighbours(
     """
     machine = _machine()
     listener = _listen() if machine else None
-    with contextlib.nullcontext() if listener is None else _permission.held():
+    with contextlib.nullcontext() if listener is None else _permission.granted():
         address = listener.address if listener is not None else (0, 0)
         rows = all_gather(torch.tensor([machine if listener else 0, *address])).tolist()
         on_machine = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]

@@ -42,13 +42,13 @@ class Phases:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """What is inside is of this phase, whatever the engine does there; then the one before goes on."""
-        before, held = self._now, self._fixed
+        before, fixed = self._now, self._fixed
         self._turn(phase)
         self._fixed = True
         try:
             yield
         finally:
-            self._fixed = held
+            self._fixed = fixed
             self._turn(before)
 
     def drain(self) -> tuple[dict[str, float], dict[str, float]]:

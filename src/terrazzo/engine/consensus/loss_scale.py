@@ -224,10 +224,10 @@ class DynamicLossScale(LossScale):
 
 
 def _check_closed(leaf: Any) -> None:
-    held = dict(getattr(leaf, "__dict__", {}))
+    entries = dict(getattr(leaf, "__dict__", {}))
     if isinstance(leaf, Mapping | list | tuple):
-        held |= leaf if isinstance(leaf, Mapping) else dict(enumerate(leaf))
-    for name, value in held.items():
+        entries |= leaf if isinstance(leaf, Mapping) else dict(enumerate(leaf))
+    for name, value in entries.items():
         if isinstance(value, Tensor) and value.requires_grad:
             raise Misuse(
                 f"The model returned a {type(leaf).__name__}, and the loss scale of fp16 is missing from gradients of "

@@ -66,7 +66,7 @@ def _trail(axes: Axes, progress: Progress) -> int:
 
 def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
     every = progress.hyper_parameters.items()
-    return {(first, name): value for first, held in every for name, value in held.values().items()}
+    return {(first, name): value for first, numbers in every for name, value in numbers.values().items()}
 
 
 def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:

@@ -77,9 +77,9 @@ class Average:
     def swap(self) -> None:
         """Exchange it with the master weights; weights at rest do not follow by themselves."""
         for average, weights in self._parts("change"):
-            kept = weights.to(average.device, copy=True)
+            swapped = weights.to(average.device, copy=True)
             weights.copy_(average)
-            average.copy_(kept)
+            average.copy_(swapped)
         self.swapped = not self.swapped
 
     def _parts(self, access: Access) -> Iterator[tuple[Tensor, Tensor]]:
@@ -94,20 +94,20 @@ class KeptAverage:
     """The average of a model's trained weights, where `tz.EMA` has begun one: checkpoints save it.
 
     Attributes:
-        kept: None where there is none.
+        current: None where there is none.
     """
 
     def __init__(self) -> None:
-        self.kept: Average | None = None
+        self.current: Average | None = None
 
     def keep(self, average: Average) -> None:
         """Have this one from now on."""
-        self.kept = average
+        self.current = average
 
     @property
     def buffers(self) -> Mapping[Bucket, Buffer]:
         """Averages of each bucket's master weights; empty where there is none."""
-        return {} if self.kept is None else self.kept.buffers
+        return {} if self.current is None else self.current.buffers
 
     def require_own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights.
@@ -115,7 +115,7 @@ class KeptAverage:
         Raises:
             Misuse: there.
         """
-        if self.kept is not None and self.kept.swapped:
+        if self.current is not None and self.current.swapped:
             raise Misuse(
                 f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
             )

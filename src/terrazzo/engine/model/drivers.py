@@ -89,22 +89,22 @@ class Drivers:
         self._progress.denominator.scale_by(LossScale())
         self.drop_gone()
 
-    def drop_gone(self, kept: Collection[Optimizer] = ()) -> None:
+    def drop_gone(self, alive: Collection[Optimizer] = ()) -> None:
         """Let go of optimizers that nobody has any more: their parameters can get another one.
 
         That is so at the same call on every rank: what only a cycle of objects holds is collected here, not at a time
         that the collector chooses.
 
         Args:
-            kept: those that the caller has. If they are all, nothing has to be collected.
+            alive: those that the caller has. If they are all, nothing has to be collected.
         """
-        if any(driver.optimizer not in kept for driver in self.stepping()):
+        if any(driver.optimizer not in alive for driver in self.stepping()):
             gc.collect()
         self._drivers = self.stepping()
-        held = {number for driver in self._drivers for number in driver.groups.numbers}
+        stepped_groups = {number for driver in self._drivers for number in driver.groups.numbers}
         for bucket in self._buckets:
             for member in bucket.members:
-                if member.group not in held:
+                if member.group not in stepped_groups:
                     member.assign_group(-1)
         if not self._drivers:
             self._templates = ()

@@ -160,11 +160,13 @@ class Engine:
     def state_bytes(self) -> int:
         """Weights, master weights and optimizer state on the device, measured."""
         buckets = self.buckets()
-        held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
-        held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_off_device]
+        nbytes = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
+        nbytes += [
+            bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_off_device
+        ]
         on_device = [bucket for bucket in buckets if not bucket.updated_off_device]
-        held += [state.nbytes for bucket in on_device for state in bucket.moments.values()]
-        return sum(held) + sum(driver.state_bytes() for driver in self.drivers.stepping())
+        nbytes += [state.nbytes for bucket in on_device for state in bucket.moments.values()]
+        return sum(nbytes) + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]

@@ -257,8 +257,8 @@ class Left:
         return self._tensor
 
 
-def _give(kept: Kept | Left) -> Tensor:
-    return kept.get()
+def _give(saved: Kept | Left) -> Tensor:
+    return saved.get()
 
 
 def _computed(inputs: Iterable[Any]) -> frozenset[int]:

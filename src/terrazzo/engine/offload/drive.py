@@ -20,10 +20,10 @@ from terrazzo.engine.runtime.worker import Worker
 __all__ = ["Drive", "DriveBuffer", "cells"]
 
 
-def cells(held: Range, size: int) -> Iterator[Range]:
+def cells(elements: Range, size: int) -> Iterator[Range]:
     """A rank's range cut into cells of `size` elements, the last one shorter."""
-    for start in range(held.start, held.stop, size):
-        yield Range(start, min(start + size, held.stop))
+    for start in range(elements.start, elements.stop, size):
+        yield Range(start, min(start + size, elements.stop))
 
 
 class Drive:
@@ -66,13 +66,13 @@ class DriveBuffer(Resting):
 
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
-        held = self.range.intersect(wanted)
-        spanned = self._span(held)
+        own = self.range.intersect(wanted)
+        spanned = self._span(own)
         raw = page_aligned(padded_bytes(spanned.numel * self.dtype.itemsize))
         whole = raw.view(self.dtype)[: spanned.numel]
-        if access != "replace" or held != spanned:
+        if access != "replace" or own != spanned:
             self._each(spanned, raw, write=False)
-        yield whole[held.within(spanned)]
+        yield whole[own.within(spanned)]
         if access != "read":
             self._each(spanned, raw, write=True)
 
@@ -95,11 +95,11 @@ class DriveBuffer(Resting):
     def _at(self, cell: Range) -> int:
         return self.offset + (cell.start - self.range.start) * self.dtype.itemsize
 
-    def _span(self, held: Range) -> Range:
-        """The whole cells that `held` touches."""
+    def _span(self, elements: Range) -> Range:
+        """The whole cells that `elements` touches."""
         origin, size = self.range.start, self.cell
-        first = origin + (held.start - origin) // size * size
-        return Range(first, min(self.range.stop, origin + round_up(held.stop - origin, size)))
+        first = origin + (elements.start - origin) // size * size
+        return Range(first, min(self.range.stop, origin + round_up(elements.stop - origin, size)))
 
     def _each(self, spanned: Range, raw: Tensor, write: bool) -> None:
         """Read or write whole cells, and wait for them."""

@@ -89,13 +89,13 @@ def drop_meta_states(optimizer: Optimizer) -> None:
     built: Adagrad does. They have no values, so nothing is lost.
     """
     if isinstance(optimizer, Optimizer) and is_torchs(optimizer):
-        for parameter in [parameter for parameter, kept in optimizer.state.items() if _has_no_values(kept)]:
+        for parameter in [parameter for parameter, state in optimizer.state.items() if _has_no_values(state)]:
             del optimizer.state[parameter]
 
 
-def _has_no_values(kept: Mapping[str, Any]) -> bool:
+def _has_no_values(state: Mapping[str, Any]) -> bool:
     """Whether something of what an optimizer keeps for a parameter is on the meta device."""
-    return any(isinstance(value, Tensor) and value.is_meta for value in kept.values())
+    return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 _STEPS = 3
@@ -160,8 +160,8 @@ def _steps_of_parts(probe: OptimizerProbe) -> dict[str, Tensor]:
             part.grad = grad
             states[i] = stepper.step(probe.number, part, states[i])
         unhooked_step(alone)
-    kept: dict[str, list[Any]] = {k: [state.get(k) for state in states] for k in states[0]}
-    joined = {k: torch.cat(values).unsqueeze(1) for k, values in kept.items() if all(map(_is_like, values, parts))}
+    by_key: dict[str, list[Any]] = {k: [state.get(k) for state in states] for k in states[0]}
+    joined = {k: torch.cat(values).unsqueeze(1) for k, values in by_key.items() if all(map(_is_like, values, parts))}
     return {"": torch.cat([part.detach() for part in parts]).unsqueeze(1), **joined}
 
 

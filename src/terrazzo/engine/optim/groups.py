@@ -116,8 +116,8 @@ class ParamGroups:
             Misuse: there.
         """
         for number, (parameters, group) in enumerate(zip(self.parameters, optimizer.param_groups, strict=True)):
-            held = group["params"]
-            if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
+            listed = group["params"]
+            if len(listed) != len(parameters) or not all(map(operator.is_, listed, parameters)):
                 raise Misuse(
                     f"The parameters in param_groups[{number}] of this {type(optimizer).__name__} were changed after "
                     "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "

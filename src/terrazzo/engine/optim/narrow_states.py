@@ -65,8 +65,8 @@ class NarrowStates:
             return
         size = -(-tile.numel // 8)  # numbers of elements and bits take 36 bytes for each
         pieces = [Range(start, min(start + size, tile.stop)) for start in range(tile.start, tile.stop, size)]
-        for (slot, held), piece in itertools.product(segment.slots(), pieces):
-            if (part := held.intersect(piece)).numel:
+        for (slot, elements_of_slot), piece in itertools.product(segment.slots(), pieces):
+            if (part := elements_of_slot.intersect(piece)).numel:
                 own = slot.own(part)
                 new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
                 values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, after["step"])

@@ -57,9 +57,9 @@ class Segment:
     def slots(self) -> Iterator[tuple[Slot, Range]]:
         """Each parameter of which this rank holds a part, with that part's range in the flat space."""
         for slot in self.bucket.slots[self.first : self.last]:
-            held = self.bucket.master.range.intersect(self.window).intersect(slot.range)
-            if held.numel:
-                yield slot, held
+            own = self.bucket.master.range.intersect(self.window).intersect(slot.range)
+            if own.numel:
+                yield slot, own
 
     @property
     def due(self) -> bool:
@@ -168,11 +168,11 @@ def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Tem
     if not within:
         return []
     first, last = within[0], within[-1] + 1
-    held, master = held_range(bucket, first, last).intersect(window), bucket.master
+    own, master = held_range(bucket, first, last).intersect(window), bucket.master
     if isinstance(master, Buffer):
-        parameter = nn.Parameter(master.part(held))
+        parameter = nn.Parameter(master.part(own))
     else:
-        parameter = nn.Parameter(torch.empty(held.numel, dtype=master.dtype, device="meta"))
+        parameter = nn.Parameter(torch.empty(own.numel, dtype=master.dtype, device="meta"))
     return [Segment(bucket, first, last, window, parameter, template)]
 
 

@@ -56,11 +56,11 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if key not in _NOT_OWN}
 
 
-def _put_back(held: dict[str, Any], added: set[str], earlier: dict[str, Any]) -> None:
+def _put_back(attributes: dict[str, Any], added: set[str], earlier: dict[str, Any]) -> None:
     for key in added:
-        del held[key]
+        del attributes[key]
     for key, value in earlier.items():
-        if isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
-            held[key].copy_(value)
+        if isinstance(value, Tensor) and isinstance(attributes.get(key), Tensor):
+            attributes[key].copy_(value)
         else:
-            held[key] = value
+            attributes[key] = value

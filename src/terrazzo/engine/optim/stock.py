@@ -66,8 +66,8 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
 
 def hyper_parameters(optimizer: Optimizer) -> dict[str, float | Tensor]:
     """Every number in its param groups, by where it is; tensors of one element as they are."""
-    held = [(number, *item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
-    places = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in held if key not in NOT_HYPER]
+    settings = [(number, *item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
+    places = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in settings if key not in NOT_HYPER]
     return {place: number for each in places for place, number in _numbers(*each)}
 
 

@@ -87,8 +87,8 @@ def give_up(module: nn.Module, path: str, away_for: dict[nn.Parameter, nn.Parame
         away_for: what stands for each parameter that has been given up, to which those of `module` are added, and None
             for those that stay here. So names that are tied stay tied.
     """
-    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    for name, parameter in held.items():
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, parameter in parameters.items():
         if parameter not in away_for:
             like = torch.empty_like(parameter, device="meta")
             away_for[parameter] = nn.Parameter(like, requires_grad=parameter.requires_grad)
@@ -110,21 +110,21 @@ def as_one(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
     with contextlib.ExitStack() as until_end:
         absent: dict[nn.Parameter, bool] = {}
         for module in model.modules():
-            held = _ELSEWHERE.find(module) or {}
+            elsewhere = _ELSEWHERE.find(module) or {}
             until_end.enter_context(readable(module))
-            module._parameters.update({name: each.parameter for name, each in held.items()})
-            until_end.callback(module._parameters.update, dict.fromkeys(held))
-            absent |= {each.parameter: each.is_new for each in held.values()}
+            module._parameters.update({name: each.parameter for name, each in elsewhere.items()})
+            until_end.callback(module._parameters.update, dict.fromkeys(elsewhere))
+            absent |= {each.parameter: each.is_new for each in elsewhere.values()}
         yield absent
 
 
 @contextlib.contextmanager
 def readable(module: nn.Module) -> Iterator[None]:
     """Inside, what is among the parameters of `module` is read as such, also where other ranks have it."""
-    held = _ELSEWHERE.find(module) or {}
-    for name in held:
+    elsewhere = _ELSEWHERE.find(module) or {}
+    for name in elsewhere:
         del vars(module)[name]
     try:
         yield
     finally:
-        vars(module).update({name: each.shown for name, each in held.items()})
+        vars(module).update({name: each.shown for name, each in elsewhere.items()})

@@ -104,12 +104,12 @@ class Box:
         for each in self.rectangles:
             start = sum(map(operator.mul, strides, each.offsets))
             runs.append(start + strides[self.dim] * torch.arange(each.sizes[self.dim], device=device))
-        joined, found = torch.cat(runs), torch.zeros_like(flat)
+        joined, positions = torch.cat(runs), torch.zeros_like(flat)
         for dim in reversed(range(len(self.shape))):
             index = flat % self.local_shape[dim]
-            found += joined[index] if dim == self.dim else strides[dim] * index
+            positions += joined[index] if dim == self.dim else strides[dim] * index
             flat = flat // self.local_shape[dim]
-        return found
+        return positions
 
     def places(self) -> list[Rectangle]:
         """Where each of the rectangles is in what the rank has."""

@@ -251,8 +251,8 @@ class BucketSpec:
         """
         if not self.regathered or self.between_axes == self.weight_axes:
             return 0
-        kept = self.numel(self.between_axes)
-        return self.weight_bytes(kept) if self.wire.codes_stay else kept * self.compute_dtype.itemsize
+        numel = self.numel(self.between_axes)
+        return self.weight_bytes(numel) if self.wire.codes_stay else numel * self.compute_dtype.itemsize
 
     def pending_dtype(self, this_pass: Pass) -> torch.dtype:
         """The dtype of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""

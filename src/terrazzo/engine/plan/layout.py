@@ -77,17 +77,17 @@ class BlockFormat:
     numel: int
     nbytes: int
 
-    def bytes_of(self, held: Range) -> Range:
+    def bytes_of(self, elements: Range) -> Range:
         """Where the bytes of whole blocks are among those of all."""
-        return Range(held.start // self.numel * self.nbytes, held.stop // self.numel * self.nbytes)
+        return Range(elements.start // self.numel * self.nbytes, elements.stop // self.numel * self.nbytes)
 
-    def elements_of(self, held: Range) -> Range:
+    def elements_of(self, part: Range) -> Range:
         """The reverse."""
-        return Range(held.start // self.nbytes * self.numel, held.stop // self.nbytes * self.numel)
+        return Range(part.start // self.nbytes * self.numel, part.stop // self.nbytes * self.numel)
 
-    def around(self, held: Range) -> Range:
+    def around(self, elements: Range) -> Range:
         """The whole blocks that some elements touch."""
-        return Range(held.start // self.numel * self.numel, round_up(held.stop, self.numel))
+        return Range(elements.start // self.numel * self.numel, round_up(elements.stop, self.numel))
 
     def size_bytes(self, numel: int) -> int:
         """Bytes of so many elements, in whole blocks."""
@@ -126,9 +126,9 @@ class Slot:
     def range(self) -> Range:
         return Range(self.offset, self.offset + self.numel)
 
-    def own(self, held: Range) -> Range:
+    def own(self, part: Range) -> Range:
         """A part of the slot as elements of its parameter."""
-        return held.from_start_of(self.range)
+        return part.from_start_of(self.range)
 
     @cached_property
     def padded(self) -> Range:
@@ -195,11 +195,11 @@ def tile_numel(device: str) -> int:
     return STATE_BLOCKS.numel << (8 if device == "cpu" else 13)
 
 
-def tiles(held: Range, device: str) -> Iterator[Range]:
-    """Parts of `held`, which begins with a block, that are encoded or decoded at once on a kind of device."""
+def tiles(elements: Range, device: str) -> Iterator[Range]:
+    """Parts of `elements`, which begins with a block, that are encoded or decoded at once on a kind of device."""
     size = tile_numel(device)
-    for start in range(held.start, held.stop, size):
-        yield Range(start, min(start + size, held.stop))
+    for start in range(elements.start, elements.stop, size):
+        yield Range(start, min(start + size, elements.stop))
 
 
 def tiled_step_bytes(numel: int, device: str) -> int:

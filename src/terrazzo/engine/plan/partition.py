@@ -286,7 +286,7 @@ def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
     for place, (names, parameter) in enumerate(zip(parameter_names(model), model.parameters(), strict=True)):
         paths = [name.rpartition(".") for name in names]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
-        record = next((found for holder in holders if (found := record_of(*holder)) is not None), None)
+        record = next(filter(None, (record_of(*holder) for holder in holders)), None)
         is_table = isinstance(holders[0][0], nn.Embedding)
         (module, attribute), *others = holders
         is_matrix = isinstance(module, nn.Linear) and attribute == "weight" and not others

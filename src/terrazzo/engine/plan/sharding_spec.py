@@ -23,12 +23,12 @@ class ShardingSpec:
 
     Attributes:
         axes: of the mesh, and over which gradients are summed.
-        asked: the plan in the data axes of the mesh.
+        mesh_plan: the plan in the data axes of the mesh, whichever the family.
         family: of the parameters.
     """
 
     axes: Axes
-    asked: Plan
+    mesh_plan: Plan
     precision: Precision
     family: Family = Family.DENSE
 
@@ -39,7 +39,7 @@ class ShardingSpec:
 
     def _over(self, family: Family) -> Plan:
         axes = self.axes.of(family)
-        return self.asked.along(family.renamed).over(axes.live(axes.names))
+        return self.mesh_plan.along(family.renamed).over(axes.live(axes.names))
 
     def pass_of(self, last: bool, local: bool | None = None) -> Pass:
         """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
@@ -52,10 +52,10 @@ class ShardingSpec:
         """
         if last:
             return Pass.FINISHES
-        if local is False and not self.asked.grad.axes:
+        if local is False and not self.mesh_plan.grad.axes:
             raise BadInput(
-                f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.asked.name} keeps whole "
-                "gradients on every rank. Leave 'local' out, or use zero2."
+                f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.mesh_plan.name} keeps "
+                "whole gradients on every rank. Leave 'local' out, or use zero2."
             )
         return Pass.ADDS if local or not self.plan.grad.axes else Pass.REDUCES
 

@@ -68,7 +68,7 @@ class Stages:
 
     def buffer_bytes(self, model: nn.Module) -> int:
         """Of these buffers, of which there are copies while a step runs."""
-        each = {buffer for _, held in self.buffers_here(model) for buffer in held.values() if buffer is not None}
+        each = {buffer for _, named in self.buffers_here(model) for buffer in named.values() if buffer is not None}
         return sum(buffer.nbytes for buffer in each)
 
     def share_out(self, units: Sequence[Iterable[str]]) -> list[list[int]]:

@@ -24,7 +24,7 @@ def calls_of(model: nn.Module) -> Iterator[Callable[..., Any]]:
     no name for what is returned: it holds the frames of its callers, and so what these hold.
     """
     outwards = _outwards(sys._getframe(1))
-    return (held["inner"] for held in _locals_of(_CALL, outwards) if held["self"] is model)
+    return (local["inner"] for local in _locals_of(_CALL, outwards) if local["self"] is model)
 
 
 def is_inside_own_step(optimizer: Optimizer) -> bool:
@@ -32,7 +32,7 @@ def is_inside_own_step(optimizer: Optimizer) -> bool:
 
     Both have hooks once a plain optimizer of the base class has been built in this process.
     """
-    steps = (held for held in _locals_of(_STEP, _outwards(sys._getframe(1))) if held["args"][0] is optimizer)
+    steps = (local for local in _locals_of(_STEP, _outwards(sys._getframe(1))) if local["args"][0] is optimizer)
     return len(list(islice(steps, 2))) == 2
 
 

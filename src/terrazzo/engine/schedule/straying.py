@@ -53,18 +53,18 @@ class Straying:
         during.program.stray()
         if self._meet is not None:
             during.run_to_end()
-            while (asked := self._meet(during.end_label, unit.index + 1)) != unit.index + 1:
-                self._gather_for_others(asked, during)
+            while (number := self._meet(during.end_label, unit.index + 1)) != unit.index + 1:
+                self._gather_for_others(number, during)
         self._gather(unit)
 
     def serve(self, during: _Pass) -> None:
         """Take part, at the end of a pass, in the gathers of what other ranks ask for, until no one does."""
-        while self._meet is not None and (asked := self._meet(during.end_label, 0)):
+        while self._meet is not None and (number := self._meet(during.end_label, 0)):
             during.program.stray()
-            self._gather_for_others(asked, during)
+            self._gather_for_others(number, during)
 
-    def _gather_for_others(self, asked: int, during: _Pass) -> None:
-        unit = self._weights.units[asked - 1]
+    def _gather_for_others(self, number: int, during: _Pass) -> None:
+        unit = self._weights.units[number - 1]
         was_at_hand = unit.weights.at_hand
         self._gather(unit)
         unit.weights.wait()

@@ -61,9 +61,9 @@ def state_facts(optimizer: Optimizer) -> list[object]:
     """Digests of what it keeps for each parameter already, for `check_agreement`: each rank goes on with its own."""
     stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
     return [
-        [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in kept.items()}]
-        for number, kept in enumerate(stepped)
-        if kept
+        [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in state.items()}]
+        for number, state in enumerate(stepped)
+        if state
     ]
 
 

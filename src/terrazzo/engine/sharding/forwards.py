@@ -200,7 +200,7 @@ def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
 
 def _half_context() -> Any:
     """For one forward, and for that which repeats it: each counts its products by itself."""
-    kept = {overload for name in SAVED_OPS if "attention" in name for overload in _overloads(name)}
+    saved = {overload for name in SAVED_OPS if "attention" in name for overload in _overloads(name)}
     products = {overload for name in PRODUCTS for overload in _overloads(name)}
     seen = {True: 0, False: 0}
 
@@ -209,7 +209,7 @@ def _half_context() -> Any:
             seen[context.is_recompute] += 1
             keeps = seen[context.is_recompute] % 2 == 1
         else:
-            keeps = op in kept
+            keeps = op in saved
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -88,8 +88,8 @@ def check_experts_shared(model: nn.Module, mesh: DeviceMesh) -> None:
     experts = expert_mesh(mesh)
     if experts is None or next(SHARES_EXPERTS.all_in(model), None) is not None:
         return
-    held = ((module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False))
-    records = (record_of(module, name) for module, name in held)
+    places = ((module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False))
+    records = (record_of(module, name) for module, name in places)
     if all(record is None or record.family is not Family.EXPERT for record in records):
         raise BadInput(
             f"The mesh has ep {experts['ep'].size()}, along which ranks share experts, but tz.parallelize has cut none "
@@ -158,8 +158,8 @@ def check_uncut(model: nn.Module) -> None:
         Misuse: there.
     """
     for name, module in model.named_modules():
-        held = (attribute for attribute, _ in module.named_parameters(recurse=False))
-        if is_sharded(module) or any(record_of(module, attribute) is not None for attribute in held):
+        attributes = (attribute for attribute, _ in module.named_parameters(recurse=False))
+        if is_sharded(module) or any(record_of(module, attribute) is not None for attribute in attributes):
             raise Misuse(
                 f"tz.parallelize was given a model that has been cut or sharded already (at {name or 'its root'!r}). "
                 "Call it once, before tz.shard, on a model that is whole."

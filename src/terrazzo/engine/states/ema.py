@@ -40,7 +40,7 @@ class EMA:
         self._engine = engine = engine_of(model)
 
         def made() -> Average:
-            if engine.average.kept is not None:
+            if engine.average.current is not None:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
             return Average(decay, engine.precision.master)
 

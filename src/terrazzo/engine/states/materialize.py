@@ -41,7 +41,7 @@ def initializer_of(model: nn.Module) -> Initializer:
     loaded = {buffer for buffer in model.buffers() if not buffer.is_meta}
 
     def initialize(module: nn.Module, fresh: Collection[Tensor]) -> None:
-        with _kept(module, fresh, loaded):
+        with _left_alone(module, fresh, loaded):
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
             if callable(own):
@@ -51,25 +51,25 @@ def initializer_of(model: nn.Module) -> Initializer:
 
 
 @contextlib.contextmanager
-def _kept(module: nn.Module, fresh: Collection[Tensor], loaded: Collection[Tensor]) -> Iterator[None]:
+def _left_alone(module: nn.Module, fresh: Collection[Tensor], loaded: Collection[Tensor]) -> Iterator[None]:
     """What is neither `fresh` nor without a value keeps it: initialising a module sets all that it owns.
 
     In the place of such parameters are meta ones, since their values may be on other ranks; of buffers, copies.
     """
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter not in fresh:
-            kept.append((module._parameters, name, parameter))
+            replaced.append((module._parameters, name, parameter))
             away = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             module._parameters[name] = nn.Parameter(away, requires_grad=parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer in loaded:
-            kept.append((module._buffers, name, buffer))
+            replaced.append((module._buffers, name, buffer))
             module._buffers[name] = buffer.clone()
     try:
         yield
     finally:
-        for tensors, name, tensor in kept:
+        for tensors, name, tensor in replaced:
             tensors[name] = tensor
 
 

@@ -117,8 +117,8 @@ class ModelState:
         engine = self._engine
         if with_optimizer:
             engine.average.require_own_weights("Saving the optimizer's state")
-            if engine.average.kept is not None:
-                engine.average.kept.compare(engine.axes)
+            if engine.average.current is not None:
+                engine.average.current.compare(engine.axes)
         engine.settle()
         drivers = engine.drivers.stepping() if with_optimizer else []
         if drivers:
@@ -184,12 +184,12 @@ class ModelState:
         engine.average.require_own_weights("load_state_dict()")
         slots = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
         parameters = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
-        kept = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
+        names_in_state = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
         shapes = {name: bucket.box(slot).shape for bucket, slot, name in parameters}
-        shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in kept if name is not None}
+        shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in names_in_state if name is not None}
         all_or_none(engine.axes, lambda: self._check_given(state, shapes))
         names = {each[0]: _name_in(state, each) or "" for each in self._names}
-        names |= {buffer.name: name or "" for buffer, name in kept}
+        names |= {buffer.name: name or "" for buffer, name in names_in_state}
         checksums = {name: zlib.crc32(there.encode()) for name, there in names.items()}
         if differing := engine.axes.differing(checksums, engine.axes.with_stages):
             raise RanksApart(
@@ -204,7 +204,7 @@ class ModelState:
                 full = _full(state[name])
                 hashes[slot.name] = self._hashed(full)
                 bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
-            for buffer, there in kept:
+            for buffer, there in names_in_state:
                 if there is not None:
                     full = _full(state[there])
                     hashes[buffer.name] = self._hashed(full)

@@ -84,7 +84,9 @@ class OptimizerStates:
         alone, kind_of = bare_copy(self._optimizer), self._driver.kind
         alone.state = defaultdict(dict)
         for parameter, name in ((parameter, name) for parameter, name in self._named() if name in shown):
-            alone.state[parameter] = {kind: shown[name][kind] for kind in self._kept(name) if kind in shown[name]}
+            alone.state[parameter] = {
+                kind: shown[name][kind] for kind in self._template_of(name) if kind in shown[name]
+            }
         state_dict: dict[str, Any] = kind_of.state_dict(alone)
         return state_dict
 
@@ -163,10 +165,12 @@ class OptimizerStates:
         for unit in self.engine.units:
             for bucket in (bucket for bucket in unit.trainable() if bucket in self._driver.buckets):
                 named = {n: i for n, (b, i) in self._places.items() if b is bucket and (first or n in fixed)}
-                moments = {kind for name in named for kind in self._kept(name).per_element}
+                moments = {kind for name in named for kind in self._template_of(name).per_element}
                 for kind in sorted(moments):  # the same order on every rank
-                    kept = {name: index for name, index in named.items() if kind in self._kept(name)}
-                    yield from ((name, kind, value) for name, value in self._moments(unit, bucket, kind, kept, first))
+                    indices = {name: index for name, index in named.items() if kind in self._template_of(name)}
+                    yield from (
+                        (name, kind, value) for name, value in self._moments(unit, bucket, kind, indices, first)
+                    )
                 for name in named:
                     yield from ((name, *each) for each in (fixed[name] if fixed else self._fixed_of(name, first)))
 
@@ -199,10 +203,10 @@ class OptimizerStates:
         self._compare({name: sorted(kinds) for name, kinds in by_name.items()})
         taken = all_or_none(self.engine.axes, lambda: self._taken(by_name))
         self._compare({f"{name}: {kind}": digest for (name, kind), (_, _, digest) in taken.items()})
-        kept = {key: (start, own) for key, (start, own, _) in taken.items()}
+        parts = {key: (start, own) for key, (start, own, _) in taken.items()}
 
         def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
-            if (part := kept.get((name, kind))) is None:
+            if (part := parts.get((name, kind))) is None:
                 return None
             return part[1][start - part[0] : stop - part[0]] if stop > start else part[1][:0]
 
@@ -213,10 +217,10 @@ class OptimizerStates:
 
     def _check_kinds(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
         for name, kinds in by_name.items():
-            if (has := set(kinds)) and has != set(self._kept(name)):
+            if (has := set(kinds)) and has != set(self._template_of(name)):
                 raise BadInput(
                     f"The state of {name!r} has {sorted(has)}, and this {self._driver.kind.__name__} keeps "
-                    f"{sorted(self._kept(name))}: build it with the settings that it was saved with."
+                    f"{sorted(self._template_of(name))}: build it with the settings that it was saved with."
                 )
 
     def _taken(self, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Tensor, Tensor]]:
@@ -224,7 +228,7 @@ class OptimizerStates:
         taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.every)
         for name, kinds in by_name.items():
             for kind in kinds:
-                value, spec = torch.as_tensor(kinds[kind]).detach(), self._kept(name)[kind]
+                value, spec = torch.as_tensor(kinds[kind]).detach(), self._template_of(name)[kind]
                 bucket, index = self._places[name]
                 box = bucket.box(bucket.slots[index])
                 shape = box.shape if spec.per_element else spec.shape
@@ -252,7 +256,7 @@ class OptimizerStates:
                 "Nothing has been loaded. Give every rank the same state dict."
             )
 
-    def _kept(self, name: str) -> Template:
+    def _template_of(self, name: str) -> Template:
         bucket, index = self._places[name]
         return self.engine.drivers.templates[bucket.members[index].group]
 
@@ -268,32 +272,32 @@ class OptimizerStates:
 
     def _moment(self, bucket: Bucket, kind: str) -> Resting:
         """This rank's part of a state that is per element; zeros where there is none."""
-        kept = [(s, self._optimizer.state.get(s.parameter, {})) for s in self._driver.segments if s.bucket is bucket]
+        stepped = [(s, self._optimizer.state.get(s.parameter, {})) for s in self._driver.segments if s.bucket is bucket]
         if kind in bucket.moments:
-            for segment, state in kept:
+            for segment, state in stepped:
                 segment.adopt_states(state)
             return bucket.moments[kind]
         own = bucket.space.zeros(bucket.optim_axes, bucket.precision.shown_moments)
-        for segment, state in kept:
+        for segment, state in stepped:
             if kind in state:
                 own.data[segment.range.within(own.range)] = state[kind]
         return Buffer(bucket.space, bucket.optim_axes, own.data)
 
     def _fixed(self) -> dict[str, list[tuple[str, Any]]]:
         """Names of the parameters with state, and the states that are not per element. Collective."""
-        shape = len(self._places), 1 + max((self._kept(name).fixed_numel for name in self._places), default=0)
+        shape = len(self._places), 1 + max((self._template_of(name).fixed_numel for name in self._places), default=0)
         table = torch.full(shape, -math.inf, dtype=torch.float64, device=HOST)
         rows = dict(zip(self._places, table.unbind(), strict=True))
         for segment in self._driver.segments:
             if state := self._optimizer.state.get(segment.parameter):
                 for slot, _ in segment.slots():
-                    fixed = self._kept(slot.name).fixed
+                    fixed = self._template_of(slot.name).fixed
                     numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in fixed]
                     row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
                     rows[slot.name][: len(row)] = row
         agreed = self.engine.axes.maximum(table)
         rows_agreed = zip(self._places, agreed, strict=True)
-        return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in rows_agreed if row[0] == 0}
+        return {name: list(_unpacked(self._template_of(name), row[1:])) for name, row in rows_agreed if row[0] == 0}
 
     def _initial(self) -> dict[int, States]:
         """What is kept after a step on a zero gradient, by param group; the same for each element."""
@@ -307,8 +311,8 @@ class OptimizerStates:
     def _fixed_of(self, name: str, first: Mapping[int, States]) -> Iterator[tuple[str, Any]]:
         """The first states of a parameter that are not per element."""
         bucket, index = self._places[name]
-        kept = first[bucket.members[index].group]
-        yield from ((kind, kept[kind]) for kind in self._kept(name).fixed)
+        state = first[bucket.members[index].group]
+        yield from ((kind, state[kind]) for kind in self._template_of(name).fixed)
 
 
 class _Whole(Mapping[str, Any]):
@@ -335,9 +339,9 @@ def _filled(shape: tuple[int, ...], start: Any) -> Tensor:
     return torch.full(shape, start[0].item(), dtype=start.dtype)
 
 
-def _unpacked(kept: Template, numbers: Tensor) -> Iterator[tuple[str, Any]]:
+def _unpacked(template: Template, numbers: Tensor) -> Iterator[tuple[str, Any]]:
     start = 0
-    for kind, spec in kept.fixed.items():
+    for kind, spec in template.fixed.items():
         stop = start + math.prod(spec.shape)
         yield kind, spec.restored(numbers[start:stop], torch.device("cpu"))
         start = stop

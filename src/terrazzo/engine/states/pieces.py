@@ -75,8 +75,8 @@ def _own_share(bucket: Bucket) -> Range:
     axes = bucket.sharding.axes
     if not bucket.is_primary:
         return Range(0, 0)
-    held = bucket.optim_axes
-    return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))
+    split = bucket.optim_axes
+    return bucket.space.range((*split, *(axis for axis in axes.names if axis not in split)))
 
 
 def _copies(bucket: Bucket) -> Range:
@@ -100,12 +100,12 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
     for segment in driver.segments:
         state = driver.optimizer.state.get(segment.parameter) or {}
         for slot, part in segment.slots():
-            if not (held := share(segment.bucket).intersect(part)).numel:
+            if not (own := share(segment.bucket).intersect(part)).numel:
                 continue
             for kind, value in state.items():
                 if segment.keeps_per_element(kind, value):
-                    yield from _moment(segment, slot, kind, held, value)
-                elif _has_first(segment.bucket, slot, held):
+                    yield from _moment(segment, slot, kind, own, value)
+                elif _has_first(segment.bucket, slot, own):
                     yield _undivided(segment.bucket, slot, kind, torch.as_tensor(value).reshape(-1))
 
 
@@ -116,8 +116,8 @@ def require_known_states(drivers: Iterable[OptimizerDriver]) -> None:
         Misuse: where this rank holds any.
     """
     for driver, segment in ((each, segment) for each in drivers for segment in each.segments):
-        kept = driver.optimizer.state.get(segment.parameter) or {}
-        if unknown := [key for key, value in kept.items() if key not in segment.template and value is not None]:
+        state = driver.optimizer.state.get(segment.parameter) or {}
+        if unknown := [key for key, value in state.items() if key not in segment.template and value is not None]:
             raise Misuse(
                 f"This {driver.kind.__name__} keeps {listed([*map(repr, unknown)])} for param group {segment.group}, "
                 "which a step with the settings that it had at tz.shard does not make: it could be neither saved nor "
@@ -158,33 +158,33 @@ def held_pieces(buckets: list[Bucket], drivers: Sequence[OptimizerDriver]) -> It
 def _pieces(bucket: Bucket, kind: str, state: Resting, share: Range) -> Iterator[Piece]:
     """What `share` has of one state of a bucket, parameter by parameter."""
     for slot in bucket.slots:
-        if (held := share.intersect(slot.range)).numel:
-            yield from _stored(bucket, slot, kind, held, state)
+        if (own := share.intersect(slot.range)).numel:
+            yield from _stored(bucket, slot, kind, own, state)
 
 
-def _stored(bucket: Bucket, slot: Slot, kind: str, held: Range, state: Resting) -> Iterator[Piece]:
+def _stored(bucket: Bucket, slot: Slot, kind: str, elements: Range, state: Resting) -> Iterator[Piece]:
     def read(part: Range) -> Tensor:
-        with state.opened(Range(held.start + part.start, held.start + part.stop)) as data:
+        with state.opened(Range(elements.start + part.start, elements.start + part.stop)) as data:
             return data
 
-    yield from _cut(bucket, slot, kind, held, state.dtype, read)
+    yield from _cut(bucket, slot, kind, elements, state.dtype, read)
 
 
-def _moment(segment: Segment, slot: Slot, kind: str, held: Range, value: Tensor) -> Iterator[Piece]:
+def _moment(segment: Segment, slot: Slot, kind: str, elements: Range, value: Tensor) -> Iterator[Piece]:
     """One of the states that the optimizer keeps for each element; `value` is a stand-in where they are in files."""
     if value.is_meta:
-        yield from _stored(segment.bucket, slot, kind, held, segment.bucket.moments[kind])
+        yield from _stored(segment.bucket, slot, kind, elements, segment.bucket.moments[kind])
         return
-    part = value[held.within(segment.range)]
-    yield from _cut(segment.bucket, slot, kind, held, value.dtype, lambda own: part[own.start : own.stop])
+    part = value[elements.within(segment.range)]
+    yield from _cut(segment.bucket, slot, kind, elements, value.dtype, lambda own: part[own.start : own.stop])
 
 
 def _cut(
-    bucket: Bucket, slot: Slot, kind: str, held: Range, dtype: torch.dtype, read: Callable[[Range], Tensor]
+    bucket: Bucket, slot: Slot, kind: str, own: Range, dtype: torch.dtype, read: Callable[[Range], Tensor]
 ) -> Iterator[Piece]:
-    """What the elements `held`, parts of which `read` gives, are of the whole parameter."""
+    """What the elements `own`, parts of which `read` gives, are of the whole parameter."""
     box = bucket.box(slot)
-    for owned in box.owned(slot.own(held)):
+    for owned in box.owned(slot.own(own)):
         elements, numel = owned.elements, math.prod(box.shape)
         part = functools.partial(_part, owned, read)
         yield Piece(slot.name, kind, elements.start, elements.stop, box.shape, numel, owned.tile, dtype, part)
@@ -194,9 +194,9 @@ def _part(owned: Owned, read: Callable[[Range], Tensor]) -> Tensor:
     return owned.of(read(owned.inside)).reshape(-1)
 
 
-def _has_first(bucket: Bucket, slot: Slot, held: Range) -> bool:
-    """Whether the first element of the whole parameter is among those `held`: one rank alone gives it."""
-    parts = bucket.box(slot).owned(slot.own(held))
+def _has_first(bucket: Bucket, slot: Slot, elements: Range) -> bool:
+    """Whether the first element of the whole parameter is among `elements`: one rank alone gives it."""
+    parts = bucket.box(slot).owned(slot.own(elements))
     return any(not any(owned.tile.offsets) and not owned.elements.start for owned in parts)
 
 

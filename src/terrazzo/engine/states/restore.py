@@ -59,7 +59,7 @@ def restore_averages(averages: Mapping[Bucket, Buffer], read: Read) -> None:
 def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
     """Set the optimizer's state; parameters for which `read` has none go back to having none."""
     optimizer, parts = driver.optimizer, []
-    held = {segment.parameter: optimizer.state.pop(segment.parameter, {}) for segment in driver.segments}
+    earlier = {segment.parameter: optimizer.state.pop(segment.parameter, {}) for segment in driver.segments}
     for segment in driver.segments:
         labels = [_label(_read_fixed(slot, segment.template, read)) for slot in _slots(segment)]
         parts.append(segment.cut(labels, optimizer))
@@ -67,7 +67,7 @@ def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
     for segment in driver.segments:
         fixed = _read_fixed(_slots(segment)[0], segment.template, read, segment.device)
         if fixed is not None:
-            before = held.get(segment.parameter, {})
+            before = earlier.get(segment.parameter, {})
             per_element = segment.template.per_element
             moments = {kind: _read_moments(segment, kind, read, before.get(kind)) for kind in per_element}
             optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in segment.template}
@@ -92,11 +92,11 @@ def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tenso
         whole = before.zero_()
     else:
         whole = torch.zeros_like(segment.parameter, dtype=dtype, requires_grad=False)
-    for slot, held in segment.slots():
-        own = slot.own(held)
+    for slot, own_range in segment.slots():
+        own = slot.own(own_range)
         value = read(slot.name, kind, own.start, own.stop)
         if value is not None:
-            whole[held.within(segment.range)].copy_(value)
+            whole[own_range.within(segment.range)].copy_(value)
     return whole
 
 
@@ -106,8 +106,8 @@ def _read_off_device(segment: Segment, kind: str, read: Read) -> Tensor:
     for part in state.cuts(segment.range):
         with state.opened(part, "change") as data:
             data.zero_()
-    for slot, held in segment.slots():
-        _restore(state, slot, kind, held, read)
+    for slot, own in segment.slots():
+        _restore(state, slot, kind, own, read)
     if (placeholder := segment.state_placeholder(kind)) is not None:
         return placeholder
     with state.opened(segment.range) as data:

@@ -40,8 +40,8 @@ def collect_buffers(model: nn.Module) -> None:
         return
     axes, buffers = engine_of(model).axes, persistent_buffers(model)
     (along,) = (axes.along(axis) for axis in axes.stages)
-    held = [along.rank if stages.chunks_of(*buffer.names) else -1 for buffer in buffers]
-    holders = axes.maximum(torch.tensor(held, device=HOST), axes.stages).tolist()
+    here = [along.rank if stages.chunks_of(*buffer.names) else -1 for buffer in buffers]
+    holders = axes.maximum(torch.tensor(here, device=HOST), axes.stages).tolist()
     for buffer, holder in zip(buffers, holders, strict=True):
         if holder >= 0 and buffer.tensor.numel():
             values = buffer.tensor.detach().flatten()
