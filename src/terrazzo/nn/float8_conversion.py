@@ -76,10 +76,10 @@ def float8(
     placed = next((each.device for each in model.parameters()), torch.device("cpu")) if device is None else device
     if placed.type != "meta":
         _check_device(chosen, placed)
-    kept = _reasons_to_keep(model, linears, skip)
-    names = tuple(name for name in linears if name not in kept)
+    reasons = _reasons_to_keep(model, linears, skip)
+    names = tuple(name for name in linears if name not in reasons)
     if not names:
-        why = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:4]) or "it has none"
+        why = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:4]) or "it has none"
         raise BadInput(
             f"float8 found no linear layer of {type(model).__name__} to convert ({why}). It knows "
             "torch.nn.Linear alone. Leave float8 out, or name what is to be left alone yourself, by skip=[...]."
@@ -88,7 +88,7 @@ def float8(
         module = linears[name]
         FLOAT8.leave(module, Float8(chosen))
         replace_forward(module, Float8Linear.forward, extra_repr=Float8Linear.extra_repr)
-    return Converted(chosen.name, names, kept)
+    return Converted(chosen.name, names, reasons)
 
 
 def _check_device(recipe: Recipe, device: torch.device) -> None:

@@ -48,8 +48,8 @@ class SimulatedContext(Context):
         runs = [TokenRun(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
         if positions is None or not self._documents:
             return AttentionMask.of(runs, None, None, window, stride)
-        held = sum(run.length for run in runs)
-        return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], held)), window, stride)
+        own_tokens = sum(run.length for run in runs)
+        return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], own_tokens)), window, stride)
 
 
 class _SimulatedRanks(GroupRanks):

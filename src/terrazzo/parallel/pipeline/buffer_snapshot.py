@@ -27,14 +27,14 @@ def buffers_kept(model: nn.Module, stages: Stages, ledger: Ledger) -> Iterator[N
     Args:
         ledger: where the bytes of the copies are counted.
     """
-    held = stages.buffers_here(model)
-    values = {buffer: buffer.detach().clone() for _, each in held for buffer in each.values() if buffer is not None}
+    buffers = stages.buffers_here(model)
+    values = {buffer: buffer.detach().clone() for _, each in buffers for buffer in each.values() if buffer is not None}
     with ledger.holding(sum(before.nbytes for before in values.values())):
         try:
             yield
         except BaseException:
             with torch.no_grad():
-                for module, each in held:
+                for module, each in buffers:
                     module._buffers.clear()
                     module._buffers.update(each)
                 for buffer, before in values.items():

@@ -73,7 +73,7 @@ class Messages:
         self.values_compared = False
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
         self._sent: dict[tuple[Action, bool], Handle] = {}
-        self._asked: dict[Action, Receive] = {}
+        self._receiving: dict[Action, Receive] = {}
 
     def ask_for(self, action: Action, like: Tensor | Form) -> None:
         """Start receiving the input of an action, if that has not begun.
@@ -81,18 +81,18 @@ class Messages:
         Args:
             like: for activations the form of the micro-batch; for a gradient the activations that it is of.
         """
-        if action in self._asked:
+        if action in self._receiving:
             return
         if isinstance(like, Tensor):
-            self._asked[action] = self._receive(action, tuple(like.shape), like.dtype)
+            self._receiving[action] = self._receive(action, tuple(like.shape), like.dtype)
         elif (known := self._known.get((action.stage, like))) is not None:
-            self._asked[action] = self._receive(action, *known)
+            self._receiving[action] = self._receive(action, *known)
         else:
-            self._asked[action] = functools.partial(self._receive_new, action, like)
+            self._receiving[action] = functools.partial(self._receive_new, action, like)
 
     def take(self, action: Action) -> Tensor:
         """Wait for the input of an action. A gradient shows that the activations that it is of have arrived."""
-        values = self._asked.pop(action)()
+        values = self._receiving.pop(action)()
         if action.kind is ActionKind.BACKWARD:
             following = Action(action.stage + 1, ActionKind.FORWARD, action.micro_batch)
             for header in (False, True):
@@ -102,15 +102,15 @@ class Messages:
 
     def pass_over(self, action: Action, form: Form, patience_s: float | None) -> None:
         """Receive and drop the input of an action, in a step that has failed."""
-        if action not in self._asked:
+        if action not in self._receiving:
             if action.kind is ActionKind.FORWARD:
                 self.ask_for(action, form)
             elif (known := self._known.get((action.stage + 1, form))) is not None:
-                self._asked[action] = self._receive(action, *known)
+                self._receiving[action] = self._receive(action, *known)
             else:  # the forward had nothing to send either
                 return
         with contextlib.suppress(NothingSent):
-            self._asked.pop(action)(patience_s)
+            self._receiving.pop(action)(patience_s)
 
     def send_nothing(self, action: Action, form: Form) -> None:
         """Send zeros in the place of an action's input, in a step that has failed, so that no rank waits for ever.
@@ -155,7 +155,7 @@ class Messages:
         """Drop the messages of a step that was abandoned."""
         self.given_up += 1
         self._sent.clear()
-        self._asked.clear()
+        self._receiving.clear()
 
     def begin(self, given_up: int) -> None:
         """Begin a step.
