@@ -433,13 +433,15 @@ import torch, torch.distributed as dist
 from pathlib import Path
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.train.launch.rank_process import announce_ready, run_rank
+from terrazzo.train.launch.rank_process import RankProcess
 from terrazzo.telemetry.watchdog.recording import open_flight_recorder
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 
+process = RankProcess(rank)
+
 def work():
-    announce_ready()
+    process.announce_ready()
     dist.init_process_group("gloo")
     recorder = open_flight_recorder(rank, 2)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
@@ -475,7 +477,7 @@ def act(model, engine):
             with engine.tally.phases.during(phase):
                 time.sleep(1.6)
 
-run_rank(rank, work)
+process.run(work)
 """
 
 LAUNCH = """

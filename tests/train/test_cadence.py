@@ -14,7 +14,7 @@ import pytest
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.steps import cadence
-from terrazzo.train.steps.cadence import Choice, optimal_interval_s
+from terrazzo.train.steps.cadence import SaveInterval, optimal_interval_s
 from tests.helpers.cover import mostly_long
 from tests.train.test_session import config_in, trained
 
@@ -45,9 +45,11 @@ def test_saves_that_take_longer_than_runs_live_come_once_in_a_life() -> None:
     assert optimal_interval_s(500.0, 200.0) == 200.0
 
 
-def chosen(cost_s: float, step_s: float = 0.5, busy_s: float = 0.0, ranks: int = 16_384, **settings: Any) -> Choice:
+def chosen(
+    cost_s: float, step_s: float = 0.5, busy_s: float = 0.0, ranks: int = 16_384, **settings: Any
+) -> SaveInterval:
     config = config_from_dict({"checkpoint": {"every": "auto", **settings}})
-    return Choice.of(config, ranks, cost_s=cost_s, step_s=step_s, busy_s=busy_s)
+    return SaveInterval.of(config, ranks, cost_s=cost_s, step_s=step_s, busy_s=busy_s)
 
 
 def test_steps_follow_from_ranks_and_from_what_a_save_costs() -> None:

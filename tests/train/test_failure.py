@@ -33,7 +33,7 @@ from terrazzo.train.launch import preemption, rank_process
 from terrazzo.train.launch.launcher_pipe import REPORT
 from terrazzo.train.launch.notices import RunEnd
 from terrazzo.train.launch.preemption import stays_stopped
-from terrazzo.train.launch.rank_process import announce_claim, note_interrupted, run_rank
+from terrazzo.train.launch.rank_process import RankProcess
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 
@@ -51,10 +51,18 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def spawn_rank(rank: int, work: Callable[[], int]) -> int:
+def spawn_rank(rank: int, work: Callable[[], int], claims: Path | None = None) -> int:
+    """A process that does the work as a rank, seven steps of which are done, and whose run `claims` a folder."""
+
+    def claim_and_work(process: RankProcess) -> int:
+        if claims is not None:
+            process.announce_claim(claims, lambda: 7)
+        return work()
+
     def body() -> None:
         tether.PARENT = os.getppid()
-        run_rank(rank, work)
+        process = RankProcess(rank)
+        process.run(lambda: claim_and_work(process))
 
     return spawn_child(body)
 
@@ -265,26 +273,25 @@ def test_the_first_failure_is_noted_in_the_runs_own_folder(attempts: Callable[[i
     """Torchrun ends with 1, whatever its ranks have ended with."""
 
     def diverge() -> int:
-        announce_claim(tmp_path, lambda: 7)
         raise Diverged("The loss is nan in step 8.\nLower optimizer.lr.")
 
     def follow() -> int:
-        announce_claim(tmp_path, lambda: 7)
         raise ConnectionError("rank 1 has closed its connection")
 
-    assert reap(spawn_rank(1, diverge)) == DIVERGED
-    assert reap(spawn_rank(0, follow)) == FAILED
+    assert reap(spawn_rank(1, diverge, tmp_path)) == DIVERGED
+    assert reap(spawn_rank(0, follow, tmp_path)) == FAILED
     cause = "Error: The loss is nan in step 8.\nLower optimizer.lr."
     assert note_in(tmp_path) == {"code": DIVERGED, "reason": "diverged", "cause": cause, "rank": 1, "step": 7}
 
 
 def test_a_rank_that_nobody_has_started_notes_its_own_interruption(tmp_path: Path) -> None:
-    def work() -> int:
-        announce_claim(tmp_path, lambda: 7)
-        note_interrupted()
+    def body() -> None:
+        process = RankProcess(0)
+        process.announce_claim(tmp_path, lambda: 7)
+        process.note_interrupted()
         os._exit(INTERRUPTED)
 
-    assert reap(spawn_rank(0, work)) == INTERRUPTED
+    assert reap(spawn_child(body)) == INTERRUPTED
     cause = "ended at once by a second Ctrl-C, with nothing saved"
     assert note_in(tmp_path) == {"code": 130, "reason": "interrupted", "cause": cause, "rank": None, "step": 7}
 
@@ -295,10 +302,9 @@ def test_a_path_that_is_no_utf_8_is_noted_and_said(
     """Python has such bytes of a file's name as half a character, which no file in UTF-8 can hold."""
 
     def refuse() -> int:
-        announce_claim(tmp_path, lambda: 7)
         raise BadInput("'caf\udce9.jsonl' is cut short.")
 
-    assert reap(spawn_rank(0, refuse)) == BAD_INPUT
+    assert reap(spawn_rank(0, refuse, tmp_path)) == BAD_INPUT
     assert "is cut short" in capfd.readouterr().err
     note = note_in(tmp_path)
     assert note is not None and note["cause"] == "Error: 'caf\udce9.jsonl' is cut short."
@@ -316,14 +322,10 @@ def test_a_folder_that_is_not_the_runs_own_has_no_note(attempts: Callable[[int],
 def test_a_run_that_went_well_is_noted_by_its_first_rank(
     code: int, cause: str, attempts: Callable[[int], None], tmp_path: Path
 ) -> None:
-    def work() -> int:
-        announce_claim(tmp_path, lambda: 9)
-        return code
-
-    assert reap(spawn_rank(1, work)) == code
+    assert reap(spawn_rank(1, lambda: code, tmp_path)) == code
     assert note_in(tmp_path) is None
-    assert reap(spawn_rank(0, work)) == code
-    assert note_in(tmp_path) == {"code": code, "reason": reason_of(code), "cause": cause, "rank": None, "step": 9}
+    assert reap(spawn_rank(0, lambda: code, tmp_path)) == code
+    assert note_in(tmp_path) == {"code": code, "reason": reason_of(code), "cause": cause, "rank": None, "step": 7}
 
 
 @pytest.mark.parametrize(

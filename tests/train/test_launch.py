@@ -34,7 +34,7 @@ RANK = """
 import os, sys, time, torch, torch.distributed as dist
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.rank_process import run_rank
+from terrazzo.train.launch.rank_process import RankProcess
 rank = int(os.environ["RANK"])
 
 def work():
@@ -60,7 +60,7 @@ def await_stopped():
 def explode():
     raise ZeroDivisionError("the cause of it all")
 
-run_rank(rank, work)
+RankProcess(rank).run(work)
 """
 
 LAUNCH = """

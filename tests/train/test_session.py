@@ -31,7 +31,7 @@ from terrazzo.train.session import build_session
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.run_progress import RunProgress, taken_up
 from terrazzo.train.settings.optimizer import learning_rate_share
-from terrazzo.train.steps.cadence import Choice
+from terrazzo.train.steps.cadence import SaveInterval
 from tests.helpers.threads import run_in_threads
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -151,7 +151,7 @@ def test_what_another_version_has_written_is_refused_by_name() -> None:
     with pytest.raises(BadInput, match=r"extra\['judged'\] has 'scales'.*another version.*checkpoint\.resume=never"):
         RunProgress().take_up({**extra, "judged": {"losses": [], "scales": []}}, same_evaluation=True)
     with pytest.raises(BadInput, match=r"extra\['cadence'\] lacks 'cost_s'.*another version"):
-        taken_up(Choice, {"every": 7}, "cadence")
+        taken_up(SaveInterval, {"every": 7}, "cadence")
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -1,4 +1,4 @@
-"""`terrazzo bench`"""
+"""`terrazzo bench`: Terrazzo timed beside FSDP2, DeepSpeed and others, by the benchmarks of a checkout."""
 
 from __future__ import annotations
 

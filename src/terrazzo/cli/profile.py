@@ -1,4 +1,4 @@
-"""`terrazzo profile -- COMMAND ...`"""
+"""`terrazzo profile -- COMMAND ...`: somebody else's script, measured while it runs."""
 
 from __future__ import annotations
 

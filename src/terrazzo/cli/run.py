@@ -1,4 +1,4 @@
-"""`terrazzo run SCRIPT ...`"""
+"""`terrazzo run SCRIPT ...`: a script of the user's own on several ranks, as torchrun would."""
 
 from __future__ import annotations
 

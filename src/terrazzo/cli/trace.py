@@ -1,4 +1,4 @@
-"""`terrazzo trace RUN`"""
+"""`terrazzo trace RUN`: the last steps of all ranks, exchange by exchange, for Perfetto."""
 
 from __future__ import annotations
 

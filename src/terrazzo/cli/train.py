@@ -1,4 +1,4 @@
-"""`terrazzo train CONFIG [section.key=value ...]`"""
+"""`terrazzo train CONFIG [section.key=value ...]`: this process is the launcher, or a rank that others started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`terrazzo verdict RUN`"""
+"""`terrazzo verdict RUN`: what bounds the step of a run, and the edit that would help."""
 
 from __future__ import annotations
 

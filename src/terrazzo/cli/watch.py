@@ -1,4 +1,4 @@
-"""`terrazzo watch RUN`"""
+"""`terrazzo watch RUN`: a run while it goes on, on a screen, or line by line into a pipe."""
 
 from __future__ import annotations
 

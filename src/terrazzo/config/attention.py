@@ -1,4 +1,4 @@
-"""How far the tokens of the built-in decoder see."""
+"""The section `model.attention`: how far the tokens of the built-in decoder see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do that share more than data: the settings of tensor, context and pipeline parallelism."""
+"""The section `parallel`: what ranks do that share more than data, along the axes tp, cp and pp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in decoder's mixture of experts."""
+"""The section `model.experts`: the built-in decoder's mixture of experts."""
 
 from __future__ import annotations
 

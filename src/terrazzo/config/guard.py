@@ -1,4 +1,4 @@
-"""What is done about a step that is not like those before it."""
+"""The section `guard`: what is done about a step that is not like those before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What updates the weights."""
+"""The section `optimizer`: what updates the weights."""
 
 from __future__ import annotations
 

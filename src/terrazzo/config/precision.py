@@ -1,4 +1,4 @@
-"""The `precision` section: every dtype of a run."""
+"""The section `precision`: every dtype of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is saved, how its ranks are started, and what it writes."""
+"""The sections `checkpoint`, `launch` and `log`: how a run is saved, how its ranks start, and what it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""The base class of every section of the configuration: no unknown keys, and one spelling of each value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained on what: model, adapters, data and objective."""
+"""The sections `model`, `lora`, `data` and `objective`: what is trained on what."""
 
 from __future__ import annotations
 

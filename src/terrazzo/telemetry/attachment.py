@@ -1,4 +1,4 @@
-"""Step records for a training loop of one's own."""
+"""`tz.telemetry.attach`: records of steps, and somebody who sees whether ranks stand still, for a loop of one's own."""
 
 from __future__ import annotations
 

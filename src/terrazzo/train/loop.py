@@ -1,4 +1,4 @@
-"""The training loop: steps, and what happens between them."""
+"""The training loop: `TrainingLoop` takes the steps of a session, and does what is due between them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = ["TrainingLoop"]
 
 
 class TrainingLoop:
-    """Runs a session to its last step, or until it is asked to stop; `ended` is called behind each step."""
+    """Runs a session to its last step, or until it is asked to stop; `on_step_end` is called behind each step."""
 
     def __init__(
         self,
         session: Session,
         stop: StopRequest,
         command: Command | None = None,
-        ended: Callable[[int], object] = lambda step: None,
+        on_step_end: Callable[[int], object] = lambda step: None,
     ) -> None:
-        self.session, self.stop, self.ended = session, stop, ended
+        self.session, self.stop, self.on_step_end = session, stop, on_step_end
         self.engine = engine_of(session.model)
         self.report = RunReport(session, command or Command())
         self.judge, self.cadence = StepJudge(session), Cadence(session)
@@ -68,7 +68,7 @@ class TrainingLoop:
             stopped = self.agree_to_stop()
             self.window.step_ended()
             self.recorder.step_done()
-            self.ended(session.step)
+            self.on_step_end(session.step)
             if session.step > before:
                 self.after_step(stopped=stopped)
             else:  # back at a checkpoint, which has all that is due there

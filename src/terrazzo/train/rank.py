@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +26,7 @@ from terrazzo.train.launch.launcher_pipe import REPORT
 from terrazzo.train.launch.notices import say_now
 from terrazzo.train.launch.preemption import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.process_group import Ranks, agree_on_config, join
-from terrazzo.train.launch.rank_process import announce_claim, announce_ready, announce_training, run_rank
+from terrazzo.train.launch.rank_process import RankProcess
 from terrazzo.train.launch.restarts import refuse_restarts, take_restart_note
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.launch.trainer_notices import rank_notices
@@ -52,63 +53,76 @@ def train_as_rank(path: Path, overrides: list[str], command: Command | None = No
     launched = REPORT in os.environ  # by `start_training`, which says what there is to say of a stop
     command = command or (Command(path, overrides) if launched else Command())
     rank = int(os.environ["RANK"])
-    notices = rank_notices(lambda: load_config(path, overrides), command)
+    process = RankProcess(rank)
+    notices = rank_notices(process, lambda: load_config(path, overrides), command)
     stop = StopRequest(notices if rank == 0 and not launched else None)
-    run_rank(rank, lambda: _train(path, overrides, command, stop, launched=launched))
+    process.run(lambda: _RankOfRun(process, path, overrides, command, stop, launched).train())
 
 
-def _train(path: Path, overrides: list[str], command: Command, stop: StopRequest, *, launched: bool) -> int:
-    """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file.
+@dataclass(frozen=True)
+class _RankOfRun:
+    """What a rank was started with.
 
-    Args:
+    Attributes:
+        command: by which the run goes on.
         launched: by `start_training`, which starts ranks again where that is asked for.
     """
-    restart = take_restart_note()
-    announce_ready()
-    ranks = join(_launch_of(path, overrides))
-    if stays_stopped():
-        return _stay_stopped(ranks)
-    flight_recorder = open_flight_recorder(ranks.rank, ranks.world_size)
-    flight_recorder.events.phase("setup")
-    config = together(lambda: load_config(path, overrides), TerrazzoError)
-    agree_on_config(config)
-    if not launched:
-        refuse_restarts(config.launch)
-    notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
-    with open_session(config, ranks, notes, lambda: _claim_folders(config)) as session:
-        session.origin.restart = restart
-        _announce_steps(session, stop)
-        with _looked_after(session, flight_recorder):
-            code = TrainingLoop(session, stop, command, flight_recorder.events.step_done).run()
-    dist.destroy_process_group()
-    return code
 
+    process: RankProcess
+    path: Path
+    overrides: list[str]
+    command: Command
+    stop: StopRequest
+    launched: bool
 
-def _launch_of(path: Path, overrides: list[str]) -> LaunchConfig:
-    """What to join with; where this rank cannot read it, all hear of it once they have met."""
-    try:
-        return load_config(path, overrides).launch
-    except BadInput:
-        return LaunchConfig()
+    def train(self) -> int:
+        """Its whole life; the exit code. What is wrong on one rank is raised on all: each reads its own file."""
+        restart = take_restart_note()
+        self.process.announce_ready()
+        ranks = join(self._launch_section())
+        if stays_stopped():
+            return _stay_stopped(ranks)
+        flight_recorder = open_flight_recorder(ranks.rank, ranks.world_size)
+        flight_recorder.events.phase("setup")
+        config = together(self._config, TerrazzoError)
+        agree_on_config(config)
+        if not self.launched:
+            refuse_restarts(config.launch)
+        notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
+        with open_session(config, ranks, notes, lambda: self._claim_folders(config)) as session:
+            session.origin.restart = restart
+            self._announce_steps(session)
+            with _looked_after(session, flight_recorder):
+                code = TrainingLoop(session, self.stop, self.command, flight_recorder.events.step_done).run()
+        dist.destroy_process_group()
+        return code
+
+    def _config(self) -> Config:
+        return load_config(self.path, self.overrides)
+
+    def _launch_section(self) -> LaunchConfig:
+        """What to join with; where this rank cannot read it, all hear of it once they have met."""
+        try:
+            return self._config().launch
+        except BadInput:
+            return LaunchConfig()
+
+    def _claim_folders(self, config: Config) -> None:
+        """No other run may use them now: how an earlier one ended is forgotten, and how this one does noted there."""
+        on_first(lambda: forget_exit(config.log.folder), BadInput)
+        self.process.announce_claim(config.log.folder, lambda: None)
+
+    def _announce_steps(self, session: Session) -> None:
+        """The run is set up: whoever has started this rank hears of it, and its end is noted with its step."""
+        self.process.announce_claim(session.config.log.folder, lambda: session.step)
+        self.process.announce_training()
+        self.stop.trains = True
 
 
 def _stay_stopped(ranks: Ranks) -> int:
     if ranks.is_first:
         say_now(STAYS_STOPPED)
     return PREEMPTED
-
-
-def _claim_folders(config: Config) -> None:
-    """No other run may use them from now on: an earlier run's end is forgotten, and how this one ends noted there."""
-    on_first(lambda: forget_exit(config.log.folder), BadInput)
-    announce_claim(config.log.folder, lambda: None)
-
-
-def _announce_steps(session: Session, stop: StopRequest) -> None:
-    """The run is set up: whoever has started this rank hears of it, and its end is noted with its step."""
-    announce_claim(session.config.log.folder, lambda: session.step)
-    announce_training()
-    stop.trains = True
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `terrazzo checkpoint convert` does."""
+"""`terrazzo checkpoint convert`: a checkpoint of any format written as Terrazzo, Hugging Face or DCP has it."""
 
 from __future__ import annotations
 

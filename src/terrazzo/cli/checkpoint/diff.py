@@ -1,4 +1,4 @@
-"""What `terrazzo checkpoint diff` does."""
+"""`terrazzo checkpoint diff`: two checkpoints compared, state by state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `terrazzo checkpoint inspect` does."""
+"""`terrazzo checkpoint inspect`: what a checkpoint holds, or which checkpoints are in a folder."""
 
 from __future__ import annotations
 

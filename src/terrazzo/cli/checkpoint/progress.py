@@ -1,4 +1,4 @@
-"""How far a verb of `terrazzo checkpoint` is."""
+"""A progress bar for the verbs of `terrazzo checkpoint` that read whole checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `terrazzo checkpoint prune` does."""
+"""`terrazzo checkpoint prune`: all checkpoints of a folder removed but those to keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `terrazzo checkpoint` prints."""
+"""What the verbs of `terrazzo checkpoint` print, as lines and tables."""
 
 from __future__ import annotations
 

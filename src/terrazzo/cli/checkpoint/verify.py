@@ -1,4 +1,4 @@
-"""What `terrazzo checkpoint verify` does."""
+"""`terrazzo checkpoint verify`: every digest recomputed, and what is not as it was written."""
 
 from __future__ import annotations
 

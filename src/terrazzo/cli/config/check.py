@@ -1,4 +1,4 @@
-"""What `terrazzo config check` does."""
+"""`terrazzo config check`: what is wrong with a configuration of any dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration does not say, as the options of `terrazzo config` say it."""
+"""What a configuration does not say, such as the number of ranks, from the options of `terrazzo config`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `terrazzo config convert` does."""
+"""`terrazzo config convert`: a configuration in another dialect, and what became of every key."""
 
 from __future__ import annotations
 

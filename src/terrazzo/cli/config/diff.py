@@ -1,4 +1,4 @@
-"""What `terrazzo config diff` does."""
+"""`terrazzo config diff`: what two configurations mean, compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `terrazzo config explain` does."""
+"""`terrazzo config explain`: what a configuration means, with effective values."""
 
 from __future__ import annotations
 

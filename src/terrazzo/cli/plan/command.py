@@ -1,4 +1,4 @@
-"""`terrazzo plan`"""
+"""`terrazzo plan`: the command, whose signature is made of the rows of `options`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `terrazzo plan CONFIG` does: plan a configuration of `terrazzo train` as it is."""
+"""The answer of `terrazzo plan CONFIG`: a configuration of `terrazzo train`, planned as it is."""
 
 from __future__ import annotations
 

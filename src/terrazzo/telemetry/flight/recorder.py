@@ -1,4 +1,4 @@
-"""What the engine reports, written into a ring."""
+"""`RingRecorder`: what the engine reports, written into a ring, a record of 64 bytes for each event."""
 
 from __future__ import annotations
 

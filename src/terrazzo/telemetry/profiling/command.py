@@ -1,4 +1,4 @@
-"""Starts a script with a look inside of it, and passes on what it is told and how it ends."""
+"""`terrazzo profile`: starts a script with the probe in each Python of it, and passes on signals and how it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Profiled", "profile"]
 
 _HOOK = Path(__file__).parent / "hook"
-_ASKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
+_PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 _FROM_PROCESS = 0
 """`si_code` of what somebody sends by `kill`; what a terminal sends, all of its processes get."""
 
@@ -114,7 +114,7 @@ class _Sentinel:
 
     def _listen(self) -> None:
         """A shell that starts a command behind `&`, or `nohup`, has it ignore signals, and so would the sentinel."""
-        for each in _ASKED:
+        for each in _PASSED_ON:
             signal.signal(each, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
@@ -142,7 +142,7 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
     """Run the command; its exit code. Signals for it are passed on, as this process stands in its place."""
     path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | variables | {"PYTHONPATH": path}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED | {signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGCHLD})
     sys.stdout.flush()
     try:
         with _Sentinel(before) as sentinel:
@@ -152,12 +152,12 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
             )
             while child.poll() is None:
-                info = signal.sigtimedwait(_ASKED | {signal.SIGCHLD}, _EVERY_S)
+                info = signal.sigtimedwait(_PASSED_ON | {signal.SIGCHLD}, _EVERY_S)
                 if info is None:
                     meanwhile()
                 elif info.si_signo != signal.SIGCHLD and not sentinel.had_signal() and info.si_code <= _FROM_PROCESS:
                     child.send_signal(info.si_signo)
-        while signal.sigtimedwait(_ASKED, 0) is not None:  # a second Ctrl-C was meant for a script that has ended
+        while signal.sigtimedwait(_PASSED_ON, 0) is not None:  # a second Ctrl-C was meant for a script that has ended
             pass
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,4 +1,4 @@
-"""What is measured at a log step."""
+"""The numbers of a log step, as one record, and a stopwatch for them."""
 
 from __future__ import annotations
 

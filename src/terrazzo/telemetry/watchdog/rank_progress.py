@@ -18,7 +18,7 @@ LEFT = "end"
 ExchangeKey = tuple[str, str, bool, int]
 """An exchange: axis, kind, whether modules exchange, ordinal. Ranks of an axis mean the same by it."""
 
-_KEPT = 64
+_MOST_REMEMBERED = 64
 """Exchanges of a track that are remembered: more than can be under way."""
 
 _AGE_S = 2.0
@@ -73,7 +73,7 @@ class RankProgress:
             if kind == ISSUED:
                 mine = self._issued[event.track]
                 mine[event.ordinal] = event
-                if len(mine) > _KEPT:
+                if len(mine) > _MOST_REMEMBERED:
                     del mine[next(iter(mine))]
             elif kind == WAITS:
                 self._waits[event.track, event.ordinal] = event

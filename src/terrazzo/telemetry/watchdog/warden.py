@@ -33,7 +33,7 @@ from terrazzo.telemetry.watchdog.recording import ASK, Recording
 from terrazzo.telemetry.watchdog.stall import GONE, Stall
 from terrazzo.telemetry.watchdog.warden_links import RunMachine, WardenLinks
 from terrazzo.telemetry.watchdog.watchdog import Patience, System, Watchdog
-from terrazzo.telemetry.watchdog.watched_rank import ASKED, END, TASK
+from terrazzo.telemetry.watchdog.watched_rank import END, SHOW_THREADS, TASK
 
 __all__ = ["Warden"]
 
@@ -94,7 +94,7 @@ class _WatchedRank:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, ASK)
         else:
-            self._command(ASKED)
+            self._command(SHOW_THREADS)
         return True
 
     def facts(self) -> dict[str, Any]:

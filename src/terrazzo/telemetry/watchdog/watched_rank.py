@@ -36,12 +36,12 @@ from terrazzo.telemetry.watchdog.recording import ASK, threads_memory
 from terrazzo.telemetry.watchdog.warden_links import RunMachine, reached_of
 from terrazzo.telemetry.watchdog.watchdog import Patience
 
-__all__ = ["ASKED", "END", "TASK", "look_after"]
+__all__ = ["END", "SHOW_THREADS", "TASK", "look_after"]
 
 TASK = "TERRAZZO_WARD"
 """In the environment of a warden: the ranks it looks after, and how, as JSON."""
 
-ASKED, END, _LEAVE = b"?", b"x", b"-"
+SHOW_THREADS, END, _LEAVE = b"?", b"x", b"-"
 """What a rank hears: to write where its threads are, to end for the reason that follows, that nobody looks any more."""
 
 _MODULE = "terrazzo.telemetry.watchdog.warden"
@@ -179,7 +179,7 @@ def _listen(channel: _WardenChannel, begins: Sequence[Callable[[], None] | None]
         waiting.register(channel.commands, select.POLLIN)
         if not waiting.poll(soon_s * 1e3):
             start()
-    while (word := os.read(channel.commands, 1)) == ASKED:
+    while (word := os.read(channel.commands, 1)) == SHOW_THREADS:
         channel.show_threads()
     if word == END:
         _end(os.read(channel.commands, 1 << 16).decode())

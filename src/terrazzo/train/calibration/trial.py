@@ -26,7 +26,7 @@ from terrazzo.train.launch.environment import is_rank
 from terrazzo.train.launch.launcher import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.process_group import join
-from terrazzo.train.launch.rank_process import announce_ready, run_rank
+from terrazzo.train.launch.rank_process import RankProcess
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import step_on
@@ -111,12 +111,13 @@ def main() -> int:
     path, out, *overrides = sys.argv[1:]
     config = load_config(path, overrides)
     if is_rank():
-        run_rank(int(os.environ["RANK"]), lambda: _rank(config, Path(out)))
+        process = RankProcess(int(os.environ["RANK"]))
+        process.run(lambda: _rank(process, config, Path(out)))
     return launch_ranks(ranks_to_start(config), ["-m", "terrazzo.train.calibration.trial", *sys.argv[1:]])
 
 
-def _rank(config: Config, out: Path) -> int:
-    announce_ready()
+def _rank(process: RankProcess, config: Config, out: Path) -> int:
+    process.announce_ready()
     trials = _run_trials(config)
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps([asdict(trial) for trial in trials]), encoding="utf-8")

@@ -164,7 +164,7 @@ class _PlainChat:
         self.tokenizer, self.loss_on = tokenizer, loss_on
 
     def ask(self, question: str) -> Prompt:
-        end, messages = self.tokenizer.end_of_document, _asked_by_user(question)
+        end, messages = self.tokenizer.end_of_document, _messages_of_user(question)
         prompt = self.render(Document("train.sample_chat", messages=messages)).tokens.tolist()
         (head,) = self.tokenizer.encode([f"<|{ASSISTANT}|>\n"])
         return Prompt([*prompt, *head.tolist()], [end])
@@ -210,7 +210,7 @@ class _TemplateChat:
     def ask(self, question: str) -> Prompt:
         """An answer ends with the end of a document, or with the special token that follows it in a conversation."""
         answer = "An answer."
-        messages = [*_asked_by_user(question), {"role": ASSISTANT, "content": answer}]
+        messages = [*_messages_of_user(question), {"role": ASSISTANT, "content": answer}]
         document = Document("train.sample_chat", messages=messages)
         turn = _Conversation(self, document, self.template_for(document))
         following = turn.tokens_of(turn.text.rpartition(answer)[2])
@@ -369,7 +369,7 @@ class _Conversation:
         )
 
 
-def _asked_by_user(question: str) -> list[Message]:
+def _messages_of_user(question: str) -> list[Message]:
     return [{"role": "user", "content": question}]
 
 

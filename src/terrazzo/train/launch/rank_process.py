@@ -1,4 +1,4 @@
-"""How a failing rank ends the run: who failed first is said once, and nobody is left hanging.
+"""One rank of a run as a process, and how it ends: who failed first is said once, and nobody is left hanging.
 
 Each failing rank tells what happened, with a clock that all processes of a machine share: its launcher, through a pipe,
 or where others have started it, all ranks of the machine, through a folder. Whoever reports then names the cause
@@ -31,7 +31,7 @@ from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
 from terrazzo.train.launch.preemption import leave_note
 from terrazzo.train.launch.scratch_folder import ScratchFolder
 
-__all__ = ["SIBLING_GRACE_S", "announce_claim", "announce_ready", "announce_training", "note_interrupted", "run_rank"]
+__all__ = ["SIBLING_GRACE_S", "RankProcess"]
 
 _MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
 _LASTING = (BadInput, Misuse, Diverged, Corrupted, FolderLost, KeyboardInterrupt)
@@ -58,7 +58,7 @@ class _Reporter(Protocol):
         """This rank ends with an exit code."""
 
 
-class _ToSiblings:
+class _SiblingReporter:
     """Files for the other ranks of this machine, where torchrun or Slurm has started them."""
 
     def __init__(self, rank: int, folder: Path, scratch: ScratchFolder | None = None) -> None:
@@ -90,7 +90,7 @@ class _ToSiblings:
             self._scratch.leave(keep=code not in (0, PREEMPTED))  # others may yet have to find out
 
 
-class _Alone:
+class _ScreenReporter:
     """Nobody but the user to tell."""
 
     def begun(self) -> None:
@@ -109,85 +109,84 @@ class _Alone:
         pass
 
 
-_reporter: _Reporter = _Alone()
-_run_at: tuple[Path, Callable[[], int | None]] | None = None
-"""The folder of the run that this rank is of, once it is its own, and what tells its step."""
+class RankProcess:
+    """This process as one rank of a run: what it tells whoever looks after it, and how it ends.
 
-
-def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
-    """Run `work` as one rank of a run and end the process with its exit code.
-
-    The process ends without the interpreter's usual teardown after a failure, since destructors of communication
-    libraries wait for ranks that may already be gone.
+    Args:
+        rank: its number.
     """
-    global _reporter
-    code = FAILED
-    try:
-        _reporter = _reporter_of(rank)
-        code = work()
-        if rank == 0:
-            _note_exit(lambda step: note_of_code(code, step))
-    except BaseException as error:
-        code = _exit_code(error)
-        failure = Failure(rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING))
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._reporter: _Reporter = _ScreenReporter()
+        self._folder: Path | None = None  # of the run, once it is its own
+        self._step: Callable[[], int | None] = lambda: None
+
+    def run(self, work: Callable[[], int]) -> NoReturn:
+        """Run `work` and end the process with the exit code that it returns, or that its error has.
+
+        The process ends without the interpreter's usual teardown after a failure, since destructors of communication
+        libraries wait for ranks that may already be gone.
+        """
+        code = FAILED
+        try:
+            self._reporter = _reporter_of(self._rank)
+            code = work()
+            if self._rank == 0:
+                self._note_exit(lambda step: note_of_code(code, step))
+        except BaseException as error:
+            code = _exit_code(error)
+            self._fail(error, code)
+        finally:
+            for last in (lambda: self._reporter.leave(code), sys.stdout.flush, sys.stderr.flush):
+                with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more
+                    last()
+            os._exit(code)
+
+    def announce_ready(self) -> None:
+        """Tell the process that started this rank that it heeds signals now."""
+        self._reporter.begun()
+
+    def announce_claim(self, folder: Path, step: Callable[[], int | None]) -> None:
+        """From now on `folder` is this run's own: how it ends is noted there, with what `step` tells then."""
+        self._folder, self._step = folder, step
+        self._reporter.claimed()
+
+    def announce_training(self) -> None:
+        """Tell the process that started this rank that the run is set up, and takes steps."""
+        self._reporter.training()
+
+    def note_interrupted(self) -> None:
+        """Note that this process is about to end at once, as somebody has asked for, where nobody else can."""
+        self._note_exit(lambda step: note_of_code(INTERRUPTED, step))
+
+    def _fail(self, error: BaseException, code: int) -> None:
+        """Note it, and report it, on screen where that fails: this process ends here, and nobody else can say it."""
+        failure = Failure(self._rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING))
         cause = _cause(error)
-        _note_exit(lambda step: ExitNote(code, reason_of(code), cause, rank, step))
-        _report_failure(failure, error)
-    finally:
-        for last in (lambda: _reporter.leave(code), sys.stdout.flush, sys.stderr.flush):
-            with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more
-                last()
-        os._exit(code)
+        self._note_exit(lambda step: ExitNote(code, reason_of(code), cause, self._rank, step))
+        try:
+            self._reporter.fail(failure, error)
+        except BaseException:
+            print(failure.text, file=sys.stderr)
 
-
-def _report_failure(failure: Failure, error: BaseException) -> None:
-    """Through the reporter, or on screen where that fails: this process ends here, and nobody else can say it."""
-    try:
-        _reporter.fail(failure, error)
-    except BaseException:
-        print(failure.text, file=sys.stderr)
-
-
-def announce_claim(folder: Path, step: Callable[[], int | None]) -> None:
-    """From now on `folder` is this run's own: how it ends is noted there, with what `step` tells then."""
-    global _run_at
-    _run_at = folder, step
-    _reporter.claimed()
-
-
-def note_interrupted() -> None:
-    """Note that this process is about to end at once, as somebody has asked for, where nobody else can."""
-    _note_exit(lambda step: note_of_code(INTERRUPTED, step))
-
-
-def _note_exit(note: Callable[[int | None], ExitNote]) -> None:
-    if _run_at is not None:
-        folder, step = _run_at
-        leave_exit(folder, note(step()))
-
-
-def announce_ready() -> None:
-    """Tell the process that started this rank that it heeds signals now."""
-    _reporter.begun()
-
-
-def announce_training() -> None:
-    """Tell the process that started this rank that the run is set up, and takes steps."""
-    _reporter.training()
+    def _note_exit(self, note: Callable[[int | None], ExitNote]) -> None:
+        if self._folder is not None:
+            leave_exit(self._folder, note(self._step()))
 
 
 def _reporter_of(rank: int) -> _Reporter:
     if report := os.environ.pop(REPORT, None):  # what this rank starts is not this rank
         return LauncherPipe(int(report))
     if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
-        return _ToSiblings(rank, Path(elastic).parent.parent)
+        return _SiblingReporter(rank, Path(elastic).parent.parent)
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or os.environ.get("WORLD_SIZE") == "1":
-        return _Alone()
+        return _ScreenReporter()
     step = os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID", "batch")
     restarts, port = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("MASTER_PORT", "0")
     scratch = ScratchFolder(f"{job}-{step}-{restarts}-{port}")
-    return _ToSiblings(rank, _folder_of_run(scratch.path, rank), scratch)
+    return _SiblingReporter(rank, _folder_of_run(scratch.path, rank), scratch)
 
 
 def _folder_of_run(shared: Path, rank: int) -> Path:

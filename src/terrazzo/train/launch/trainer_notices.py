@@ -8,7 +8,7 @@ from terrazzo.checkpoint import latest
 from terrazzo.config import Config, without_passwords
 from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
 from terrazzo.train.launch.notices import Notices
-from terrazzo.train.launch.rank_process import note_interrupted
+from terrazzo.train.launch.rank_process import RankProcess
 from terrazzo.train.settings.command import Command
 
 __all__ = ["cut_short_text", "launcher_notices", "rank_notices"]
@@ -31,11 +31,11 @@ def launcher_notices(config: Config, command: Command) -> Notices:
     )
 
 
-def rank_notices(read_config: Callable[[], Config], command: Command) -> Notices:
+def rank_notices(process: RankProcess, read_config: Callable[[], Config], command: Command) -> Notices:
     """Of a rank that others have started, or nobody: it notes itself that it was interrupted."""
 
     def cut_short() -> str:
-        note_interrupted()
+        process.note_interrupted()
         return cut_short_text(read_config(), command)
 
     return Notices(_STOPPING, cut_short, stopping_early=_STOPPING_EARLY)

@@ -13,10 +13,10 @@ from terrazzo.train.model.objectives import Validation
 from terrazzo.train.planning.summary import summary_lines
 from terrazzo.train.session.session import Session
 
-__all__ = ["Files"]
+__all__ = ["LogFiles"]
 
 
-class Files:
+class LogFiles:
     """Those of rank 0. Other ranks have none, nor has a run of which nothing is left to be done: all stays as it is.
 
     Args:

@@ -20,14 +20,14 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.planning.run_review import RunReview
 from terrazzo.train.planning.summary import Pace, bytes_line, summarize
-from terrazzo.train.report.files import Files
+from terrazzo.train.report.files import LogFiles
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_screen import RunScreen
 from terrazzo.train.report.step_metrics import StepMetricsBuilder, StepsMeasured
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import mesh_shape
-from terrazzo.train.steps.cadence import Choice
+from terrazzo.train.steps.cadence import SaveInterval
 
 __all__ = ["RunReport"]
 
@@ -40,7 +40,7 @@ class RunReport:
         self._metrics_builder = StepMetricsBuilder(session)
         self._screen = RunScreen(session.ranks.is_first, session.config.train.steps, self._metrics_builder.known)
         plan = engine_of(session.model).plan.name
-        self._files = Files(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
+        self._files = LogFiles(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
         self._start, self._first_step = time.perf_counter(), session.step
         self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
         self._pace, self._peak_bytes = Pace(), 0
@@ -107,7 +107,7 @@ class RunReport:
         """A checkpoint was written, or will be in the background."""
         self._remark(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
 
-    def cadence(self, choice: Choice) -> None:
+    def cadence(self, choice: SaveInterval) -> None:
         """How often checkpoints are saved from now on."""
         self._files.log("cadence", asdict(choice))
         self._remark(str(choice))

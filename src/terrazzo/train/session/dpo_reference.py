@@ -23,7 +23,7 @@ from terrazzo.train.model.objectives import completion_log_probs, inputs_of
 from terrazzo.train.session.data_share import DataShare
 
 __all__ = [
-    "Due",
+    "DueReference",
     "check_same_initial",
     "compute_reference",
     "initial_model",
@@ -33,14 +33,16 @@ __all__ = [
 ]
 
 
-class Due(NamedTuple):
+class DueReference(NamedTuple):
     """Pairs of a dataset whose reference is not known yet."""
 
     dataset: PairDataset
     pairs: Indices
 
 
-def reference_due(config: Config, data: TokenData, evaluation_limit: int, saved: Mapping[str, Any]) -> list[Due]:
+def reference_due(
+    config: Config, data: TokenData, evaluation_limit: int, saved: Mapping[str, Any]
+) -> list[DueReference]:
     """Give the datasets what is `saved` of them, and return what the run needs beyond it.
 
     Args:
@@ -55,7 +57,7 @@ def reference_due(config: Config, data: TokenData, evaluation_limit: int, saved:
         wanted = _read(config, dataset, saved) if name == "train" else evaluated(dataset, evaluation_limit)
         dataset.reference = table
         if len(pairs := wanted[table[torch.from_numpy(wanted)].isnan().any(dim=1).numpy()]):
-            due.append(Due(dataset, pairs))
+            due.append(DueReference(dataset, pairs))
     return due
 
 
@@ -74,7 +76,7 @@ def initial_model(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def check_same_initial(due: list[Due], config: Config, saved: Mapping[str, Any]) -> None:
+def check_same_initial(due: list[DueReference], config: Config, saved: Mapping[str, Any]) -> None:
     """Raise `BadInput` where the reference that is `due` would be of another model than the one that is `saved`."""
     if not due or not saved:
         return
@@ -100,7 +102,9 @@ def _same_folder(one: str, other: str) -> bool:
 
 
 @torch.no_grad()
-def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: DataShare, device: torch.device) -> None:
+def compute_reference(
+    due: list[DueReference], model: nn.Module, config: Config, parts: DataShare, device: torch.device
+) -> None:
     """Fill the datasets' tables from the model as it is, each rank for its share of the pairs. Collective.
 
     Raises:

@@ -61,7 +61,7 @@ class RunProgress:
         tokens: targets trained on.
         skipped: what the guard has left out: at which `step`, how many `batches`, and `why`.
         judged: what the guard compares steps with.
-        cadence: what was found out of how often to save, as `Choice` has it.
+        cadence: what was found out of how often to save, as `SaveInterval` has it.
     """
 
     step: int = 0

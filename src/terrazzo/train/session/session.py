@@ -17,23 +17,17 @@ from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first
 from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
-from terrazzo.train.data import Loader, Prompt, TokenData
+from terrazzo.train.data import Loader, TokenData
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.restarts import Restart
 from terrazzo.train.session.data_share import DataShare
 from terrazzo.train.session.dpo_reference import reference_state
 from terrazzo.train.session.run_progress import RunProgress
+from terrazzo.train.session.sampling import Sampling
 from terrazzo.train.settings.optimizer import resume_schedule
 from terrazzo.train.settings.plan import empty_rows, micro_batches_per_rank
 
-__all__ = ["Origin", "Restored", "Sampling", "Session"]
-
-
-class Sampling(NamedTuple):
-    """What samples go on from: tokens, none where there are no samples, and the message that they answer, if any."""
-
-    prompt: list[int]
-    question: Prompt | None
+__all__ = ["Origin", "Restored", "Session"]
 
 
 @dataclass

@@ -18,7 +18,7 @@ from terrazzo.exchange import gather_json
 from terrazzo.train.session.run_progress import taken_up
 from terrazzo.train.session.session import Session
 
-__all__ = ["FIRST", "Cadence", "Choice", "optimal_interval_s"]
+__all__ = ["FIRST", "Cadence", "SaveInterval", "optimal_interval_s"]
 
 FIRST = 5
 """Steps before each of the saves that are measured. There are two: at the first, much is done for the first time."""
@@ -38,7 +38,7 @@ def optimal_interval_s(cost_s: float, between_failures_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SaveInterval:
     """Steps between saves, and what they follow from.
 
     Attributes:
@@ -57,7 +57,7 @@ class Choice:
     background: bool
 
     @classmethod
-    def of(cls, config: Config, ranks: int, *, cost_s: float, step_s: float, busy_s: float) -> Choice:
+    def of(cls, config: Config, ranks: int, *, cost_s: float, step_s: float, busy_s: float) -> SaveInterval:
         """Daly's interval, but no shorter one than `checkpoint.overhead` allows, and than a save takes."""
         settings = config.checkpoint
         best_s = optimal_interval_s(cost_s, settings.mtbf_hours * 3600 / ranks)
@@ -94,11 +94,11 @@ class Cadence:
         self._apart_s = self._busy_s = self._step_s = self._cost_s = 0.0
         self.choice = self._taken_up() if self._every == "auto" else None  # what was found out, here or before
 
-    def _taken_up(self) -> Choice | None:
+    def _taken_up(self) -> SaveInterval | None:
         """What was found out before the run was resumed."""
         session = self._session
         saved = session.progress.cadence
-        choice = None if saved is None else taken_up(Choice, saved, "cadence")
+        choice = None if saved is None else taken_up(SaveInterval, saved, "cadence")
         return choice if choice is not None and choice.holds_for(session.config, session.ranks.world_size) else None
 
     def due(self, step: int) -> bool:
@@ -132,7 +132,7 @@ class Cadence:
         if measures and self._saved is None:
             self._saved, self._apart_s = (self._session.step, now), 0.0
 
-    def choose(self) -> Choice | None:
+    def choose(self) -> SaveInterval | None:
         """What the second save that is measured has shown; None after all others. Collective."""
         session = self._session
         if self._every != "auto" or self.choice is not None or not self._step_s:
@@ -141,6 +141,6 @@ class Cadence:
             {"cost_s": self._cost_s, "step_s": self._step_s, "busy_s": self._busy_s}
         )
         slowest = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}
-        self.choice = choice = Choice.of(session.config, session.ranks.world_size, **slowest)
+        self.choice = choice = SaveInterval.of(session.config, session.ranks.world_size, **slowest)
         session.progress.cadence = asdict(choice)
         return choice

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from terrazzo.checkpoint.importers.deepspeed.files import Shape, Tree, need
 from terrazzo.checkpoint.importers.deepspeed.trained import EXPERTS, Trained, add_groups
-from terrazzo.checkpoint.importers.parts.values import Held, Values
+from terrazzo.checkpoint.importers.parts.values import LoadedTensor, Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.errors import BadInput, Damaged
 
@@ -180,7 +180,7 @@ def single(value: Any, where: str) -> Values:
     number = value.item() if isinstance(value, Values) and value.numel == 1 else value
     if type(number) not in (int, float) or not abs(number) < 1 << 53:
         raise Damaged(f"'{where}' is not what DeepSpeed writes: a step is {type(value).__name__}, not a number.")
-    return Held(torch.tensor([number], dtype=torch.float32), where)
+    return LoadedTensor(torch.tensor([number], dtype=torch.float32), where)
 
 
 def _base_state(rank: Tree, index: int) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from terrazzo.checkpoint.importers.parts.numbering import Number, name_numbers
 from terrazzo.checkpoint.importers.parts.state_dict import OPTIMIZER_KEYS, StateDictSource, add_extra, divide
 from terrazzo.checkpoint.importers.parts.tree import keep
-from terrazzo.checkpoint.importers.parts.values import Held, Values
+from terrazzo.checkpoint.importers.parts.values import LoadedTensor, Values
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo
 from terrazzo.errors import BadInput
 
@@ -184,7 +184,7 @@ def _element_shapes(entries: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 def _add_state(source: StateDictSource, name: str, kind: str, value: Any) -> None:
     if isinstance(value, int | float):  # what older optimizers count steps in
-        value = Held(torch.tensor([float(value)], dtype=torch.float32), kind)
+        value = LoadedTensor(torch.tensor([float(value)], dtype=torch.float32), kind)
     if isinstance(value, Values) and kind not in (WEIGHT, BUFFER):
         source.add(name, kind, value)
     elif value is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.checkpoint.importers.parts.values import Held, Values
+from terrazzo.checkpoint.importers.parts.values import LoadedTensor, Values
 from terrazzo.errors import BadInput
 
 __all__ = ["Unusable", "as_tree", "flattened", "keep"]
@@ -56,7 +56,7 @@ class _Converter:
 
     def _tensor(self, value: Tensor, path: str) -> Values | Unusable:
         try:
-            return Held(value, f"{path} in '{self._where}'")
+            return LoadedTensor(value, f"{path} in '{self._where}'")
         except BadInput as error:
             return Unusable(str(error))
 

@@ -17,7 +17,7 @@ from terrazzo.checkpoint.source import by_runs
 from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["Chunk", "Chunked", "Held", "Region", "Values"]
+__all__ = ["Chunk", "Chunked", "LoadedTensor", "Region", "Values"]
 
 
 class Values(ABC):
@@ -49,7 +49,7 @@ class Values(ABC):
         return self.read(0, 1).item()
 
 
-class Held(Values):
+class LoadedTensor(Values):
     """A tensor that torch holds: of a few elements, or mapped into memory from its file.
 
     Raises:

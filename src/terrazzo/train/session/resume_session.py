@@ -1,0 +1,44 @@
+"""A session that goes on from the newest whole checkpoint, and what is to be said where that differs from this run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from terrazzo.config import Config
+from terrazzo.train.checkpoints.resume import is_restored, resume_notes, seeded_anew
+from terrazzo.train.session.session import Session
+
+__all__ = ["resume_session"]
+
+
+def resume_session(session: Session) -> None:
+    """Continue from the newest whole checkpoint, and note what is not as in there. Collective."""
+    config, restored = session.config, session.restore()
+    resumed, extra = restored.resumed, restored.resumed.extra
+    notes, origin, goes_on = session.notes, session.origin, session.step < config.train.steps
+    where = "" if resumed.path.startswith(f"{config.checkpoint_folder}/") else f", from {resumed.path}"
+    notes.append(f"resumed at step {session.step}{where}")
+    notes += [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
+    notes += resume_notes(config, extra["config"])
+    rate = session.optimizer.param_groups[0]["lr"]
+    if goes_on and not math.isclose(rate, restored.rate, rel_tol=1e-9):  # train.steps may stretch a schedule
+        notes.append(
+            f"resume: the learning rate goes on at {rate:.1e}, where this schedule has it; it was {restored.rate:.1e}"
+        )
+    origin.optimizer = _restored_settings(config, extra["config"]["optimizer"])
+    origin.same_evaluation = session.evaluation == extra["evaluation"]
+    if not origin.same_evaluation:
+        notes.append("resume: the validation data are not those of the checkpoint")
+    if restored.draws_anew and goes_on:
+        here = session.ranks.world_size, config.plan.mesh.tp
+        notes.append(seeded_anew((resumed.world_size, restored.tp), here))
+
+
+def _restored_settings(config: Config, saved: dict[str, Any]) -> dict[str, Any]:
+    """Of the optimizer's settings, those that come with its state."""
+    settings = {key: it for key, it in saved.items() if is_restored(f"optimizer.{key}")}
+    if "muon" in settings:
+        now = config.optimizer.muon.model_dump(mode="json")
+        settings["muon"] |= {key: it for key, it in now.items() if not is_restored(f"optimizer.muon.{key}")}
+    return settings
