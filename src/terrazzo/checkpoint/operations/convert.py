@@ -32,13 +32,13 @@ def convert(source: Source, path: str) -> None:
     entries, nonce = arrange(list(_entries(source))), os.urandom(4).hex()
     job = SaveJob(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
 
-    def data(entry: ShardEntry) -> memoryview:
+    def entry_bytes(entry: ShardEntry) -> memoryview:
         return bytes_of(source.read_on(entry.name, entry.kind, entry.start, entry.stop))
 
     draft = job.draft()
     try:
         draft.begin()
-        job.write(draft, data)
+        job.write(draft, entry_bytes)
         job.conclude(draft)
     except BaseException as error:
         draft.abandon()

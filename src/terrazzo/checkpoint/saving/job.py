@@ -68,13 +68,16 @@ class SaveJob:
         return open_store(self.store).draft(self.name, self.nonce)
 
     def write(
-        self, draft: CheckpointDraft, data: Callable[[ShardEntry], memoryview], moved: Callable[[], None] = lambda: None
+        self,
+        draft: CheckpointDraft,
+        entry_bytes: Callable[[ShardEntry], memoryview],
+        on_block: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write this rank's file, whose bytes are `data` of each entry, and its record. Raises `OSError`, `Damaged`.
+        """Write this rank's file, whose bytes `entry_bytes` gives, and its record. Raises `OSError`, `Damaged`.
 
-        `moved` is called after each block that was written or read back.
+        `on_block` is called after each block that was written or read back.
         """
-        written = write_shard(draft, shard_name(self.rank), self.entries, data, moved)
+        written = write_shard(draft, shard_name(self.rank), self.entries, entry_bytes, on_block)
         entries = [entry._asdict() for entry in self.entries]
         record = {
             "file": written.file.model_dump(),

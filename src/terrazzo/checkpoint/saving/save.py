@@ -87,7 +87,7 @@ def _write(snapshot: Snapshot, hosts: Hosts | None = None) -> None:
         else:
             hosts.on_firsts(draft.begin, SaveFailed)
         expected = (SaveFailed, BadInput)  # what is wrong from here on is what was written
-        together(lambda: job.write(draft, snapshot.data), SaveFailed)
+        together(lambda: job.write(draft, snapshot.entry_bytes), SaveFailed)
         if hosts is None:
             on_first(lambda: job.conclude(draft))
         else:

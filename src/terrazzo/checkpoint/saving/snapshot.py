@@ -46,7 +46,7 @@ class Snapshot:
     job: SaveJob
     tensors: dict[str, Callable[[], Tensor]]
 
-    def data(self, entry: ShardEntry) -> memoryview:
+    def entry_bytes(self, entry: ShardEntry) -> memoryview:
         """The bytes of an entry, from where they are; from another device or from files, a copy."""
         return bytes_of(self.tensors[entry.key]())
 

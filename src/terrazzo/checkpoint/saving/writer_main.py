@@ -59,10 +59,10 @@ def _write(job: SaveJob, draft: CheckpointDraft, staging: int, beat: Callable[[]
     size_bytes = max((entry.offset + entry.count_bytes for entry in job.entries), default=0)
     memory = memoryview(mmap.mmap(staging, size_bytes, prot=mmap.PROT_READ)) if size_bytes else memoryview(b"")
 
-    def data(entry: ShardEntry) -> memoryview:
+    def entry_bytes(entry: ShardEntry) -> memoryview:
         return memory[entry.offset : entry.offset + entry.count_bytes]
 
-    job.write(draft, data, beat)
+    job.write(draft, entry_bytes, beat)
 
 
 class _Beat:

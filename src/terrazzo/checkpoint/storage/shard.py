@@ -115,12 +115,12 @@ def write_shard(
     draft: CheckpointDraft,
     name: str,
     entries: Sequence[ShardEntry],
-    data: Callable[[ShardEntry], memoryview],
-    moved: Callable[[], None] = lambda: None,
+    entry_bytes: Callable[[ShardEntry], memoryview],
+    on_block: Callable[[], None] = lambda: None,
 ) -> WrittenShard:
-    """Write arranged `entries`, whose bytes are `data` of each, and make sure that they are there.
+    """Write arranged `entries`, whose bytes `entry_bytes` gives, and make sure that they are there.
 
-    `moved` is called after each block.
+    `on_block` is called after each block.
     Raises `OSError` as the file system does, and `Damaged` when what is read back is not what was written.
     """
     header = header_of(entries)
@@ -128,7 +128,7 @@ def write_shard(
     sink = draft.create(name, size_bytes)
     try:
         sink.write(memoryview(header))
-        digests = [_write_entry(sink, data(entry), moved) for entry in entries]
+        digests = [_write_entry(sink, entry_bytes(entry), on_block) for entry in entries]
     except BaseException:
         sink.abandon()
         raise
@@ -138,7 +138,7 @@ def write_shard(
     with ThreadPoolExecutor(1) as pool:  # reading back does not wait for the disk: let it pass the time
         flushed = pool.submit(sink.finish)
         if (folder := draft.folder()) is not None:
-            _read_back(folder, written, entries, moved)
+            _read_back(folder, written, entries, on_block)
         flushed.result()
     return written
 
@@ -149,19 +149,19 @@ def checked_block(folder: CheckpointFolder, file: str, offset: int, buffer: memo
     return digest(buffer) == expected
 
 
-def _write_entry(sink: FileWriter, data: memoryview, moved: Callable[[], None]) -> list[str]:
-    return [_write_block(sink, data[first:last], moved) for first, last in blocks_of(len(data))]
+def _write_entry(sink: FileWriter, data: memoryview, on_block: Callable[[], None]) -> list[str]:
+    return [_write_block(sink, data[first:last], on_block) for first, last in blocks_of(len(data))]
 
 
-def _write_block(sink: FileWriter, block: memoryview, moved: Callable[[], None]) -> str:
+def _write_block(sink: FileWriter, block: memoryview, on_block: Callable[[], None]) -> str:
     value = digest(block)
     sink.write(block)
-    moved()
+    on_block()
     return value
 
 
 def _read_back(
-    folder: CheckpointFolder, written: WrittenShard, entries: Sequence[ShardEntry], moved: Callable[[], None]
+    folder: CheckpointFolder, written: WrittenShard, entries: Sequence[ShardEntry], on_block: Callable[[], None]
 ) -> None:
     buffer = memoryview(bytearray(max(BLOCK_BYTES, written.file.header_bytes)))
     for offset, count_bytes, expected, what in _blocks(written, entries):
@@ -169,7 +169,7 @@ def _read_back(
             raise Damaged(
                 f"'{folder.where}/{written.file.name}': {what} was written at byte {offset} and reads otherwise."
             )
-        moved()
+        on_block()
 
 
 def _blocks(written: WrittenShard, entries: Sequence[ShardEntry]) -> Iterator[tuple[int, int, str, str]]:
