@@ -56,8 +56,8 @@ def test_units_end_when_the_definition_says_so(visits: list[Visit]) -> None:
     for ended in order.closes:
         assert list(ended) == sorted(ended, key=order.backward.index), "in the order in which their backwards began"
     closed = {unit for ended in order.closes for unit in ended}
-    assert set(order.remaining) == set(range(UNITS)) - closed
-    assert len(order.remaining) == UNITS - len(closed)
+    assert set(order.closes_last) == set(range(UNITS)) - closed
+    assert len(order.closes_last) == UNITS - len(closed)
 
 
 def slow_merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:

@@ -1,6 +1,13 @@
 """What a forward leaves behind, in autograd's graph and on modules.
 
-Read outputs and asides, the tensors that it hands over; listeners and announce, what tells by them that backward comes
-to a unit; saved, what autograd keeps of weights, and recomputed, what it runs again; copies, of weights whose memory
-goes; module_tree, whether modules are still those that were sharded.
+    outputs      tensors in what a forward returns
+    asides       tensors that modules have put aside in it, such as an auxiliary loss
+    listeners    functions that torch calls: each reaches whom it tells through a weak reference
+    announce     hooks on those tensors, which tell that backward comes to a unit
+    saved        weights that autograd has kept for backward: gathered again when it reads them
+    recomputed   which units run again together, inside of one `torch.utils.checkpoint`
+    copies       copies of gathered weights, for whoever keeps them longer than they are here
+    module_tree  modules and parameters that have come to a model after it was sharded
+
+Read them in that order.
 """

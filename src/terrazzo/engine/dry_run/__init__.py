@@ -1,4 +1,10 @@
 """A dry run of a step: memory and traffic, known before anything is allocated or sent.
 
-Read step, bill, promise, in that order.
+The real schedule runs; its units count bytes. So what it says is what the engine does, collective by collective:
+
+    step     `CountingUnit` in place of `Unit`: each gather, release and sum as bytes in a ledger
+    bill     `MemoryBill`: states by shape, place and dtype, and the peak of such a step
+    promise  both, asked of a sharded model by the number of micro-batches
+
+Read them in that order.
 """

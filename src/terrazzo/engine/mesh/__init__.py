@@ -1,5 +1,8 @@
 """The device mesh: its axes by name, their sizes, and the collectives along each.
 
-Read family, the names of axes and which of them sum whose gradients; meshes, how one is made; axes, what the engine
-asks of it.
+    family  the axes' names, and families of parameters: over which axes each sums its gradients
+    meshes  how a mesh is made, and the process group of each of its axes
+    axes    what the engine asks of it: sizes, this rank's place, `along(axis)` for the collectives of one axis
+
+Read them in that order.
 """

@@ -1,6 +1,28 @@
 """A sharded model as one object, and what its ranks agree on.
 
-Read engine, what can be asked of it, with names and description; gradients, blocks and average, what it has of each;
-drivers, what steps it; and accumulation. together is what ranks do as one, unused a backward that no step uses, digest
-and alike what they compare, and wrappers refuses torch's data parallelism.
+`Engine` is what `tz.shard` builds; whoever else acts on a model asks it. What a user calls, and where that arrives:
+
+    with tz.accumulate(model)             accumulation      sets what becomes of the next backwards' gradients
+    loss.backward()                       hooks             the engine is not asked
+    tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
+    optimizer.step()                      engine            prepare_step before it, publish behind it; see `optim`
+    tz.EMA(model).update()                average           Average.update: the average follows the master weights
+    with tz.gathered(model, write=True)   engine, blocks    settle, full weights of all units, written ones are adopted
+    model.state_dict(), a checkpoint      engine            settle: all is at rest; then `states` reads it
+
+    engine        one sharded model: its units, their schedule, and what can be asked of them
+    names         persistent buffers and extra state, which every rank holds whole
+    description   what a sharded model is, as text
+    gradients     all gradients, between backwards and steps
+    blocks        blocks inside which users have full weights
+    average       a moving average of master weights
+    drivers       what steps the model: put on it, and let go of
+    accumulation  micro-batches that are not a step's last
+    together      what ranks do as one, or all raise
+    digest        what they compare in the place of tensors
+    alike         values that a user gives on each rank, compared or broadcast
+    unused        backwards that no step uses
+    wrappers      torch's own data parallelism, refused
+
+Read them in that order.
 """

@@ -1,7 +1,16 @@
 """What is stated before anything is allocated: parameters in flat spaces, where their states rest, and what that moves.
 
-Read layout and rectangles, elements; place and precision, the plan's words; weight_wire, what weights are sent as;
-bucket_spec, what follows from all of these for a bucket; box, the part of a parameter that a rank holds along `tp` or
-`ep`; partition, which parameters are a unit; sharding_spec, what all buckets follow; stages and absent, what this rank
-runs of a model in stages, and what it lacks.
+    layout         where each parameter lies in a flat space, and which part of it a rank has
+    rectangles     rectangular parts of tensors, and those that a flat range is made of
+    place          a plan: over which ranks each state is split, and on which tier it rests
+    precision      the dtype of every tensor
+    weight_wire    what weights are sent as
+    bucket_spec    what follows from all of these for one bucket: its states, their memory, its moves
+    box            the part of a parameter that a rank holds along `tp` or `ep`
+    partition      which module is a unit, and which unit owns each parameter
+    sharding_spec  what all units follow
+    stages         which layers this rank runs of a model in stages, and when
+    absent         parameters that a model has and this rank lacks
+
+Read them in that order.
 """

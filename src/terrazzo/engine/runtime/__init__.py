@@ -1,4 +1,15 @@
 """What the engine runs on: threads, the device, memory, what the system lets a process have, and torch's own dispatch.
 
-Read calls, weak, private_torch, compiled, callers, worker, device, pages, system, overrides, in that order.
+    calls          calls that must all be made
+    weak           calls of what may be gone
+    private_torch  what torch does not document and the engine uses
+    compiled       what torch's compiler has made of modules
+    callers        who has called what runs now
+    worker         threads that do a rank's errands
+    device         devices, streams, pinned host memory
+    pages          what fresh CPU memory costs
+    system         what Linux says of the machine and of this process
+    overrides      calls of torch that come to a class of tensors instead
+
+Read them in that order.
 """

@@ -116,7 +116,7 @@ class BackwardPass:
         self.run_to_end()
         self._straying.serve(self)
         self._weights.end_backward()
-        self.close(self._weights.units[index] for index in self._order.remaining)
+        self.close(self._weights.units[index] for index in self._order.closes_last)
 
     # -- along the program -------------------------------------------------------------------------------------
 

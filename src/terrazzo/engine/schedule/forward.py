@@ -105,4 +105,4 @@ class ForwardPass:
         self._cursor = position + 1
 
     def _leave(self, position: int) -> None:
-        self._weights.leave_forward(self._order.left[position], self.backward_follows)
+        self._weights.leave_forward(self._order.leaves[position], self.backward_follows)

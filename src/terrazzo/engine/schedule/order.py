@@ -37,7 +37,13 @@ class Order:
     """The program of a step: the order of its collectives. Immutable, and equal on all ranks.
 
     Every unit is in `forward`, in `backward` where a backward of it comes, and in exactly one entry of `closes` or in
-    `remaining`. The schedule runs it; `Program.follow` makes the next one of what the ranks ran.
+    `closes_last`. The schedule runs it; `Program.follow` makes the next one of what the ranks ran.
+
+    Units 1 and 2, one after the other inside of the root, which is unit 0:
+
+        forward   0, 1, 2         leaves       (), (), (1,), (2, 0)    1 is over as 2 begins, the others at the end
+        backward  0, 2, 1         closes       (), (), (2,)            2 is over as 1 begins
+                                  closes_last  0, 1                    only the end of backward tells that these are
 
     Attributes:
         forward: unit indices as their forwards begin, repeats included.
@@ -45,10 +51,10 @@ class Order:
         closes: for each position of `backward`, the units whose backward has ended when that position begins. Autograd
             runs ready nodes latest-created first, so once the backward of one unit begins, that of every unit whose
             forward began later, and whose own visits are over, has ended.
-        remaining: the units that end only with the backward pass itself.
+        closes_last: the units that end only with the backward pass itself.
         agreed: whether the ranks have compared notes.
-        left: for each position of `forward`, the units whose forward ends between the position before and this one; one
-            entry more for those that end after the last.
+        leaves: for each position of `forward`, the units whose forward ends between the position before and this one;
+            one entry more for those that end after the last.
         region_ends: for each position of `backward`, the last one that is gathered at once with it, because both are
             recomputed in one region.
     """
@@ -56,9 +62,9 @@ class Order:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     closes: tuple[tuple[int, ...], ...] = field(repr=False)
-    remaining: tuple[int, ...] = field(repr=False)
+    closes_last: tuple[int, ...] = field(repr=False)
     agreed: bool
-    left: tuple[tuple[int, ...], ...] = field(repr=False)
+    leaves: tuple[tuple[int, ...], ...] = field(repr=False)
     region_ends: tuple[int, ...] = field(repr=False)
 
     @classmethod
@@ -83,14 +89,14 @@ class Order:
         backward = [unit for unit, event in reversed(visits) if event == Event.LEAVE]
         closes = _closes(forward, backward)
         closed = {unit for ended in closes for unit in ended}
-        remaining = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
+        closes_last = [unit for unit in dict.fromkeys([*backward, *reversed(forward)]) if unit not in closed]
         return cls(
             tuple(forward),
             tuple(backward),
             tuple(closes),
-            tuple(remaining),
+            tuple(closes_last),
             agreed,
-            _left(visits),
+            _leaves(visits),
             _region_ends(backward, visited, recomputed),
         )
 
@@ -239,21 +245,21 @@ def _children(units: Sequence[Runnable]) -> dict[int, list[int]]:
     return inside
 
 
-def _left(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
-    """`left` of an `Order`."""
-    left: list[tuple[int, ...]] = []
+def _leaves(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
+    """`leaves` of an `Order`."""
+    leaves: list[tuple[int, ...]] = []
     running: Counter[int] = Counter()
     since: list[int] = []
     for unit, event in visits:
         if event == Event.ENTER:
-            left.append(tuple(since))
+            leaves.append(tuple(since))
             since = []
             running[unit] += 1
         else:
             running[unit] -= 1
             if running[unit] <= 0:
                 since.append(unit)
-    return (*left, tuple(since))
+    return (*leaves, tuple(since))
 
 
 def _region_ends(

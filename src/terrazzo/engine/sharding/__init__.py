@@ -1,6 +1,32 @@
 """How a model becomes a sharded one: `tz.shard`, and what comes before it.
 
-Read shard, then prepare; checks, mesh_checks, matrix_checks and packed_checks, what must hold; compared, what ranks
-have alike; attach, which puts optimizers on a model; and forwards, activation checkpointing and compilation, applied
-before.
+`tz.shard(model, optimizer, plan)`, from its first call to its last. Up to the line nothing is allocated or changed, and
+`tz.estimate` stops there:
+
+    prepare                             what is asked for is read, on all ranks or on none      prepare
+      _check_model, _read               the model's kind, units, plan, optimizers               checks, mesh_checks
+      check_agreement                   ranks have the same model, and were told the same       compared
+      _plan: a Bucket for each group    and what these cannot do is refused                     packed_checks,
+                                                                                                matrix_checks
+    ------------------------------------------------------------------------------------------------------------
+    _open_store                         host memory and files                                   shard
+    _build_units, one after the other   materialize, synchronize, Bucket.build                  shard, `states`
+    _make_engine                        schedule, hooks, `Engine`                               shard
+    put_on, for each optimizer          an OptimizerDriver; `tz.attach` comes in here           attach
+    _intercept                          what users call from now on; see `border`               shard
+
+One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the `Layout` of a `Bucket`, elements of the
+`Resting` that holds this rank's part, and a view of `FullWeights`.
+
+    shard          `tz.shard` and the functions that act on a sharded model
+    prepare        all that precedes a change
+    checks         what must hold of model, precision, offload and optimizers
+    mesh_checks    parts of parameters and sequences that ranks share: whether they fit the mesh
+    matrix_checks  whether matrices that an optimizer updates whole can be
+    packed_checks  which frozen matrices are kept in 4 bits
+    compared       what ranks have alike
+    attach         puts optimizers on a sharded model
+    forwards       activation checkpointing and compilation of units, applied before `tz.shard`
+
+Read them in that order.
 """
