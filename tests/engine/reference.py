@@ -104,12 +104,14 @@ class Trainer:
         after_backward: sees the model with its finished gradients, before each step.
         padded: the optimizer sees each parameter flattened and padded with zeros to a multiple of 64 elements. For
             fused CPU kernels, which round the last elements of a tensor otherwise than those that fill a vector.
+        in_shape: by name, those that it sees as they are all the same.
     """
 
     recipe: Recipe
     make_optimizer: Callable[[nn.Module], Optimizer]
     after_backward: Callable[[nn.Module], Any] = lambda model: None
     padded: bool = False
+    in_shape: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False
     steps_done: int = 0
     scale: float = 1.0
     skipped_steps: int = 0
@@ -121,7 +123,7 @@ class Trainer:
         self.compute, self.sum_dtype, master = CASTS[self.recipe.precision]
         self.model = copy.deepcopy(base_model(self.recipe.variant)).to(master)
         self.optimizer = self.make_optimizer(self.model)
-        self.stepped = {name: self._stepped(p) for name, p in self.model.named_parameters()}
+        self.stepped = {name: self._stepped(name, p) for name, p in self.model.named_parameters()}
         if self.padded:
             self._hand_over_padded()
         self.scale = FIRST_SCALE if self.recipe.precision == "fp16" else 1.0
@@ -141,9 +143,9 @@ class Trainer:
         computed = {name: p.detach().flatten().clone() for name, p in self._twin().named_parameters()}
         return Step(losses, kept, self._weights(), self._states(), computed)
 
-    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _stepped(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer steps: the parameter itself, or a padded one whose memory it becomes a view of."""
-        if not self.padded:
+        if not self.padded or self.in_shape(name, parameter):
             return parameter
         whole = nn.Parameter(_pad(parameter.detach()))
         parameter.data = whole.detach()[: parameter.numel()].view(parameter.shape)
@@ -161,7 +163,7 @@ class Trainer:
 
     def _update(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if self.padded:
+            if self.stepped[name] is not parameter:
                 self.stepped[name].grad = None if parameter.grad is None else _pad(parameter.grad)
         self.optimizer.step()
         for parameter in (*self.model.parameters(), *self.stepped.values()):

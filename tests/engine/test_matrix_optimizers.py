@@ -20,6 +20,7 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.errors import BadInput
+from tests.engine.offload.runs import MOMENTS, SMALL_BLOCK, assert_reference, on_tiers, plan_id, train
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
 from tests.engine.reference import Step, Trainer
 from tests.engine.toys import EVERY_PLAN, Net, assert_equal, batch, full_parameters, loss_of, mesh_for, on_ranks, step
@@ -43,9 +44,9 @@ def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 class Stock:
     """torch's two, stepped one after the other."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model: nn.Module, fused: bool = False, **options: Any) -> None:
         matrices, others = divided(model)
-        self.both = [torch.optim.Muon(matrices, **(MUON | options)), torch.optim.AdamW(others, **ADAMW)]
+        self.both = [torch.optim.Muon(matrices, **(MUON | options)), torch.optim.AdamW(others, **ADAMW, fused=fused)]
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -110,6 +111,40 @@ def test_every_row_is_bitwise_torchs_muon_and_adamw(case: Case) -> None:
     assert_parity(case, run_on_threads(case, make_optimizer=muon), expected(case.recipe, ()))
 
 
+@functools.cache
+def expected_with_fused_adamw(recipe: Any, in_bf16: bool) -> list[Step]:
+    trainer = Trainer(recipe, lambda model: Stock(model, fused=True), padded=True, in_shape=is_matrix)  # type: ignore[arg-type, return-value]
+    steps = []
+    for _ in range(recipe.steps):
+        steps.append(step := trainer.step())
+        for state in trainer.optimizer.state.values() if in_bf16 else ():
+            state.update({kind: value.bfloat16().float() for kind, value in state.items() if kind != "step"})
+        step.states = {k: v.bfloat16() if in_bf16 and k[1] != "step" else v for k, v in step.states.items()}
+    return steps
+
+
+AWAY = [
+    (Case("zero3", 3), "cpu", "overlapped"),
+    (Case("zero3", 2, precision="bf16"), "nvme-all", "overlapped"),
+    (Case("zero1", 2, micro_batches=2), "cpu-all", "backward"),
+    (Case("hybrid_shard", 2, 2, precision="bf16"), "all on nvme", "synchronous"),
+    (Case("zero3", 3, variant="unused", steps=4), "nvme", "backward"),
+    (Case("zero2", 2, precision="fp16"), "optim on cpu", "overlapped"),
+    (Case("hfsdp", 2, 2), "shares", "overlapped"),
+    (Case("zero3", 2, dtypes=MOMENTS), "optim on nvme", "overlapped"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "tiers", "mode"), AWAY, ids=lambda value: plan_id(value) if isinstance(value, Case) else value
+)
+def test_away_from_the_device_it_is_bitwise_torchs_too(case: Case, tiers: str, mode: str, tmp_path: Path) -> None:
+    moved = on_tiers(case, tiers, tmp_path, mode)
+    assert_reference(
+        moved, train(moved, make_optimizer=muon), expected_with_fused_adamw(case.recipe, case.dtypes == MOMENTS)
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     [{"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}, {"weight_decay": 0.0, "momentum": 0.3}],
@@ -126,9 +161,9 @@ def sharded_net(plan: str, ranks: int, **options: Any) -> tuple[Any, Any]:
     return tz.shard(model, muon(model), plan, mesh=mesh_for(plan, ranks), **options)
 
 
-def promised(plan: str, ranks: int, precision: str, base: Net | None) -> list[Any]:
+def promised(plan: str, ranks: int, precision: str, base: Net | None, **options: Any) -> list[Any]:
     """After two steps: what was sent and held, beside the promise; what the optimizer keeps, beside the bill."""
-    model, optimizer = sharded_net(plan, ranks, precision=precision, base=base)
+    model, optimizer = sharded_net(plan, ranks, precision=precision, base=base, **options)
     engine = engine_of(model)
     step(model, optimizer, loss_of(model, batch()))
     engine.traffic.reset()
@@ -148,6 +183,8 @@ def promised(plan: str, ranks: int, precision: str, base: Net | None) -> list[An
         (engine.peak_transient_bytes, bill.transient_bytes),
         (update_bytes, apart.ledger.peak_bytes),
         (optimizer_bytes, bill.moments_bytes),
+        (engine.store.usage()["host_bytes"], bill.host_bytes),
+        (engine.store.usage()["disk_bytes"], bill.disk_bytes),
     ]
 
 
@@ -158,6 +195,24 @@ def test_what_a_step_sends_and_holds_is_what_was_promised(plan: str, precision: 
     base = Net()
     for pairs in on_ranks(4, lambda rank: promised(plan, 4, precision, base)):
         assert all(found == wanted for found, wanted in pairs), pairs
+
+
+@pytest.mark.parametrize(("plan", "precision"), [("zero3@cpu", "fp32"), ("zero1@nvme-all", "bf16")])
+def test_so_it_is_away_from_the_device(plan: str, precision: str, tmp_path: Path) -> None:
+    base, offload = Net(), tz.Offload(path=tmp_path, block_mib=SMALL_BLOCK, direct=False)
+    used = offload.used_under(tz.Plan.named(plan))
+    for pairs in on_ranks(2, lambda rank: promised(plan, 2, precision, base, offload=used)):
+        assert all(found == wanted for found, wanted in pairs), pairs
+
+
+def test_matrices_take_one_moment_in_host_memory_and_files() -> None:
+    """Every state of a unit in whole pages: weight, gradient, momentum of matrices, and AdamW's two of the others."""
+    with fake_group(2):
+        base = Net(width=64, depth=4)
+        matrices, others = (sum(p.numel() for p in each) for each in divided(base))
+        model, _ = sharded_net("zero3@cpu-all", 2, base=base)
+        exact = ((matrices + others) * 8 + matrices * 4 + others * 8) // 2
+        assert exact <= engine_of(model).bill.host_bytes < exact + len(engine_of(model).units) * 5 * 4096
 
 
 def _on_gloo() -> list[Any]:
@@ -258,6 +313,38 @@ def test_a_checkpoint_goes_on_under_another_plan_and_number_of_ranks(
         assert_equal(found, dict(stock.named_parameters()))
 
 
+def test_a_checkpoint_goes_on_from_tier_to_tier(tmp_path: Path) -> None:
+    """Of matrices alone: AdamW away from the device is the fused one, and on it the plain one."""
+    base, data = nn.Sequential(*(nn.Linear(70, 70, bias=False) for _ in range(3))), torch.randn(6, 4, 70)
+    stock = copy.deepcopy(base)
+    plain = torch.optim.Muon(stock.parameters(), **MUON)
+    for x in data:
+        step(stock, plain, stock(x).square().mean())
+
+    def train(plan: str, ranks: int, since: int) -> list[dict[str, Tensor]]:
+        def body(rank: int) -> dict[str, Tensor]:
+            own = copy.deepcopy(base)
+            swap = tz.Offload(path=tmp_path, block_mib=SMALL_BLOCK, direct=False).used_under(tz.Plan.named(plan))
+            model, optimizer = tz.shard(
+                own, tz.optim.Muon(own.parameters(), **MUON), plan, units=[nn.Linear], offload=swap
+            )
+            if since:
+                tz.checkpoint.load(tmp_path / str(since), model, optimizer)
+                for kept in optimizer.state_dict()["state"].values():
+                    assert kept["momentum_buffer"].abs().sum() > 0
+            for x in data[since : since + 2]:
+                step(model, optimizer, model(x).square().mean())
+            tz.checkpoint.save(tmp_path / str(since + 2), model, optimizer)
+            return full_parameters(model)
+
+        return on_ranks(ranks, body)
+
+    train("zero3@cpu", 2, 0)
+    train("zero2", 3, 2)
+    for found in train("zero3@nvme-all", 2, 4):
+        assert_equal(found, dict(stock.named_parameters()))
+
+
 def test_its_state_dict_is_that_of_the_plain_one() -> None:
     base = Net()
     alone = copy.deepcopy(base)
@@ -296,12 +383,11 @@ def test_its_own_state_dict_loaded_in_mid_run_changes_no_bit(plan: str) -> None:
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("zero3", lambda net: torch.optim.Muon(divided(net)[0]), r"Use tz\.optim\.Muon, .* tz\.optim\.hidden_matrices"),
-    ("zero3@cpu", muon, r"'blocks\.0\.up\.weight'.* away from the device"),
     ("zero3", lambda net: [tz.optim.Muon([p]) for p in divided(net)[0][:2]], "Use one tz.optim.Muon with several"),
 ]
 
 
-@pytest.mark.parametrize(("plan", "make", "words"), REFUSED, ids=["torch's", "offloaded", "two"])
+@pytest.mark.parametrize(("plan", "make", "words"), REFUSED, ids=["torch's", "two"])
 def test_what_cannot_be_is_refused_before_anything_is_changed(plan: str, make: Any, words: str) -> None:
     with fake_group(4):
         model = Net()

@@ -127,9 +127,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"model": MOE, "precision": "fp8"}, "terrazzo", {"model": MOE},
     ),
     "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "adafactor"}, "terrazzo", {"optimizer": "muon"}),
-    "whole matrices away from the device": (
-        "terrazzo", {"optimizer": "muon", "strategy": "zero3@cpu"}, "terrazzo", {"optimizer": "muon"},
-    ),
     "optimizer that torch does not have": ("terrazzo", {"optimizer": "adamw-4bit"}, "terrazzo", {"optimizer": "lion"}),
     "loss without all logits, in fp16": (
         "terrazzo", {"loss": "chunked", "precision": "fp16"}, "terrazzo", {"loss": "chunked"},

@@ -164,6 +164,16 @@ def test_the_bill_of_whole_matrices_to_the_byte(mesh: str, plan: str, precision:
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1, muon=True)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fsdp"])
+@pytest.mark.parametrize("tiers", OFFLOADS)
+@pytest.mark.parametrize(("mesh", "plan"), [("six", "zero3"), ("two by four", "hfsdp"), ("one rank", "zero1")])
+def test_the_bill_of_whole_matrices_away_from_the_device_too(mesh: str, plan: str, tiers: str, precision: str) -> None:
+    with fake_group(math.prod(MESHES[mesh].values())):
+        for layers, prefetch in ((1, 1), (3, 2)):
+            moved = Plan.named(plan).on(**OFFLOADS[tiers])
+            check_bill(decoder(layers), mesh, moved, PRECISIONS[precision], prefetch, muon=True)
+
+
 @pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("form", ["nf4", "nf4-double"])

@@ -5,7 +5,7 @@ Which of them exist, and which share memory, its description says: see `BucketSp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Layout, Slot, travels_in_blocks
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Layout, Range, Slot, travels_in_blocks
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.precision import FrozenFormat
@@ -84,7 +84,7 @@ class Bucket(BucketSpec):
         self.moments: dict[str, Resting] = {}
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
-        self._moment_places: list[Resting] = []
+        self._moment_places: list[tuple[Range, Resting]] = []
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -128,27 +128,37 @@ class Bucket(BucketSpec):
             self._fill(slot, member.parameter.detach())
         self.full = FullWeights(self.members, self, self.space, self.weight, self.ledger)
 
-    def build_moments(self, store: StateStore, names: Iterable[str]) -> None:
+    def build_moments(self, store: StateStore, windows: Mapping[str, Range]) -> None:
         """Room for what the optimizer will keep for each element away from the device or in 8 bits: what an earlier
         one has left is used again.
-        """
-        wanted, places, form = list(names), self._moment_places, self.precision.narrow
-        while len(places) < len(wanted):
-            if form is None:
-                places.append(store.state(self.space, self.optim_axes, self.precision.shown_moments, self.tiers.optim))
-            else:
-                places.append(
-                    store.state(self.space.packed(STATE_BLOCKS), self.optim_axes, torch.uint8, self.tiers.optim)
-                )
-        self.moments = dict(zip(wanted, places, strict=False))
-        if form is not None:
-            axes = self.optim_axes
-            self.moments = {k: NarrowState(self.space, axes, codes, form, k) for k, codes in self.moments.items()}
 
-    @property
-    def moments_room(self) -> int:
-        """How many states for each element there is room for away from the device."""
-        return len(self._moment_places)
+        Args:
+            windows: by name the part of this rank's elements that have it.
+        """
+        axes, tier, form, places = self.optim_axes, self.tiers.optim, self.precision.narrow, self._moment_places
+        states: dict[str, Resting] = {}
+        for name, room in self.rooms_left(windows).items():
+            if room is None:
+                if form is None:
+                    everything = windows[name] == self.space.range(axes)
+                    space = self.space if everything else self.space.within(windows[name])
+                    place = store.state(space, axes, self.precision.shown_moments, tier)
+                else:
+                    place = store.state(self.space.packed(STATE_BLOCKS), axes, torch.uint8, tier)
+                places.append((windows[name], place))
+                room = len(places) - 1
+            place = places[room][1]
+            states[name] = place if form is None else NarrowState(self.space, axes, place, form, name)
+        self.moments = states
+
+    def rooms_left(self, windows: Mapping[str, Range]) -> dict[str, int | None]:
+        """Which of the rooms that earlier optimizers have left serves each state; None: it needs one of its own."""
+        free, rooms = list(range(len(self._moment_places))), dict[str, int | None]()
+        for name, window in windows.items():
+            fitting = (room for room in free if self._moment_places[room][0].intersect(window).numel == window.numel)
+            rooms[name] = next(fitting, None)
+            free = [room for room in free if room != rooms[name]]
+        return rooms
 
     def states(self) -> list[Resting]:
         """The memories that hold the parameters' values: the weight, and the master where it is another one."""

@@ -30,17 +30,27 @@ Access = Literal["read", "change", "replace"]
 
 @dataclass(frozen=True)
 class Space:
-    """A flat index space laid over the data axes of a mesh."""
+    """A flat index space laid over the data axes of a mesh.
+
+    Attributes:
+        window: the part of this rank's that a state has, where it does not have all.
+    """
 
     layout: Layout
     axes: Axes
+    window: Range | None = None
     _ranges: dict[tuple[str, ...], Range] = field(default_factory=dict, repr=False, compare=False)
 
     def range(self, axes: tuple[str, ...]) -> Range:
         """This rank's part of the space when it is split over `axes`."""
         if (known := self._ranges.get(axes)) is None:
-            known = self._ranges[axes] = share(self.layout.whole, self.axes.cuts(axes))
+            known = share(self.layout.whole, self.axes.cuts(axes))
+            known = self._ranges[axes] = known if self.window is None else known.intersect(self.window)
         return known
+
+    def within(self, window: Range) -> Space:
+        """For a state that has no elements outside of `window`."""
+        return Space(self.layout, self.axes, window)
 
     def empty(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
         """Uninitialised device memory for this rank's part."""

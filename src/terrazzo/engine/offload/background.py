@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.options import StepMode
-from terrazzo.engine.offload.update import Updater
-from terrazzo.engine.optim.protocols import OffDeviceUpdates
-from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.offload.update import ElementwiseStep, Updater
+from terrazzo.engine.optim.protocols import OffDeviceUpdates, SegmentWork
+from terrazzo.engine.optim.segment import Segment, handed_over
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
@@ -42,6 +43,7 @@ class BackgroundUpdates(OffDeviceUpdates):
         self._early: Stepper | None = None
         self._begun: set[int] = set()
         self._torn = False
+        self._prepared: tuple[Stepper, list[Unit]] | None = None  # within a step
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
@@ -53,15 +55,15 @@ class BackgroundUpdates(OffDeviceUpdates):
                 "'backward' a step has one backward of each unit outside 'with tz.accumulate(model)', and "
                 "optimizer.step() follows it. Or use tz.Offload(step='overlapped')."
             )
-        if self.steps_in_backward and unit in self._off_device and all(all(b.gradient.seen) for b in unit.trainable()):
+        at_once = self.steps_in_backward and unit in self._off_device and not self._has_matrices(unit)
+        if at_once and all(all(b.gradient.seen) for b in unit.trainable()):
             if self._early is None:
                 self._early = Stepper(optimizer, self._first)
             self._begun.add(index)
             unit.weights.catch_up()
-            self._begin(unit, self._early)
+            self._begin(unit, self._early, handed_over([each for each in self._of(unit.buckets) if each.due]))
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """`optimizer.step()`: start the updates that are not under way, in the order of forward."""
+    def prepare_step(self, optimizer: Optimizer) -> None:
         self._check_whole()
         early, begun = self._early, set(self._begun)
         changed = early.changed_since(optimizer) if early is not None else ()
@@ -74,10 +76,28 @@ class BackgroundUpdates(OffDeviceUpdates):
             )
         stepper = early or Stepper(optimizer, self._first)
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
-        for unit in (self.units[index] for index in order if index not in begun):
-            if unit in self._off_device:
-                unit.weights.catch_up()
-                self._begin(unit, stepper)
+        units = [unit for index in order if index not in begun and (unit := self.units[index]) in self._off_device]
+        for unit in units:
+            unit.weights.catch_up()
+        self._prepared = stepper, units
+
+    def carry_out(
+        self,
+        work: SegmentWork,
+        segments: Sequence[Segment],
+        optimizer: Optimizer,
+        finished: Mapping[Bucket, SummedGradient],
+    ) -> None:
+        buckets = list(dict.fromkeys(segment.bucket for segment in segments))
+        held = {bucket: self._of([bucket]) for bucket in buckets}
+        self._updater.begin(work, held, dict.fromkeys(segments, True), optimizer.state, finished).wait()
+
+    def begin(self, finished: Mapping[Bucket, SummedGradient]) -> None:
+        """In the order of forward."""
+        assert self._prepared is not None, "the step has not been prepared"
+        (stepper, units), self._prepared = self._prepared, None
+        for unit in units:
+            self._begin(unit, stepper, finished)
 
     def end_step(self) -> None:
         """`optimizer.step()` returns."""
@@ -109,13 +129,24 @@ class BackgroundUpdates(OffDeviceUpdates):
                 "optimizer.step()."
             )
 
-    def _begin(self, unit: Unit, stepper: Stepper) -> None:
+    def _begin(self, unit: Unit, stepper: Stepper, finished: Mapping[Bucket, SummedGradient]) -> None:
         segments: dict[Bucket, list[Segment]] = {}
-        buckets = [bucket for bucket in unit.buckets if bucket.updated_off_device]
-        for segment in self._segments() or ():
-            if segment.bucket in buckets:
-                segments.setdefault(segment.bucket, []).append(segment)
-        unit.weights.begin_update(self._updater.begin(segments, stepper))
+        for segment in self._of(unit.buckets):
+            segments.setdefault(segment.bucket, []).append(segment)
+        elementwise = [each for own in segments.values() for each in own if each.template.matrices is None]
+        stepped = {segment: has for segment in elementwise if (has := segment.due) or stepper.is_own}
+        unit.weights.begin_update(
+            self._updater.begin(ElementwiseStep(stepper), segments, stepped, stepper.state, finished)
+        )
+
+    def _of(self, buckets: Sequence[Bucket]) -> list[Segment]:
+        """The segments of some buckets that are stepped away from the device."""
+        away = [bucket for bucket in buckets if bucket.updated_off_device]
+        return [segment for segment in self._segments() or () if segment.bucket in away]
+
+    def _has_matrices(self, unit: Unit) -> bool:
+        """Whether it waits for `optimizer.step()`: ranks exchange matrices there, in one order."""
+        return any(segment.template.matrices is not None for segment in self._of(unit.buckets))
 
     def catch_up(self) -> None:
         """Wait for every update, bring all weights at rest in line, and let everything be written."""

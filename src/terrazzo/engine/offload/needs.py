@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.offload.options import Offload
+from terrazzo.engine.optim.segment import runs
 from terrazzo.engine.optim.template import Templates
-from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.layout import padded_bytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
+from terrazzo.engine.plan.layout import Range, padded_bytes, round_up
 
 __all__ = [
     "SENDS",
@@ -18,8 +19,10 @@ __all__ = [
     "disk_bytes",
     "further_moment_bytes",
     "host_bytes",
+    "in_cells",
     "load_bytes",
     "moment_names",
+    "moment_windows",
     "need_of",
     "send_bytes",
     "staging_bytes",
@@ -58,9 +61,39 @@ def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _moments(bucket: Bucket, templates: Templates) -> list[float]:
-    """Bytes per element of each."""
-    return [bucket.precision.moments.itemsize] * len(moment_names(bucket, templates))
+def moment_windows(bucket: Bucket, templates: Templates, cell: int) -> dict[str, Range]:
+    """By name of what the optimizer keeps for each element: the part of this rank's elements of a bucket that have it.
+
+    Members are ordered by their param groups, so what some groups alone keep takes no room for the others. States in 8
+    bits have room for all.
+    """
+    held, parts = bucket.space.range(bucket.optim_axes), dict[str, list[Range]]()
+    firsts = [first for first, _ in runs(bucket)]
+    starts = [bucket.slots[first].offset for first in firsts]
+    for first, start, stop in zip(firsts, starts, [*starts[1:], bucket.whole], strict=True):
+        group = bucket.members[first].group
+        for name in templates[group].per_element if group >= 0 else ():
+            parts.setdefault(name, []).append(held.intersect(Range(start, stop)))
+    if bucket.precision.narrow is not None:
+        return dict.fromkeys(parts, held)
+    windows = {name: _hull(each) for name, each in parts.items()}
+    if bucket.tiers.optim != "nvme":
+        return windows
+    return {name: in_cells(window, held, cell) for name, window in windows.items()}
+
+
+def _hull(parts: Sequence[Range]) -> Range:
+    """From the first element of `parts`, which are in order, to the last."""
+    some = [part for part in parts if part.numel] or parts
+    return Range(some[0].start, some[-1].stop) if some[0].numel else some[0]
+
+
+def in_cells(window: Range, held: Range, cell: int) -> Range:
+    """The whole cells of `held` that `window` touches."""
+    if not window.numel:
+        return window
+    start, stop = window.from_start_of(held).start // cell * cell, round_up(window.stop - held.start, cell)
+    return Range(held.start + start, min(held.start + stop, held.stop))
 
 
 def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> list[int]:
@@ -68,11 +101,12 @@ def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> lis
 
     One entry for each state of a bucket.
     """
-    return [
-        math.ceil(bucket.numel(bucket.optim_axes) * bucket.precision.moments.itemsize)
-        for bucket in buckets
-        for _ in (moment_names(bucket, templates)[bucket.moments_room :] if bucket.updated_off_device else ())
-    ]
+    sizes: list[int] = []
+    for bucket in (each for each in buckets if each.updated_off_device):
+        windows = moment_windows(bucket, templates, cell=1)
+        new = [name for name, room in bucket.rooms_left(windows).items() if room is None]
+        sizes += [math.ceil(windows[name].numel * bucket.precision.moments.itemsize) for name in new]
+    return sizes
 
 
 def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
@@ -82,14 +116,18 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
         templates: none without an optimizer.
         cell: elements of states on drives that are handled at once.
     """
-    moments = [_moments(bucket, templates) if bucket.updated_off_device else [] for bucket in buckets]
-    resting = [state for bucket, states in zip(buckets, moments, strict=True) for state in bucket.at_rest(states)]
-    buffers = (staging_bytes(bucket, states, cell) for bucket, states in zip(buckets, moments, strict=True))
+    resting: list[StateBytes] = []
+    staging = 0
+    for bucket in buckets:
+        windows = moment_windows(bucket, templates, cell) if templates and bucket.updated_off_device else {}
+        itemsize = bucket.precision.moments.itemsize
+        resting += bucket.at_rest([each.numel * itemsize for each in windows.values()])
+        staging = max(staging, staging_bytes(bucket, [itemsize] * len(windows), cell))
     return Need(
         cpu=tuple(state.nbytes for state in resting if state.tier == "cpu"),
         nvme=tuple(state.nbytes for state in resting if state.tier == "nvme"),
         load=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
-        staging=max(buffers, default=0) if templates else 0,
+        staging=staging if templates else 0,
         send=max((send_bytes(bucket) for bucket in buckets), default=0),
     )
 

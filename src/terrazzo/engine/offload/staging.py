@@ -12,6 +12,7 @@ from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
+from terrazzo.engine.optim.protocols import Uses
 from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, padded_bytes
 
 __all__ = ["StagingBuffer"]
@@ -59,24 +60,28 @@ class StagingBuffer:
         cell = entry.of(self._cell)
         return entry.raw.view(entry.state.dtype)[: cell.numel][entry.of(wanted).within(cell)]
 
-    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: SummedGradient | None) -> None:
+    def read(
+        self, bucket: Bucket, cell: Range, known: Sequence[str], finished: SummedGradient | None, uses: Uses
+    ) -> None:
         """Start reading a cell's states.
 
         Args:
             known: the moments that exist; the others are zero.
             finished: the bucket's gradient, if there is any.
+            uses: those that are asked for.
         """
-        self._bucket, self._cell, self._entries = bucket, cell, {}
-        offset = self._add("master", bucket.master, 0, writes=True)
-        for key, state in bucket.moments.items():
+        self._bucket, self._cell, self._entries, offset = bucket, cell, {}, 0
+        if uses.weights:
+            offset = self._add("master", bucket.master, offset, writes=True)
+        for key, state in bucket.moments.items() if uses.moments else ():
             offset = self._add(key, state, offset, writes=key in known)
-        if (weight := bucket.own_weight) is not None:
+        if uses.weights and (weight := bucket.own_weight) is not None:
             offset = self._add("weight", weight, offset, writes=True)
-        if finished is not None:
+        if uses.moments and finished is not None:
             self._add("grad", finished.wait(), offset, writes=False)
         wanted = ("master", "grad", *known)
         self._reading = [e.state.read(e.of(cell), e.raw) for key, e in self._entries.items() if key in wanted]
-        for key in bucket.moments:
+        for key in bucket.moments.keys() & self._entries.keys():
             if key not in known:
                 self._entries[key].raw.zero_()
 
@@ -102,9 +107,9 @@ class StagingBuffer:
     def _add(self, key: str, state: object, offset: int, *, writes: bool) -> int:
         """Give a state that is in files its part of the memory; returns where the next one begins."""
         stored, packed = (state.codes, True) if isinstance(state, NarrowState) else (state, False)
-        if not isinstance(stored, DriveBuffer):
+        own = STATE_BLOCKS.bytes_of(self._cell) if packed else self._cell
+        if not isinstance(stored, DriveBuffer) or not stored.range.intersect(own).numel:
             return offset
-        numel = (STATE_BLOCKS.bytes_of(self._cell) if packed else self._cell).numel
-        end = offset + padded_bytes(numel * stored.dtype.itemsize)
+        end = offset + padded_bytes(own.numel * stored.dtype.itemsize)
         self._entries[key] = _Entry(stored, self._raw[offset:end], writes, packed)
         return end

@@ -1,7 +1,8 @@
 """Updates away from the device: each unit's states are stepped where they rest, on a thread of its own.
 
 The optimizer's own code runs, on a stepper that holds one segment and the hyper-parameters of the moment the step
-began: the user may go on to change them. States in files stream through a few buffers, cell by cell: the next cells are
+began: the user may go on to change them. Of matrices that an optimizer needs whole only their elementwise part is done
+here, and the step waits for it. States in files stream through a few buffers, cell by cell: the next cells are
 read while one is stepped and earlier ones are written. The order of everything is fixed and each element's arithmetic
 is the same, so the bits are those of a step on the spot.
 """
@@ -27,6 +28,7 @@ from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.optim.narrow_states import NarrowStates
+from terrazzo.engine.optim.protocols import SegmentWork, Uses
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.segment_states import SegmentStates
 from terrazzo.engine.optim.stepper import Stepper
@@ -34,7 +36,7 @@ from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import Stream, set_current
 from terrazzo.engine.runtime.worker import Job, again, without_frames
 
-__all__ = ["Updater"]
+__all__ = ["ElementwiseStep", "Updater"]
 
 
 @dataclass
@@ -43,7 +45,8 @@ class _Task:
 
     Attributes:
         segments: all of the cell.
-        due: those of them that are stepped, and whether they have a gradient; the others are left alone.
+        due: those of them that `work` is done to, and whether they have a gradient; the others are left alone.
+        kept: what the optimizer keeps, by parameter of a segment.
         mark: the point of computation from which on the weights may be changed.
         done: ends once the unit's last task is carried out.
     """
@@ -52,7 +55,8 @@ class _Task:
     window: Range
     segments: Sequence[Segment]
     due: Mapping[Segment, bool]
-    stepper: Stepper
+    work: SegmentWork
+    kept: Mapping[Tensor, dict[str, Any]]
     finished: SummedGradient | None
     mark: torch.Event | None
     done: Job | None = None
@@ -80,20 +84,31 @@ class Updater:
     def __del__(self) -> None:
         self._tasks.put(None)
 
-    def begin(self, segments: Mapping[Bucket, Sequence[Segment]], stepper: Stepper) -> Job:
-        """Start updating one unit's segments; the job ends when its new weights can be used."""
+    def begin(
+        self,
+        work: SegmentWork,
+        segments: Mapping[Bucket, Sequence[Segment]],
+        stepped: Mapping[Segment, bool],
+        kept: Mapping[Tensor, dict[str, Any]],
+        finished: Mapping[Bucket, SummedGradient],
+    ) -> Job:
+        """Start `work`; the job ends when its new weights can be used.
+
+        Args:
+            segments: all of the buckets in question.
+            stepped: those of them that it is done to, and whether they have a gradient.
+            kept: what the optimizer keeps, by parameter of a segment.
+            finished: the gradients of buckets.
+        """
         require_own(self._process)
         mark = Stream.current(self._store.device).mark()
         tasks = []
+        for segment in stepped if work.uses.moments else ():
+            segment.adopt_states(kept.get(segment.parameter) or {})
         for bucket, held in segments.items():
-            stepped = {segment: has for segment in held if (has := segment.due) or stepper.is_own}
-            for segment in stepped:
-                segment.adopt_states(stepper.state.get(segment.parameter) or {})
-            filled = [segment.range for segment, has in stepped.items() if has]
-            finished = bucket.gradient.handed_over(filled) if filled else None
             for window, among in _by_window(held).items():
                 if due := {segment: stepped[segment] for segment in among if segment in stepped}:
-                    tasks.append(_Task(bucket, window, among, due, stepper, finished, mark))
+                    tasks.append(_Task(bucket, window, among, due, work, kept, finished.get(bucket), mark))
         done = Job()
         if not tasks:  # the unit is published all the same: other ranks may have some
             done.set_result(None)
@@ -190,9 +205,9 @@ class _UpdateThread:
         staging = self._ring.popleft()
         self._ring.append(staging)
         staging.finish_writing()
-        states = [task.stepper.state.get(segment.parameter, {}) for segment in task.segments]
+        states = [task.kept.get(segment.parameter, {}) for segment in task.segments]
         known = [key for key in task.bucket.moments if any(key in state for state in states)]
-        staging.read(task.bucket, task.window, known, task.finished)
+        staging.read(task.bucket, task.window, known, task.finished, task.work.uses)
         task.staging = staging
 
     def _carry_out(self, task: _Task | _Flush) -> None:
@@ -221,17 +236,17 @@ class _UpdateThread:
                 staging.finish_writing()
 
     def _step(self, segment: Segment, task: _Task, has_gradient: bool) -> None:
-        started = time.perf_counter()
-        values = segment.parameter.detach() if task.staging is None else task.staging.part("master", segment.range)
-        parameter = nn.Parameter(values)
-        if has_gradient:
-            parameter.grad = self._gradient(segment, task)
-        if segment.bucket.precision.narrow is None:
-            _Moments(segment, task.staging).step(task.stepper, parameter)
-        else:
-            _NarrowMoments(segment, task.staging).step(task.stepper, parameter)
+        started, staging, work = time.perf_counter(), task.staging, task.work
+        in_8_bits = segment.bucket.precision.narrow is not None
+        states = _NarrowMoments(segment, staging) if in_8_bits else _Moments(segment, staging)
+        gradient = self._gradient(segment, task) if has_gradient and work.uses.moments else None
+        if not work.uses.weights:
+            work.run(segment, states, None, gradient)
+            return
+        values = segment.parameter.detach() if staging is None else staging.part("master", segment.range)
+        work.run(segment, states, values, gradient)
         weight = segment.bucket.own_weight
-        if weight is not None and (task.staging is None or "weight" not in task.staging):
+        if weight is not None and (staging is None or "weight" not in staging):
             with weight.opened(segment.range, "replace") as own:
                 self._store.sending.copy(values, own)
         self._store.steps.took(values, started)
@@ -244,6 +259,23 @@ class _UpdateThread:
         return task.finished.scaled(part).to(segment.parameter.dtype)
 
 
+class ElementwiseStep:
+    """Steps a segment with an optimizer's own code."""
+
+    uses = Uses()
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+
+    def run(
+        self, segment: Segment, states: SegmentStates | NarrowStates, values: Tensor | None, gradient: Tensor | None
+    ) -> None:
+        assert values is not None, "it uses weights"
+        parameter = nn.Parameter(values)
+        parameter.grad = gradient
+        states.step(self._stepper, parameter)
+
+
 class _Moments(SegmentStates):
     """States per element rest in host memory or files, and are brought to a step from there."""
 
@@ -251,7 +283,7 @@ class _Moments(SegmentStates):
         super().__init__(segment)
         self._staging, self._names = staging, segment.bucket.moments
 
-    def load(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
+    def load(self, key: str, value: Any, parameter: Tensor) -> Any:
         return self._at_rest(key).to(parameter.dtype) if key in self._names else value
 
     def _at_rest(self, key: str) -> Tensor:

@@ -10,10 +10,13 @@ goes through these modules, from top to bottom:
         LossScale.skips                fp16 only: overflow ends here     consensus/loss_scale
         ParamGroups.recut              split at parameters without       groups, segment
                                        a gradient
+        OffDeviceUpdates.prepare_step  waits for updates that last       offload/background
+        MatrixSteps.step               whole matrices (Muon):            matrix_steps, matrix_owners
+          exchange_parts               - to owners, and back             matrix_exchange
+          OffDeviceUpdates.carry_out   - elements away from the device   matrix_host_steps, offload/update
         OffDeviceUpdates.begin         segments away from the device     offload/background
           on a thread: SegmentStates.step or NarrowStates.step           offload/update
         DeviceUpdates.begin            segments on the device:           device_updates
-          MatrixSteps.step             - whole matrices (Muon)           matrix_steps, matrix_owners
           SegmentStates.step           - moments in another dtype        segment_states
           NarrowStates.step            - moments in 8 bits               narrow_states
           Segment.take_gradient        - all others: `.grad` is set      segment
@@ -27,7 +30,7 @@ So an element is updated by the optimizer's own code in either of two callers: i
 in its groups; or a `Stepper`, which runs the same code on one segment and on any thread. The latter steps what
 `DeviceUpdates.excludes` from the former. Matrices alone have code of their own: `terrazzo.optim.MatrixOptimizer`.
 
-Read template, segment, settings, stock, stepper, probe, elementwise, segment_states, narrow_states, matrix_owners,
-matrix_steps, device_updates, groups, clipping, zeroing, driver, in that order; protocols is what the driver asks of
-later folders.
+Read template, segment, settings, stock, stepper, probe, elementwise, segment_states, narrow_states, protocols (what is
+asked of later folders), matrix_owners, matrix_exchange, matrix_host_steps, matrix_steps, device_updates, groups,
+clipping, zeroing, driver, in that order.
 """

@@ -21,29 +21,35 @@ __all__ = ["DeviceUpdates"]
 class DeviceUpdates:
     """Those of one optimizer. A segment on the device is updated in one of three ways:
 
-        matrices that the optimizer needs whole     here, by `MatrixSteps`
+        matrices that the optimizer needs whole     before, by `MatrixSteps`, which does so away from the device too
         moments in another dtype than masters       here, one after the other, by a `Stepper`
         any other                                   by the optimizer's own step, which finds its gradient
 
     Args:
         first: number of its first param group among those of all the model's optimizers.
+
+    Attributes:
         matrices: steps those that it needs whole.
     """
 
     def __init__(self, precision: Precision, first: int, matrices: MatrixSteps) -> None:
-        self._first, self._matrices = first, matrices
+        self._first, self.matrices = first, matrices
         self._moments_differ = precision.moments != precision.master
 
     def excludes(self, segment: Segment) -> bool:
         """Whether the optimizer's own step is to leave it alone."""
-        return self._moments_differ or segment.bucket.updated_off_device or self._matrices.has(segment)
+        return self._moments_differ or segment.bucket.updated_off_device or self.matrices.has(segment)
 
-    def begin(self, optimizer: Optimizer, segments: Sequence[Segment]) -> None:
-        """Step what is excluded, and give the others their gradients: the optimizer's own step is still to come."""
-        on_device = [segment for segment in segments if not segment.bucket.updated_off_device]
-        finished = _handed_over([segment for segment in on_device if segment.due])
-        self._matrices.step(optimizer, on_device, finished)
-        on_device = [segment for segment in on_device if not self._matrices.has(segment)]
+    def begin(
+        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, SummedGradient]
+    ) -> None:
+        """Step what is excluded, and give the others their gradients: the optimizer's own step is still to come.
+
+        Args:
+            finished: the gradients of buckets.
+        """
+        here = [segment for segment in segments if not segment.bucket.updated_off_device]
+        on_device = [segment for segment in here if not self.matrices.has(segment)]
         if self._moments_differ:
             self._step_one_by_one(optimizer, on_device, finished)
         else:
@@ -62,9 +68,3 @@ class DeviceUpdates:
                 states = SegmentStates(segment) if segment.bucket.precision.narrow is None else NarrowStates(segment)
                 states.step(stepper, segment.parameter)
                 segment.parameter.grad = None
-
-
-def _handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:
-    """The finished gradients of these segments."""
-    buckets = {segment.bucket: None for segment in due}
-    return {b: b.gradient.handed_over([each.range for each in due if each.bucket is b]) for b in buckets}

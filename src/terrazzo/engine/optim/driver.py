@@ -23,7 +23,7 @@ from terrazzo.engine.optim.device_updates import DeviceUpdates
 from terrazzo.engine.optim.groups import ParamGroups
 from terrazzo.engine.optim.matrix_steps import MatrixSteps
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
-from terrazzo.engine.optim.segment import Segment, segments_of
+from terrazzo.engine.optim.segment import Segment, handed_over, segments_of
 from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.template import Templates
@@ -155,8 +155,11 @@ class OptimizerDriver:
         self._unpublished = True
         for bucket in self.buckets:
             bucket.gradient.finished.expect_changes()
-        self.off_device.begin(optimizer)
-        self._on_device.begin(optimizer, self.segments)
+        self.off_device.prepare_step(optimizer)
+        finished = handed_over([segment for segment in self.segments if segment.due])
+        self._on_device.matrices.step(optimizer, self.segments, finished, self.off_device)
+        self.off_device.begin(finished)
+        self._on_device.begin(optimizer, self.segments, finished)
 
     def _prepare(self, optimizer: Optimizer, closures: Iterable[object]) -> None:
         """Have segments in the optimizer's groups, without gradients, and masters and gradients that nobody changes.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.optim.narrow_states import NarrowStates
+from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.segment_states import SegmentStates
 from terrazzo.engine.schedule.schedule import Schedule
 
-__all__ = ["Driven", "OffDeviceUpdates"]
+__all__ = ["Driven", "OffDeviceUpdates", "SegmentWork", "Uses"]
 
 
 class Driven(Protocol):
@@ -29,6 +34,31 @@ class Driven(Protocol):
         """Bring compute weights of some buckets in line with updated master weights."""
 
 
+class Uses(NamedTuple):
+    """Which states of segments something uses: master weights, and weights that follow; moments, and the gradient."""
+
+    weights: bool = True
+    moments: bool = True
+
+
+class SegmentWork(Protocol):
+    """What is done to segments away from the device, one after the other, by the thread of updates."""
+
+    @property
+    def uses(self) -> Uses: ...
+
+    def run(
+        self, segment: Segment, states: SegmentStates | NarrowStates, values: Tensor | None, gradient: Tensor | None
+    ) -> None:
+        """Do it to one.
+
+        Args:
+            states: what the optimizer keeps for it.
+            values: the master weights, to be changed in place; None where `uses` leaves them out.
+            gradient: in their dtype; None where there is none, or `uses` leaves it out.
+        """
+
+
 class OffDeviceUpdates:
     """Updates of one model's units, however and when they are made; here none, since no state is off the device.
 
@@ -41,8 +71,24 @@ class OffDeviceUpdates:
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished."""
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """`optimizer.step()`: start the updates that are not under way."""
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()` comes: refuse what cannot be, and wait for updates of an earlier step."""
+
+    def carry_out(
+        self,
+        work: SegmentWork,
+        segments: Sequence[Segment],
+        optimizer: Optimizer,
+        finished: Mapping[Bucket, SummedGradient],
+    ) -> None:
+        """Do `work` to some segments with gradients, all away from the device, and return once it is done."""
+
+    def begin(self, finished: Mapping[Bucket, SummedGradient]) -> None:
+        """Start the updates of the step that has been prepared, but those under way and those of whole matrices.
+
+        Args:
+            finished: the gradients of buckets.
+        """
 
     def end_step(self) -> None:
         """`optimizer.step()` returns."""

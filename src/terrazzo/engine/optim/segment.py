@@ -23,7 +23,7 @@ from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 
-__all__ = ["Segment", "held_range", "runs", "segments_of"]
+__all__ = ["Segment", "handed_over", "held_range", "runs", "segments_of"]
 
 
 @dataclass(eq=False)
@@ -151,6 +151,12 @@ def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Template]) ->
         if (group := bucket.members[first].group) in templates
         for segment in _segment(bucket, first, last, window, templates[group])
     ]
+
+
+def handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:
+    """The finished gradients of these segments, for an update of all of them."""
+    buckets = {segment.bucket: None for segment in due}
+    return {b: b.gradient.handed_over([each.range for each in due if each.bucket is b]) for b in buckets}
 
 
 def runs(bucket: Bucket) -> Iterator[tuple[int, int]]:

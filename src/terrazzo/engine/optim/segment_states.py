@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import Stepper
@@ -30,7 +30,7 @@ class SegmentStates:
         if after := stepper.step(segment.group, parameter, before):
             stepper.state[segment.parameter] = {key: self.store(key, value) for key, value in after.items()}
 
-    def load(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
+    def load(self, key: str, value: Any, parameter: Tensor) -> Any:
         """What a step of `parameter` gets for `value`, which `optimizer.state` has under `key`."""
         return value.to(parameter.dtype) if self.segment.keeps_per_element(key, value) else value
 

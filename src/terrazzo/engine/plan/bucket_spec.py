@@ -228,7 +228,7 @@ class BucketSpec:
         """The states of one rank.
 
         Args:
-            moments: bytes per element of each state that the optimizer keeps for every element.
+            moments: bytes of each state that the optimizer keeps for elements of the rank.
         """
         precision, tiers, owned = self.precision, self.tiers, self.numel(self.optim_axes)
         yield StateBytes("weight", tiers.weight, self.weight_bytes(self.numel(self.weight_axes)))
@@ -236,8 +236,8 @@ class BucketSpec:
             yield StateBytes("master", tiers.optim, owned * precision.master.itemsize)
         if self.trainable:
             yield StateBytes("grad", tiers.grad, owned * precision.accumulate.itemsize)
-            for itemsize in moments:
-                yield StateBytes("moments", tiers.optim, math.ceil(owned * itemsize))
+            for nbytes in moments:
+                yield StateBytes("moments", tiers.optim, math.ceil(nbytes))
 
     @property
     def full_bytes(self) -> int:

@@ -12,7 +12,7 @@ from terrazzo.engine.border.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.background import BackgroundUpdates
-from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
+from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.elementwise import check_optimizer
@@ -98,7 +98,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     driver = OptimizerDriver(optimizer, engine, templates, first)
     of_all = [*engine.drivers.templates, *templates]
     for bucket in apart:
-        bucket.build_moments(engine.store, moment_names(bucket, of_all))
+        bucket.build_moments(engine.store, moment_windows(bucket, of_all, engine.store.settings.cell_numel))
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
         make = functools.partial(BackgroundUpdates, engine.units, engine.schedule, updater, mode, first)

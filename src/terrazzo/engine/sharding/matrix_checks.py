@@ -15,7 +15,7 @@ __all__ = ["check_matrices"]
 
 
 def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse stacks of matrices of which ranks have parts, and matrices that are stepped away from the device.
+    """Refuse stacks of matrices of which ranks have parts, and several optimizers of whole matrices.
 
     Args:
         buckets: all trainable ones.
@@ -43,11 +43,4 @@ def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: 
             f"{listed([*map(repr, stacks)])}: stacks of matrices of which ranks along tp have parts, which "
             "tz.optim.Muon does not put together. Leave tp out of the mesh, give these to AdamW "
             "(tz.optim.hidden_matrices(model, adamw=[...])), or leave them out of the tensor plan."
-        )
-    away = [member.name for bucket, member in held if bucket.updated_off_device]
-    if away:
-        raise BadInput(
-            f"{listed([*map(repr, away)])}: the plan keeps its optimizer state away from the device, and tz.optim.Muon "
-            "updates matrices on the device. Use the plan without '@', or tz.Plan.named('zero3').on(weight='cpu'), "
-            "which keeps weights alone there; or an elementwise optimizer such as torch.optim.AdamW."
         )

@@ -276,8 +276,12 @@ class OptimizerStates:
         if kind in bucket.moments:
             for segment, state in stepped:
                 segment.adopt_states(state)
-            return bucket.moments[kind]
+            if (at_rest := bucket.moments[kind]).space.window is None:
+                return at_rest
         own = bucket.space.zeros(bucket.optim_axes, bucket.precision.shown_moments)
+        if kind in bucket.moments:
+            own.data[at_rest.range.within(own.range)] = at_rest.copied(at_rest.range, own.data.device)
+            return own
         for segment, state in stepped:
             if kind in state:
                 own.data[segment.range.within(own.range)] = state[kind]

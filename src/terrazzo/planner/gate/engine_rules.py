@@ -219,15 +219,6 @@ ENGINE_RULES = (
         "terrazzo.engine.optim.elementwise.check_elementwise",
     ),
     Rule(
-        "whole matrices away from the device",
-        ("terrazzo",),
-        "refuse",
-        lambda setup, _: setup.optimizer.matrix_moments is not None and setup.plan.optim.offloaded,
-        lambda it: f"{it.optimizer} updates matrices on the device, and {it.plan} places {it.offloaded}.",
-        "Use the plan without '@', or with weights alone there; or an elementwise optimizer such as adamw.",
-        "terrazzo.engine.sharding.matrix_checks.check_matrices",
-    ),
-    Rule(
         "optimizer that torch does not have",
         ("terrazzo",),
         "planned",

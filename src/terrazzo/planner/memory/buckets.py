@@ -9,8 +9,9 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from terrazzo.engine.offload.needs import in_cells
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.layout import padded_bytes, round_up, travels_in_blocks
+from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 
@@ -98,6 +99,7 @@ class PlannedBucket(BucketSpec):
         )
         each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
         self.moments, self.matrix_moments = [each] * recipe.moments, [each] * (recipe.matrix_moments or 0)
+        self._cell = placement.cell
 
     def group_of(self, tensor: TensorShape) -> int:
         """The param group: 0 of matrices that are updated whole, 1 of others of two dims or more, 2 of the rest."""
@@ -142,9 +144,49 @@ class PlannedBucket(BucketSpec):
     def moments_bytes(self) -> float:
         """Of what the optimizer of the first rank keeps for every element."""
         if self.moments_apart:
-            return self.numel(self.optim_axes) * sum(self.moments)
+            return sum(self.kept_apart)
         matrices, *others = self.runs
         return matrices * sum(self.matrix_moments) + sum(others) * sum(self.moments)
+
+    @property
+    def matrix_numel(self) -> int:
+        """Elements of the first rank that are of matrices which are updated whole."""
+        return self.runs[0]
+
+    @property
+    def kept_apart(self) -> list[float]:
+        """Bytes of each state that the optimizer of the first rank keeps where they are not tensors of its own."""
+        return [span.numel * each for span, each in self._spans]
+
+    @property
+    def bytes_apart(self) -> list[float]:
+        """For each of these, bytes of an element."""
+        return [each for _, each in self._spans]
+
+    @cached_property
+    def _spans(self) -> list[tuple[Range, float]]:
+        """The elements of the first rank that have each state, and bytes of one.
+
+        Away from the device those of matrices that are updated whole have room of their own, on drives in whole cells.
+        """
+        held, end = Range(0, self.numel(self.optim_axes)), self._matrix_end
+        if not (self._whole and self.updated_off_device and self.precision.narrow is None):
+            return [(held, each) for each in self.moments]
+        others = self.end > end
+        matrices = held.intersect(Range(0, end)) if others else held
+        rest = Range(matrices.stop, held.stop)
+        found = [(matrices, each) for each in self.matrix_moments if end] + [
+            (rest, each) for each in self.moments if others
+        ]
+        return (
+            [(in_cells(span, held, self._cell), each) for span, each in found] if self.tiers.optim == "nvme" else found
+        )
+
+    @cached_property
+    def _matrix_end(self) -> int:
+        """Elements of the flat space up to the end of matrices that are updated whole, which come first."""
+        align = self.precision.align()
+        return sum(round_up(self.share(each), align) for each in self.tensors if self.group_of(each) == 0)
 
     @cached_property
     def resting(self) -> dict[str, tuple[str, float]]:
@@ -153,7 +195,7 @@ class PlannedBucket(BucketSpec):
         Padding has no moments on the device but in 8 bits; away from it each state has pages of its own.
         """
         found: dict[str, tuple[str, float]] = {}
-        for state, tier, nbytes in self.at_rest(self.moments):
+        for state, tier, nbytes in self.at_rest(self.kept_apart):
             before = found.get(state, (tier, 0))[1]
             found[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
         if self.trainable and not self.updated_off_device:

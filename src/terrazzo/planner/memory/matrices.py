@@ -145,6 +145,7 @@ class _SizedBucket:
     """What the engine asks of a `Bucket` for updates of matrices."""
 
     precision: Any
+    updated_off_device: bool
     optim_axes: tuple[str, ...]
     sharding: _Sharding
     space: _Space
@@ -180,4 +181,5 @@ def _sized(bucket: PlannedBucket) -> _SizedBucket:
     layout = Layout([((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)], split)
     members = [_Member(bucket.group_of(each), _boxes(bucket, each)) for each in bucket.tensors]
     split_over = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
-    return _SizedBucket(bucket.precision, split_over, _Sharding(axes), _Space(layout, axes), members)
+    away = bucket.updated_off_device
+    return _SizedBucket(bucket.precision, away, split_over, _Sharding(axes), _Space(layout, axes), members)

@@ -33,6 +33,7 @@ class Placement:
         tiers: of the unit.
         padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
         host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
+        cell: elements of states on drives that are handled at once.
         whole_experts: as `Setup.whole_experts`.
     """
 
@@ -45,6 +46,7 @@ class Placement:
     ep: int
     padded: bool
     host: int
+    cell: int
     whole_experts: bool
     expert_plan: Plan
     expert_sizes: tuple[tuple[str, int, int], ...]
@@ -115,12 +117,13 @@ def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
         tiers: of the unit that they are asked for; see `placed_units`.
     """
     plan, mesh = setup.plan, setup.mesh
+    host = setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0
     return _placement(
         (plan.weight.axes, plan.between.axes, plan.grad.axes, plan.optim.axes, tiers),
         mesh,
         setup.precision,
         setup.optimizer,
-        (not setup.model.bare, setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0),
+        (not setup.model.bare, host, setup.offload.cell_numel),
         setup.whole_experts,
     )
 
@@ -134,10 +137,10 @@ def _placement(  # structure: what a setup's placement follows from, as a cache 
     mesh: Mesh,
     precision: Precision,
     optimizer: OptimizerRecipe,
-    as_rank: tuple[bool, int],
+    as_rank: tuple[bool, int, int],
     whole_experts: bool,
 ) -> Placement:
-    """`as_rank`: whether it pads, and the ranks of its CPU host."""
+    """`as_rank`: whether it pads, the ranks of its CPU host, and elements of a cell on drives."""
     sizes, experts = mesh.sizes(), tuple(_dealt(mesh, whole_experts))
 
     def among(names: Container[str]) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.engine.plan.bucket_spec import MoveBytes
+from terrazzo.optim import Muon
 from terrazzo.planner.memory.buckets import PlannedBucket
 from terrazzo.words import TIERS
 
@@ -41,8 +42,10 @@ def _update(bucket: PlannedBucket) -> list[MoveBytes]:
         found.append(_copy("gradients to the device", grad_bytes))
     if tiers.optim != "device" and tiers.grad == "device":
         found.append(_copy("gradients to the host", grad_bytes))
+    if tiers.optim != "device" and (matrix_bytes := bucket.matrix_numel * Muon.wire.itemsize):
+        found += [_copy(f"matrices {way} the device", matrix_bytes) for way in ("to", "from")]
     if tiers.optim == "nvme":
-        state = owned * (precision.master.itemsize + sum(bucket.moments))
+        state = owned * precision.master.itemsize + bucket.moments_bytes
         found += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
     if bucket.has_own_master or bucket.weight_axes != bucket.optim_axes:
         found += _new_weights(bucket)
