@@ -14,7 +14,16 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document
 
-__all__ = ["assert_lossless", "converted", "described", "found", "inventory", "nested", "precision", "verdicts"]
+__all__ = [
+    "assert_lossless",
+    "converted",
+    "described",
+    "findings_by_key",
+    "inventory",
+    "nested",
+    "precision",
+    "verdicts",
+]
 
 _DATA = Path(__file__).parent / "data"
 COLUMNS = ("weight", "compute", "reduce", "accumulate", "master", "saved")
@@ -56,10 +65,10 @@ def converted(source: str, target: str, document: dict[str, Any], **context: Any
     )
 
 
-def found(name: str, document: dict[str, Any], **context: Any) -> dict[str, Finding]:
+def findings_by_key(name: str, document: dict[str, Any], **context: Any) -> dict[str, Finding]:
     """Findings of the dialect itself, by key."""
-    said = dialect(name).findings(document, reading(name, document, **context), ReadingContext(**context))
-    return {finding.key: finding for finding in said}
+    findings = dialect(name).findings(document, reading(name, document, **context), ReadingContext(**context))
+    return {finding.key: finding for finding in findings}
 
 
 def precision(name: str, document: dict[str, Any], **context: Any) -> list[str]:

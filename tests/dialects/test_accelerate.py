@@ -45,14 +45,14 @@ def values(description: Description, section: str, *names: str) -> list[Any]:
 
 
 def findings(document: dict[str, Any], level: str = "error") -> dict[str, str]:
-    found = DIALECT.findings(document, DIALECT.read(document), NO_CONTEXT)
-    return {each.key: each.text for each in found if each.level == level}
+    own_findings = DIALECT.findings(document, DIALECT.read(document), NO_CONTEXT)
+    return {each.key: each.text for each in own_findings if each.level == level}
 
 
 def test_a_misspelt_word_is_answered_in_the_spelling_of_the_file() -> None:
-    said = verdict(fsdp(1, sharding_strategy="FULL_SHART"), "fsdp_config.fsdp_sharding_strategy").why
+    outcome = verdict(fsdp(1, sharding_strategy="FULL_SHART"), "fsdp_config.fsdp_sharding_strategy").why
     words = "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, 1, 2, 3, 4, 5"
-    assert said == f"it is 'FULL_SHART', expected one of {words}. Did you mean 'FULL_SHARD'?"
+    assert outcome == f"it is 'FULL_SHART', expected one of {words}. Did you mean 'FULL_SHARD'?"
 
 
 # -- profiles in the shapes that questionnaires and training libraries write -----------------------------------------
@@ -163,14 +163,14 @@ def test_hybrid_sharding_on_a_single_node_is_full_sharding(strategy: str | int, 
 )
 def test_every_dtype_of_fsdp_is_pinned(half: str, expected: str) -> None:
     """Trainable weights are lifted to fp32; gradients travel in 16 bits."""
-    found = read(fsdp() | {"mixed_precision": half})
+    description = read(fsdp() | {"mixed_precision": half})
     names = ("weight", "compute", "reduce", "accumulate", "master", "moments", "saved", "output")
-    assert [str(value) for value in values(found, "precision", *names)] == expected.split()
+    assert [str(value) for value in values(description, "precision", *names)] == expected.split()
 
 
 def test_replicas_run_under_autocast() -> None:
-    found = read({**COMMON, "distributed_type": "MULTI_GPU"})
-    assert values(found, "precision", "autocast", "compute", "weight") == [True, "bf16", "loaded"]
+    description = read({**COMMON, "distributed_type": "MULTI_GPU"})
+    assert values(description, "precision", "autocast", "compute", "weight") == [True, "bf16", "loaded"]
     one = {**COMMON, "distributed_type": "NO"}
     assert read(one, ReadingContext(load_dtype="fp32")).value("precision.weight") == "fp32"
 
@@ -183,17 +183,17 @@ def test_version_2_passes_over_a_strategy(strategy: str, tmp_path: Path) -> None
     """Replication vanishes, and NO_SHARD becomes sharded, without a word from Accelerate."""
     document = fsdp(sharding_strategy=strategy)
     assert read(document).row == "zero3"
-    found = verdict(document, "fsdp_config.fsdp_sharding_strategy")
-    assert found.kind == "refused"
-    assert ("parallelism_config" if strategy != "NO_SHARD" else "MULTI_GPU") in found.why
+    outcome = verdict(document, "fsdp_config.fsdp_sharding_strategy")
+    assert outcome.kind == "refused"
+    assert ("parallelism_config" if strategy != "NO_SHARD" else "MULTI_GPU") in outcome.why
     assert plugin(launched(document, tmp_path)).reshard_after_forward is True
 
 
 def test_version_1_passes_over_reshard(tmp_path: Path) -> None:
     """`accelerate config` asks for a strategy, writes it as fsdp_reshard_after_forward, and FULL_SHARD runs."""
     document = fsdp(1, reshard_after_forward="SHARD_GRAD_OP")
-    found = verdict(document, "fsdp_config.fsdp_reshard_after_forward")
-    assert (found.kind, "fsdp_sharding_strategy: SHARD_GRAD_OP" in found.why) == ("refused", True)
+    outcome = verdict(document, "fsdp_config.fsdp_reshard_after_forward")
+    assert (outcome.kind, "fsdp_sharding_strategy: SHARD_GRAD_OP" in outcome.why) == ("refused", True)
     assert plugin(launched(document, tmp_path)).sharding_strategy.name == "FULL_SHARD"
     assert read(document).row == "zero3"
 
@@ -210,12 +210,12 @@ def test_no_prefetch_is_the_default_of_version_1(tmp_path: Path) -> None:
 
 def test_the_launchers_defaults_hold_not_the_plugins(tmp_path: Path) -> None:
     document = fsdp(1, auto_wrap_policy="SIZE_BASED_WRAP")
-    found = read(document)
+    description = read(document)
     made = plugin(launched(document, tmp_path))
-    assert found.value("loading.low_memory") is made.cpu_ram_efficient_loading is True
-    assert found.value("loading.broadcast") is made.sync_module_states is True
-    assert found.value("units.min_numel") == made.min_num_params == 10**8
-    assert found.value("saving.state") == "full"
+    assert description.value("loading.low_memory") is made.cpu_ram_efficient_loading is True
+    assert description.value("loading.broadcast") is made.sync_module_states is True
+    assert description.value("units.min_numel") == made.min_num_params == 10**8
+    assert description.value("saving.state") == "full"
     assert made.state_dict_type.name == "FULL_STATE_DICT"
     assert read(fsdp(2)).value("saving.state") == "sharded"
 
@@ -229,8 +229,8 @@ def test_the_default_stage_is_2(tmp_path: Path) -> None:
 
 def test_a_folder_for_nvme_does_not_arrive(tmp_path: Path) -> None:
     document = deepspeed(zero_stage=3, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/nvme")
-    found = verdict(document, "deepspeed_config.offload_optimizer_nvme_path")
-    assert (found.kind, "folder named 'none'" in found.why) == ("lossy", True)
+    outcome = verdict(document, "deepspeed_config.offload_optimizer_nvme_path")
+    assert (outcome.kind, "folder named 'none'" in outcome.why) == ("lossy", True)
     assert values(read(document), "offload", "optim", "path") == ["nvme", ("/nvme",)]
     made = plugin(launched(document, tmp_path)).deepspeed_config
     assert made["zero_optimization"]["offload_optimizer"]["nvme_path"] == "none"
@@ -276,10 +276,10 @@ def test_the_compiler_is_not_told_to_deepspeed(tmp_path: Path) -> None:
     ],
 )
 def test_dropped_keys_name_what_was_meant(document: dict[str, Any], key: str, meant: str) -> None:
-    found = verdict(document, key)
-    assert found.kind == "refused"
-    assert "without a word" in found.why
-    assert meant in found.why
+    outcome = verdict(document, key)
+    assert outcome.kind == "refused"
+    assert "without a word" in outcome.why
+    assert meant in outcome.why
 
 
 def test_a_key_counts_with_and_without_its_prefix() -> None:

@@ -38,8 +38,8 @@ def _no_noise() -> Iterator[None]:
 
 def refusals(document: dict[str, Any]) -> list[str]:
     reading = DIALECT.read(document)
-    found = [each.key for each in DIALECT.findings(document, reading, ReadingContext()) if each.level == "error"]
-    return found + [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"]
+    errors = [each.key for each in DIALECT.findings(document, reading, ReadingContext()) if each.level == "error"]
+    return errors + [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"]
 
 
 # -- documents -----------------------------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ def test_version_1_shards_as_read(strategy: str, tmp_path: Path) -> None:
     from torch.distributed.fsdp import ShardingStrategy
 
     document = {**BASE, "fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": strategy}}
-    found = plugin(launched(document, tmp_path))
+    made = plugin(launched(document, tmp_path))
     torchs = strategy if strategy != "HYBRID_SHARD_ZERO2" else "_HYBRID_SHARD_ZERO2"
-    assert found.sharding_strategy is ShardingStrategy[torchs]
+    assert made.sharding_strategy is ShardingStrategy[torchs]
     rows = {"FULL_SHARD": "zero3", "NO_SHARD": "zero0"}
     assert DIALECT.read(document).description.row == rows.get(strategy, strategy.lower())
 

@@ -76,10 +76,10 @@ def nested(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def assert_promises(found: Dialect, document: dict[str, Any], context: ReadingContext) -> Reading:
-    assert isinstance(found.recognises(document), bool)
-    reading = read_document(found, document, context)
-    assert reading.description.dialect == found.name
+def assert_promises(source: Dialect, document: dict[str, Any], context: ReadingContext) -> Reading:
+    assert isinstance(source.recognises(document), bool)
+    reading = read_document(source, document, context)
+    assert reading.description.dialect == source.name
     verdicts = {verdict.key for verdict in reading.verdicts}
     assert len(verdicts) == len(reading.verdicts)
     for leaf in flatten(document):
@@ -89,7 +89,7 @@ def assert_promises(found: Dialect, document: dict[str, Any], context: ReadingCo
         assert verdict.kind in KINDS
         assert verdict.why or verdict.kind not in ("lossy", "refused"), verdict
     assert_sound(reading.description, set(verdicts))
-    list(found.findings(document, reading, context))
+    list(source.findings(document, reading, context))
     list(plan_words(reading.description))
     return reading
 
@@ -154,9 +154,9 @@ def test_a_number_as_text_means_the_number(name: str) -> None:
     """YAML 1.1 takes `1e-3` for text. Who computes with it must take it as what it means."""
     numbers = 0
     for document in (*SAMPLES[name].values(), *PEAKS.get(name, ())):
-        said = as_text(dialect(name), document)
-        numbers += said != document
-        one, other = (read_document(dialect(name), each, CONTEXTS[1]).description for each in (document, said))
+        spelled = as_text(dialect(name), document)
+        numbers += spelled != document
+        one, other = (read_document(dialect(name), each, CONTEXTS[1]).description for each in (document, spelled))
         for path, setting in one.items():
             assert other[path].value == setting.value, path
     assert numbers
@@ -181,20 +181,20 @@ PEAKS: dict[str, list[dict[str, Any]]] = {
 _INNER = ("lr_scheduler_kwargs", "optimizer.param_groups")
 
 
-def as_text(found: Dialect, document: dict[str, Any]) -> dict[str, Any]:
+def as_text(source: Dialect, document: dict[str, Any]) -> dict[str, Any]:
     """The document with text for each number, where the key's type takes text for one."""
 
-    def said(key: str, value: Any) -> Any:
+    def spelled(key: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: said(f"{key}.{name}" if key else name, inner) for name, inner in value.items()}
+            return {name: spelled(f"{key}.{name}" if key else name, inner) for name, inner in value.items()}
         if key in _INNER and isinstance(value, list):
-            return [said(key, each) for each in value]
-        row = row_of(found.keys, key)
+            return [spelled(key, each) for each in value]
+        row = row_of(source.keys, key)
         inner = key.startswith(_INNER) and isinstance(value, float)
         takes = row is not None and row.type.parse(str(value)) == row.type.parse(value) != MISSING
         return str(value) if type(value) in (int, float) and (takes or inner) else value
 
-    return {key: said(key, value) for key, value in document.items()}
+    return {key: spelled(key, value) for key, value in document.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -231,10 +231,10 @@ WITHOUT_MEANING = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_has_a_meaning_or_is_a_pattern(name: str) -> None:
-    found = dialect(name)
-    assert found.title
-    assert found.suffix in (".json", ".yaml", ".sh")
-    silent = [key for key in found.keys if not found.meaning(key) and not key.endswith(("*", ">"))]
+    source = dialect(name)
+    assert source.title
+    assert source.suffix in (".json", ".yaml", ".sh")
+    silent = [key for key in source.keys if not source.meaning(key) and not key.endswith(("*", ">"))]
     assert {key.partition(".")[0] for key in silent} <= WITHOUT_MEANING.get(name, set())
 
 
@@ -251,6 +251,6 @@ def test_every_key_that_has_a_meaning_here_has_a_reader(name: str) -> None:
         words = row.type.expected.removeprefix("one of ").split(", ")
         taken = [value for value in (True, 2, ["Name"], *words) if row.type.parse(value) is not MISSING]
         for value in [row.default, *taken] if not row.keep else ():
-            said = dialect(name).read(nested([(spelled_out(key), value)])).verdicts
-            unread |= {key for verdict in said if "does not take there" in verdict.why}
+            outcomes = dialect(name).read(nested([(spelled_out(key), value)])).verdicts
+            unread |= {key for verdict in outcomes if "does not take there" in verdict.why}
     assert unread == ONLY_WITH_OTHERS.get(name, set())

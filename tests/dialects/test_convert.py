@@ -259,13 +259,13 @@ def test_derived_settings_name_all_their_keys() -> None:
 
 
 def test_a_draft_forgets_nothing() -> None:
-    given = {
+    settings_by_path = {
         "optimizer.lr": Setting(0.1),
         "mesh.tp": Setting(2),
         "mesh.cp": Setting(1),
         "batch.global_batch": Setting(8, "derived"),
     }
-    draft = Draft(build("other", given), "Toy", "toy")
+    draft = Draft(build("other", settings_by_path), "Toy", "toy")
     draft.copy("optimizer.lr", "a.lr")
     writing = draft.finish()
     assert writing.document == {"a": {"lr": 0.1}}
@@ -305,8 +305,8 @@ def test_a_description_knows_its_paths() -> None:
     ],
 )
 def test_the_axis_that_is_left(mesh: dict[str, Any], replicate: int | None, shard: int | None) -> None:
-    found = degrees(build("x", {f"mesh.{axis}": Setting(degree) for axis, degree in mesh.items()}))
-    assert (found["dp_replicate"], found["dp_shard"]) == (replicate, shard)
+    sizes = degrees(build("x", {f"mesh.{axis}": Setting(degree) for axis, degree in mesh.items()}))
+    assert (sizes["dp_replicate"], sizes["dp_shard"]) == (replicate, shard)
 
 
 def test_a_hybrid_row_without_degrees_has_unknown_ones() -> None:
@@ -354,8 +354,8 @@ nested:
 
 
 def test_comments_are_found_at_their_keys() -> None:
-    found = {key: (comment.above, comment.beside) for key, comment in take(TEXT).items()}
-    assert found == {
+    comments = {key: (comment.above, comment.beside) for key, comment in take(TEXT).items()}
+    assert comments == {
         "": (["the head", "of the file", "the tail"], []),
         "lr": ([], ["the rate"]),
         "clip": (["above clip"], ["beside clip"]),
@@ -534,15 +534,15 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("document", "context", "key", "text"), CHECKS)
 def test_check_finds(tmp_path: Path, document: dict[str, Any], context: dict[str, Any], key: str, text: str) -> None:
-    found = [finding for finding in check(understood(tmp_path, document, **context)) if finding.level == "error"]
-    assert any(finding.key == key and text in finding.text for finding in found), found
+    errors = [finding for finding in check(understood(tmp_path, document, **context)) if finding.level == "error"]
+    assert any(finding.key == key and text in finding.text for finding in errors), errors
 
 
 def test_check_warns_of_what_may_be_meant(tmp_path: Path) -> None:
     document = {"precision": {"name": "fp32", "compute": "fp16", "master": "bf16"}}
-    found = {finding.key: finding for finding in check(understood(tmp_path, document))}
-    assert found["precision.compute"].level == "warning"
-    assert "2^-8" in found["precision.master"].text
+    by_key = {finding.key: finding for finding in check(understood(tmp_path, document))}
+    assert by_key["precision.compute"].level == "warning"
+    assert "2^-8" in by_key["precision.master"].text
 
 
 def test_check_is_silent_where_nothing_is_wrong(tmp_path: Path) -> None:
@@ -559,8 +559,8 @@ def test_check_is_silent_where_nothing_is_wrong(tmp_path: Path) -> None:
 def test_the_models_sizes_are_checked(tmp_path: Path) -> None:
     description = build("toy", {"mesh.tp": Setting(3, "file", "tp"), "mesh.pp": Setting(40, "file", "pp")})
     loaded = Loaded(tmp_path / "a.yaml", {}, "", "yaml")
-    found = check(Understood(loaded, TOY, Reading(description, ()), ReadingContext(heads=32, layers=32)))
-    assert {finding.key for finding in found} == {"tp", "pp"}
+    findings = check(Understood(loaded, TOY, Reading(description, ()), ReadingContext(heads=32, layers=32)))
+    assert {finding.key for finding in findings} == {"tp", "pp"}
 
 
 def test_differences_are_of_meaning() -> None:
@@ -570,19 +570,19 @@ def test_differences_are_of_meaning() -> None:
     third = HUB.read(
         {"plan": "zero2", "precision": {"name": "bf16", "reduce": "bf16"}, "log": {"every": 6}}
     ).description
-    found = {difference.path: difference for difference in compare(one, third)}
-    assert set(found) == {"sharding.weight", "sharding.between", "precision.reduce", "log.every"}
-    assert (found["precision.reduce"].a.value, found["precision.reduce"].b.value) == ("fp32", "bf16")
+    differences = {difference.path: difference for difference in compare(one, third)}
+    assert set(differences) == {"sharding.weight", "sharding.between", "precision.reduce", "log.every"}
+    assert (differences["precision.reduce"].a.value, differences["precision.reduce"].b.value) == ("fp32", "bf16")
 
 
 def test_what_one_leaves_to_code_is_told_from_what_differs() -> None:
     toy = TOY.read({"lr": 3e-4, "clip": 1.0}).description
     hub = HUB.read({}).description
-    found = {difference.path: difference.kind for difference in compare(toy, hub)}
-    assert found["schedule.name"] == "b"
-    assert "optimizer.lr" not in found
-    assert "training.compile" not in found  # off in one, unsaid in the other
-    assert set(found.values()) == {"b"}
+    differences = {difference.path: difference.kind for difference in compare(toy, hub)}
+    assert differences["schedule.name"] == "b"
+    assert "optimizer.lr" not in differences
+    assert "training.compile" not in differences  # off in one, unsaid in the other
+    assert set(differences.values()) == {"b"}
 
 
 def test_extras_of_one_dialect_are_compared() -> None:

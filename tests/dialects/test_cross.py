@@ -85,8 +85,8 @@ RECOMPUTED = {
 @pytest.mark.parametrize("name", [name for name in NAMES if name != HUB.name])
 def test_every_library_says_what_becomes_of_keeping_every_second_product(name: str) -> None:
     document = {"plan": {"name": "zero3", "units": ["Block"]}, "train": {"activation_checkpointing": "selective_half"}}
-    found = convert_reading(HUB, read(HUB.name, document), dialect(name), CONTEXT).verdicts
-    (verdict,) = [each for each in found if each.key == "train.activation_checkpointing"]
+    outcomes = convert_reading(HUB, read(HUB.name, document), dialect(name), CONTEXT).verdicts
+    (verdict,) = [each for each in outcomes if each.key == "train.activation_checkpointing"]
     assert verdict.kind == ("lossy" if RECOMPUTED[name] else "renamed")
     assert RECOMPUTED[name] in verdict.why
 
@@ -121,8 +121,8 @@ def assert_agrees_or_said(path: str, before: Description, after: Description, ve
         assert verdict.why, (path, verdict)
         return
     assert agree_on(path, before, after), (path, before.value(path), after.value(path), verdict)
-    said = before[path].origin in ("file", "auto") and not asks_for_nothing(path, before.value(path))
-    if said and before.dialect != after.dialect:
+    counts = before[path].origin in ("file", "auto") and not asks_for_nothing(path, before.value(path))
+    if counts and before.dialect != after.dialect:
         assert after[path].is_set or not verdict.target, (path, verdict)
 
 
@@ -148,16 +148,16 @@ def others(value: Any) -> list[Any]:
 
 
 def changed(document: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    found = copy.deepcopy(document)
+    other = copy.deepcopy(document)
     *parents, last = split(key)
-    inner: Any = found
+    inner: Any = other
     for name in parents:
         inner = inner[name]
     if value is None:
         del inner[last]
     else:
         inner[last] = value
-    return found
+    return other
 
 
 def losses(conversion: Conversion, path: str) -> bool:
@@ -285,10 +285,10 @@ def test_a_state_on_two_tiers_goes_to_the_further_one_and_says_so(
 ) -> None:
     document = {"plan": {"name": "zero3"}, "offload": {state: tiers, "path": ["/drive"]}, "model": {"name": "gpt2"}}
     conversion = convert_reading(HUB, read("terrazzo", document), dialect(target), CONTEXT)
-    found = {verdict.key: verdict for verdict in conversion.verdicts}
-    assert (found[f"offload.{state}"].kind, where in found[f"offload.{state}"].target) == ("lossy", True)
-    assert "one tier" in found[f"offload.{state}"].why
-    assert "on nvme" in found[f"offload.{state}"].why
+    outcomes = {verdict.key: verdict for verdict in conversion.verdicts}
+    assert (outcomes[f"offload.{state}"].kind, where in outcomes[f"offload.{state}"].target) == ("lossy", True)
+    assert "one tier" in outcomes[f"offload.{state}"].why
+    assert "on nvme" in outcomes[f"offload.{state}"].why
     written = flatten(conversion.document)
     section = {"weight": "offload_param", "optim": "offload_optimizer"}[state]
     devices = [value for key, value in written.items() if key.endswith((f"{section}.device", f"{section}_device"))]

@@ -101,8 +101,8 @@ def test_mics_is_still_understood() -> None:
     document = zero(3, mics_shard_size=8)
     assert read(document).row == "hybrid_shard"
     assert read(document).value("mesh.dp_shard") == 8
-    found = verdict(document, "zero_optimization.mics_shard_size")
-    assert (found.kind, "0.19.7" in found.why) == ("renamed", True)
+    outcome = verdict(document, "zero_optimization.mics_shard_size")
+    assert (outcome.kind, "0.19.7" in outcome.why) == ("renamed", True)
 
 
 def test_degrees() -> None:
@@ -154,9 +154,9 @@ def test_loss_scaling() -> None:
 def test_a_smallest_loss_scale_between_powers_of_two_becomes_the_next() -> None:
     """Another scale would round gradients; the file keeps its own number."""
     document = {"fp16": {"enabled": True, "min_loss_scale": 1000}}
-    found = read(document)
-    assert found.value("precision.loss_scaling").minimum == 1024.0
-    assert DIALECT.write(found).document["fp16"]["min_loss_scale"] == 1000
+    description = read(document)
+    assert description.value("precision.loss_scaling").minimum == 1024.0
+    assert DIALECT.write(description).document["fp16"]["min_loss_scale"] == 1000
 
 
 # -- offload -------------------------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ def test_batch_arithmetic_is_deepspeeds(sizes: tuple[int | None, ...], monkeypat
     monkeypatch.setattr(comm, "get_rank", lambda *_: 0)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     document = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
-    found = read(document, ReadingContext(world=4))
-    ours = values(found, "batch", "global_batch", "micro_batch", "accumulation")
+    description = read(document, ReadingContext(world=4))
+    ours = values(description, "batch", "global_batch", "micro_batch", "accumulation")
     if sizes[:2] == (None, None):
         assert findings(document) == {**findings(document), "train_micro_batch_size_per_gpu": "error"}
         with pytest.raises(AssertionError):
@@ -229,8 +229,8 @@ def test_batch_arithmetic_is_deepspeeds(sizes: tuple[int | None, ...], monkeypat
 
 
 def test_without_the_number_of_ranks_the_rest_stays_open() -> None:
-    found = read({"train_batch_size": 64})
-    assert values(found, "batch", "global_batch", "micro_batch", "accumulation") == [64, None, 1]
+    description = read({"train_batch_size": 64})
+    assert values(description, "batch", "global_batch", "micro_batch", "accumulation") == [64, None, 1]
 
 
 # -- optimizer and schedule ----------------------------------------------------------------------------------------
@@ -310,8 +310,8 @@ def test_buffers_keep_the_dtype_that_they_were_loaded_in() -> None:
     ],
 )
 def test_an_optimizer_has_its_own_defaults(kind: str, lr: float, betas: Any, eps: float | None) -> None:
-    found = read({**SIZE, "optimizer": {"type": kind}})
-    assert values(found, "optimizer", "lr", "betas", "eps", "weight_decay") == [lr, betas, eps, 0.0]
+    description = read({**SIZE, "optimizer": {"type": kind}})
+    assert values(description, "optimizer", "lr", "betas", "eps", "weight_decay") == [lr, betas, eps, 0.0]
 
 
 def test_reduce_scatter_is_said_to_replace_the_all_reduce() -> None:
@@ -319,7 +319,7 @@ def test_reduce_scatter_is_said_to_replace_the_all_reduce() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "words"),
     [
         ("moe.num_experts", "model.experts.count"),
         ("moe.use_residual", "model.experts.shared"),
@@ -328,10 +328,10 @@ def test_reduce_scatter_is_said_to_replace_the_all_reduce() -> None:
         ("moe.use_tutel", "deepspeed.moe.layer.MoE"),
     ],
 )
-def test_arguments_of_classes_are_no_keys(key: str, said: str) -> None:
+def test_arguments_of_classes_are_no_keys(key: str, words: str) -> None:
     verdict = verdicts("deepspeed", nested({key: 2}))[key]
     assert verdict.kind == "refused"
-    assert said in verdict.why
+    assert words in verdict.why
 
 
 def test_a_pipeline_goes_there_and_back() -> None:
@@ -347,8 +347,8 @@ def test_a_pipeline_goes_there_and_back() -> None:
 
 def test_what_a_pipeline_of_deepspeed_cannot_say_is_named() -> None:
     document = {"plan": {"name": "zero1", "mesh": {"pp": 2, "tp": 2}}, "parallel": {"pipeline": {"chunks": 2}}}
-    found = {verdict.key: verdict for verdict in converted("terrazzo", "deepspeed", document).verdicts}
-    assert found["parallel.pipeline.chunks"].kind == "lossy"
-    assert "one stage" in found["parallel.pipeline.chunks"].why
+    outcomes = {verdict.key: verdict for verdict in converted("terrazzo", "deepspeed", document).verdicts}
+    assert outcomes["parallel.pipeline.chunks"].kind == "lossy"
+    assert "one stage" in outcomes["parallel.pipeline.chunks"].why
     interval = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 4}}
     assert verdicts("deepspeed", interval)["pipeline.activation_checkpoint_interval"].kind == "lossy"

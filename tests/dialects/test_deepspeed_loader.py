@@ -44,8 +44,8 @@ def loaded(document: dict[str, Any]) -> Any:
 
 def effective(document: dict[str, Any]) -> dict[str, Any]:
     """Every setting of DeepSpeed's, as plain values."""
-    found = vars(loaded(document))
-    return {name: plain(value) for name, value in found.items() if name != "_param_dict"}
+    fields = vars(loaded(document))
+    return {name: plain(value) for name, value in fields.items() if name != "_param_dict"}
 
 
 def plain(value: Any) -> Any:
@@ -65,9 +65,9 @@ _OLD_FIELDS = {
 def refusals(document: dict[str, Any]) -> list[str]:
     """What the reader refuses or reports as an error."""
     reading = DIALECT.read(document)
-    found = DIALECT.findings(document, reading, ReadingContext(world=1))
+    findings = DIALECT.findings(document, reading, ReadingContext(world=1))
     return [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"] + [
-        finding.key for finding in found if finding.level == "error"
+        finding.key for finding in findings if finding.level == "error"
     ]
 
 
@@ -170,8 +170,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 def _schedule(kind: str) -> dict[str, Any]:
     if kind == "OneCycle":
         return {"scheduler.params.cycle_min_lr": 0.0, "scheduler.params.cycle_max_lr": 1e-3}
-    given = {"scheduler.params.warmup_num_steps": 10, "scheduler.params.warmup_type": "linear"}
-    return given | ({} if kind == "WarmupLR" else {"scheduler.params.total_num_steps": 100})
+    arguments = {"scheduler.params.warmup_num_steps": 10, "scheduler.params.warmup_type": "linear"}
+    return arguments | ({} if kind == "WarmupLR" else {"scheduler.params.total_num_steps": 100})
 
 
 # Sections that take anything, and those that the loader keeps as they stand, with defaults or without.

@@ -62,8 +62,8 @@ def test_removed_keys_are_explained_and_their_file_is_refused(key: str) -> None:
     }
     if key in ("sparse_gradients", "graph_harvesting"):
         document[key] = True
-    found = next(each for each in DIALECT.read(document).verdicts if each.key.startswith(key))
-    assert found.kind == ("renamed" if "mics_shard_size" in key else "refused")
+    outcome = next(each for each in DIALECT.read(document).verdicts if each.key.startswith(key))
+    assert outcome.kind == ("renamed" if "mics_shard_size" in key else "refused")
     assert findings(document)[key] == "error"
     pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle")
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -74,8 +74,8 @@ def test_removed_keys_are_explained_and_their_file_is_refused(key: str) -> None:
 
 def test_a_removed_key_that_is_switched_off_costs_nothing() -> None:
     document = SIZE | {"elasticity": {"enabled": False, "max_train_batch_size": 2000}}
-    found = verdict(document, "elasticity.max_train_batch_size")
-    assert (found.kind, "It is switched off" in found.why) == ("defaulted", True)
+    outcome = verdict(document, "elasticity.max_train_batch_size")
+    assert (outcome.kind, "It is switched off" in outcome.why) == ("defaulted", True)
     assert "elasticity" not in DIALECT.write(read(document)).document
     before = ReadingContext(versions={"deepspeed": "0.18.0"})
     assert "elasticity" in DIALECT.write(read(document, before), before).document
@@ -95,9 +95,9 @@ def test_a_removed_key_that_is_switched_off_costs_nothing() -> None:
     ],
 )
 def test_typing_errors_name_what_was_meant(document: dict[str, Any], key: str, meant: str) -> None:
-    found = verdict(document, key)
-    assert found.kind == "refused"
-    assert meant in found.why
+    outcome = verdict(document, key)
+    assert outcome.kind == "refused"
+    assert meant in outcome.why
 
 
 def test_a_misspelt_section_trains_unsharded() -> None:
@@ -187,11 +187,11 @@ def test_auto_is_what_transformers_makes_of_it() -> None:
 
 def test_auto_that_nobody_fills_stays_open_and_is_reported() -> None:
     """DeepSpeed itself fails on it at the top, and drops it below."""
-    found = read(_AUTO)
-    assert (found["optimizer.lr"].value, found["optimizer.lr"].origin) == (None, "auto")
+    description = read(_AUTO)
+    assert (description["optimizer.lr"].value, description["optimizer.lr"].origin) == (None, "auto")
     assert "not known here" in verdict(_AUTO, "train_batch_size").why
     assert findings(_AUTO)["train_batch_size"] == "warning"
-    assert DIALECT.write(found).document == _AUTO
+    assert DIALECT.write(description).document == _AUTO
     assert verdict({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown").kind == "refused"
     pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle")
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -212,9 +212,9 @@ def test_the_engine_owns_accumulation_and_clipping() -> None:
 
 
 def test_bucket_sizes_are_elements_and_no_units() -> None:
-    found = read(zero(3, reduce_bucket_size=1e6))
-    assert not found["units.min_numel"].is_set
-    (extra,) = found.extras
+    description = read(zero(3, reduce_bucket_size=1e6))
+    assert not description["units.min_numel"].is_set
+    (extra,) = description.extras
     assert (extra.key, extra.loss, "elements" in extra.why) == (
         "zero_optimization.reduce_bucket_size",
         "harmless",

@@ -21,7 +21,16 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.registry import dialect
-from tests.dialects.peers import assert_lossless, converted, described, found, inventory, nested, precision, verdicts
+from tests.dialects.peers import (
+    assert_lossless,
+    converted,
+    described,
+    findings_by_key,
+    inventory,
+    nested,
+    precision,
+    verdicts,
+)
 from tests.helpers.fake import fake_group
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
@@ -182,7 +191,7 @@ def test_functions_are_refused_not_run() -> None:
     ],
 )
 def test_findings(document: dict[str, Any], key: str, level: str) -> None:
-    assert found("fsdp1", document)[key].level == level
+    assert findings_by_key("fsdp1", document)[key].level == level
 
 
 @pytest.mark.parametrize(("mesh", "strategy"), [([2, 4], "FULL_SHARD"), ([8], "HYBRID_SHARD"), ("x", "FULL_SHARD")])
@@ -203,20 +212,20 @@ def model() -> torch.nn.Module:
 
 def as_torch(document: dict[str, Any]) -> dict[str, Any]:
     """The objects that a document's names stand for, on a CPU."""
-    found = {key: value for key, value in document.items() if key != "sync_module_states"}  # which needs a GPU
-    if policy := found.pop("mixed_precision", None):
-        found["mixed_precision"] = MixedPrecision(**{key: getattr(torch, value) for key, value in policy.items()})
-    if name := found.pop("sharding_strategy", None):
-        found["sharding_strategy"] = ShardingStrategy[name]
-    if sizes := found.pop("device_mesh", None):
-        found["device_mesh"] = init_device_mesh("cpu", tuple(sizes))
-    if offload := found.pop("cpu_offload", None):
-        found["cpu_offload"] = CPUOffload(**offload)
-    if found.pop("auto_wrap_policy", None):
-        found["auto_wrap_policy"] = ModuleWrapPolicy({Block})
-    if found.get("backward_prefetch"):
-        found["backward_prefetch"] = BackwardPrefetch[found["backward_prefetch"]]
-    return found
+    arguments = {key: value for key, value in document.items() if key != "sync_module_states"}  # which needs a GPU
+    if policy := arguments.pop("mixed_precision", None):
+        arguments["mixed_precision"] = MixedPrecision(**{key: getattr(torch, value) for key, value in policy.items()})
+    if name := arguments.pop("sharding_strategy", None):
+        arguments["sharding_strategy"] = ShardingStrategy[name]
+    if sizes := arguments.pop("device_mesh", None):
+        arguments["device_mesh"] = init_device_mesh("cpu", tuple(sizes))
+    if offload := arguments.pop("cpu_offload", None):
+        arguments["cpu_offload"] = CPUOffload(**offload)
+    if arguments.pop("auto_wrap_policy", None):
+        arguments["auto_wrap_policy"] = ModuleWrapPolicy({Block})
+    if arguments.get("backward_prefetch"):
+        arguments["backward_prefetch"] = BackwardPrefetch[arguments["backward_prefetch"]]
+    return arguments
 
 
 @pytest.mark.parametrize(

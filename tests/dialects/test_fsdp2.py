@@ -15,7 +15,16 @@ from torch.distributed.tensor import Replicate, Shard
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.registry import dialect
-from tests.dialects.peers import assert_lossless, converted, described, found, inventory, nested, precision, verdicts
+from tests.dialects.peers import (
+    assert_lossless,
+    converted,
+    described,
+    findings_by_key,
+    inventory,
+    nested,
+    precision,
+    verdicts,
+)
 from tests.helpers.fake import fake_group
 
 MESH = {"dp_replicate": 2, "dp_shard": 4}
@@ -102,8 +111,8 @@ def test_an_unsaid_reduce_dtype_is_pinned_by_version(version: str, reduce: str) 
         "mp_policy": {"param_dtype": "bfloat16", "reduce_dtype": {"bf16": "bfloat16", "fp32": "float32"}[reduce]}
     }
     assert precision("fsdp2", explicit, versions={"torch": version}) == row
-    assert found("fsdp2", document)["mp_policy.reduce_dtype"].level == "warning"
-    assert "mp_policy.reduce_dtype" not in found("fsdp2", explicit)
+    assert findings_by_key("fsdp2", document)["mp_policy.reduce_dtype"].level == "warning"
+    assert "mp_policy.reduce_dtype" not in findings_by_key("fsdp2", explicit)
     for target in ("fsdp1", "torchtitan", "terrazzo"):
         after = converted("fsdp2", target, document, versions={"torch": version}).after
         if target != "torchtitan":  # which reduces in fp32 only
@@ -149,7 +158,7 @@ def test_offload_is_all_or_nothing() -> None:
     ],
 )
 def test_findings(document: dict[str, Any], key: str, level: str) -> None:
-    assert found("fsdp2", document)[key].level == level
+    assert findings_by_key("fsdp2", document)[key].level == level
 
 
 @pytest.mark.parametrize(
@@ -171,16 +180,18 @@ def test_a_mesh_that_is_none_is_refused(document: dict[str, Any]) -> None:
 
 def as_torch(document: dict[str, Any]) -> dict[str, Any]:
     """The objects that a document's names stand for."""
-    found = {key: value for key, value in document.items() if key in inspect.signature(fully_shard).parameters}
-    found.pop("module", None)
-    if policy := found.pop("mp_policy", None):
-        found["mp_policy"] = MixedPrecisionPolicy(**{key: getattr(torch, value) for key, value in policy.items()})
-    if (mesh := found.pop("mesh", None)) is not None:
+    arguments = {key: value for key, value in document.items() if key in inspect.signature(fully_shard).parameters}
+    arguments.pop("module", None)
+    if policy := arguments.pop("mp_policy", None):
+        arguments["mp_policy"] = MixedPrecisionPolicy(**{key: getattr(torch, value) for key, value in policy.items()})
+    if (mesh := arguments.pop("mesh", None)) is not None:
         sizes, names = (tuple(mesh.values()), tuple(mesh)) if isinstance(mesh, dict) else (tuple(mesh), None)
-        found["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    if (offload := found.pop("offload_policy", None)) is not None:
-        found["offload_policy"] = CPUOffloadPolicy(pin_memory=False) if offload != "OffloadPolicy" else OffloadPolicy()
-    return found
+        arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if (offload := arguments.pop("offload_policy", None)) is not None:
+        arguments["offload_policy"] = (
+            CPUOffloadPolicy(pin_memory=False) if offload != "OffloadPolicy" else OffloadPolicy()
+        )
+    return arguments
 
 
 @pytest.mark.parametrize(

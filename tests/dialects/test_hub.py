@@ -288,11 +288,11 @@ def test_a_range_of_ranks_survives_and_is_its_most_to_others() -> None:
 def test_plans_are_the_trainers(name: str) -> None:
     for text in (name, *(f"{name}@{offload}{share}" for offload in place.OFFLOADS for share in ("", ":0.7"))):
         document = {"plan": {"name": text, "mesh": {"dp_replicate": 2}}}
-        found = HUB.read(document).description.plan
+        plan = HUB.read(document).description.plan
         built = build_plan(config_from_dict(document))
-        assert found is not None, text
-        assert found.places() == built.places(), text
-        assert found.places() == Plan.named(text).places(), text
+        assert plan is not None, text
+        assert plan.places() == built.places(), text
+        assert plan.places() == Plan.named(text).places(), text
 
 
 @pytest.mark.parametrize(
@@ -309,10 +309,10 @@ def test_plans_are_the_trainers(name: str) -> None:
 )
 def test_tiers_are_the_trainers(plan: Any, section: dict[str, Any]) -> None:
     document = {"plan": plan, "offload": section}
-    found = HUB.read(document).description.plan
-    assert found is not None
+    read_plan = HUB.read(document).description.plan
+    assert read_plan is not None
     built = build_plan(config_from_dict(document)).places()
-    assert {state: (p.axes, p.shares) for state, p in found.places().items()} == {
+    assert {state: (p.axes, p.shares) for state, p in read_plan.places().items()} == {
         state: (p.axes, p.shares) for state, p in built.items()
     }
 
@@ -321,12 +321,12 @@ def test_tiers_are_the_trainers(plan: Any, section: dict[str, Any]) -> None:
 @pytest.mark.parametrize("own", [{}, {"reduce": "bf16"}, {"master": "fp32", "compute": "fp16"}])
 def test_dtypes_are_the_trainers(name: str, own: dict[str, str]) -> None:
     document = {"precision": {"name": name, **own}}
-    found = HUB.read(document).description
+    description = HUB.read(document).description
     built = build_precision(config_from_dict(document))
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
     for field in ("weight", "compute", "reduce", "accumulate", "master", "moments"):
-        assert found.value(f"precision.{field}") == names[getattr(built, field)], field
-    assert found.value("precision.loss_scaling") == built.loss_scaling
+        assert description.value(f"precision.{field}") == names[getattr(built, field)], field
+    assert description.value("precision.loss_scaling") == built.loss_scaling
 
 
 BAD = {
@@ -437,9 +437,9 @@ def test_a_plan_of_places_needs_all_four_and_no_name() -> None:
 
 def test_tiers_without_a_folder_and_rows_that_do_not_nest_are_found() -> None:
     document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}, "offload": {"optim": "nvme"}}
-    found = {finding.key: finding.text for finding in HUB.findings(document, HUB.read(document), ReadingContext())}
-    assert "prefix" in found["plan"]
-    assert "folder" in found["offload.path"]
+    texts = {finding.key: finding.text for finding in HUB.findings(document, HUB.read(document), ReadingContext())}
+    assert "prefix" in texts["plan"]
+    assert "folder" in texts["offload.path"]
 
 
 @pytest.mark.parametrize("value", [["cpu", "nvme"], True, 2])
@@ -470,13 +470,13 @@ def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:
 # -- writing what others say ---------------------------------------------------------------------------------------
 
 
-def written(given: dict[str, Any], context: ReadingContext | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def written(settings: dict[str, Any], context: ReadingContext | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document and the verdicts by path of a foreign description."""
-    description = build("other", {path: Setting(value, "file", f"their.{path}") for path, value in given.items()})
+    description = build("other", {path: Setting(value, "file", f"their.{path}") for path, value in settings.items()})
     writing = HUB.write(description, context or ReadingContext())
     if not any(verdict.kind == "refused" for verdict in writing.verdicts):
         config_from_dict(writing.document)
-    assert {verdict.key for verdict in writing.verdicts} == set(given)
+    assert {verdict.key for verdict in writing.verdicts} == set(settings)
     return writing.document, {verdict.key: verdict for verdict in writing.verdicts}
 
 
@@ -601,8 +601,8 @@ def test_modes_of_recomputation_are_written_by_name(mode: str) -> None:
 
 @pytest.mark.parametrize("dialect", ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop"])
 def test_optimizer_options_go_where_the_class_has_them(dialect: str) -> None:
-    given = {"optimizer.name": dialect, "optimizer.betas": (0.9, 0.99), "optimizer.eps": 1e-7, "optimizer.lr": 0.1}
-    document, verdicts = written(given)
+    settings = {"optimizer.name": dialect, "optimizer.betas": (0.9, 0.99), "optimizer.eps": 1e-7, "optimizer.lr": 0.1}
+    document, verdicts = written(settings)
     options = document["optimizer"].get("options", {})
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = getattr(torch.optim, dialect)([parameter], lr=0.1, **options)
@@ -611,13 +611,13 @@ def test_optimizer_options_go_where_the_class_has_them(dialect: str) -> None:
 
 
 def test_the_global_batch_follows_from_the_ranks() -> None:
-    given = {"batch.micro_batch": 2, "batch.accumulation": 4}
-    document, verdicts = written(given, ReadingContext(world=8))
+    settings = {"batch.micro_batch": 2, "batch.accumulation": 4}
+    document, verdicts = written(settings, ReadingContext(world=8))
     assert document["batch"] == {"micro_batch": 2, "global_batch": 64}
-    document, verdicts = written(given)
+    document, verdicts = written(settings)
     assert document["batch"] == {"micro_batch": 2}
     assert "--world" in verdicts["batch.accumulation"].why
-    document, verdicts = written({**given, "batch.global_batch": 60}, ReadingContext(world=8))
+    document, verdicts = written({**settings, "batch.global_batch": 60}, ReadingContext(world=8))
     assert verdicts["batch.accumulation"].kind == "lossy"
 
 

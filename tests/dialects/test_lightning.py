@@ -16,7 +16,7 @@ from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, M
 from terrazzo.dialects.formats.lightning.precision import WORDS
 from terrazzo.dialects.formats.lightning.read_strategy import strategy_document
 from terrazzo.dialects.registry import dialect
-from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts
+from tests.dialects.peers import assert_lossless, converted, described, findings_by_key, inventory, precision, verdicts
 
 CLASSES = "lightning.pytorch.strategies"
 
@@ -82,8 +82,8 @@ def test_every_key_of_the_inventory_has_a_verdict(name: str) -> None:
             continue
         for value in (None, True, 8, "x", ["x"]):
             verdict = verdicts("lightning", {"strategy": strategy(name, **{argument: value})})
-            said = verdict[f"strategy.init_args.{argument}"]
-            assert "no such" not in said.why, said
+            outcome = verdict[f"strategy.init_args.{argument}"]
+            assert "no such" not in outcome.why, outcome
         key = f"strategy.init_args.{argument}"
         assert any(matches(key, pattern) for pattern in dialect("lightning").keys)
         assert dialect("lightning").meaning(key)
@@ -175,8 +175,8 @@ def test_a_whole_configuration_makes_other_arguments_void() -> None:
     assert described("lightning", document).row == "zero1"
     assert verdicts("lightning", document)["strategy.init_args.stage"].kind == "refused"
     inner = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}
-    said = verdicts("lightning", {"strategy": strategy("DeepSpeedStrategy", config=inner)})
-    assert "raises" in said["strategy.init_args.config.gradient_accumulation_steps"].why
+    outcomes = verdicts("lightning", {"strategy": strategy("DeepSpeedStrategy", config=inner)})
+    assert "raises" in outcomes["strategy.init_args.config.gradient_accumulation_steps"].why
 
 
 def test_a_configuration_in_a_file_is_read(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_configuration_in_a_file_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_findings(document: dict[str, Any], key: str, level: str) -> None:
-    assert found("lightning", document)[key].level == level
+    assert findings_by_key("lightning", document)[key].level == level
 
 
 def test_clipping_under_fsdp_is_refused_not_dropped() -> None:
@@ -237,8 +237,8 @@ def strategies() -> Iterator[Any]:
 
 
 def parameters(kind: Any) -> dict[str, Any]:
-    found = inspect.signature(kind.__init__).parameters
-    return {name: each.default for name, each in found.items() if name not in ("self", "kwargs")}
+    signature = inspect.signature(kind.__init__).parameters
+    return {name: each.default for name, each in signature.items() if name not in ("self", "kwargs")}
 
 
 def test_arguments_are_lightnings(strategies: Any) -> None:
@@ -262,8 +262,8 @@ def test_names_are_lightnings(strategies: Any) -> None:
     assert theirs == set(NAMED) - {"auto", "single_device"} | {"single_device"} & theirs
     for name in theirs - {"single_device"}:
         entry = StrategyRegistry[name]
-        said = {key: value for key, value in entry["init_params"].items() if key != "start_method"}
-        assert (entry["strategy"].__name__, said) == NAMED[name]
+        arguments = {key: value for key, value in entry["init_params"].items() if key != "start_method"}
+        assert (entry["strategy"].__name__, arguments) == NAMED[name]
 
 
 def test_precision_words_are_lightnings() -> None:
@@ -323,14 +323,14 @@ def as_lightning(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch.distributed.fsdp import MixedPrecision
 
-    found = dict(arguments)
-    if found.pop("auto_wrap_policy", None):
-        found["auto_wrap_policy"] = {torch.nn.Linear}
-    if policy := found.pop("mixed_precision", None):
-        found["mixed_precision"] = MixedPrecision(**{key: getattr(torch, value) for key, value in policy.items()})
-    if mesh := found.pop("device_mesh", None):
-        found["device_mesh"] = tuple(mesh)
-    return found
+    made = dict(arguments)
+    if made.pop("auto_wrap_policy", None):
+        made["auto_wrap_policy"] = {torch.nn.Linear}
+    if policy := made.pop("mixed_precision", None):
+        made["mixed_precision"] = MixedPrecision(**{key: getattr(torch, value) for key, value in policy.items()})
+    if mesh := made.pop("device_mesh", None):
+        made["device_mesh"] = tuple(mesh)
+    return made
 
 
 @pytest.mark.parametrize(

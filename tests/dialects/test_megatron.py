@@ -12,7 +12,7 @@ from terrazzo.config.arguments import write_arguments
 from terrazzo.dialects.formats.megatron.keys import KEYS, REMOVED, canonical
 from terrazzo.dialects.verbs.understand import understand
 from terrazzo.engine import LossScaling
-from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts
+from tests.dialects.peers import assert_lossless, converted, described, findings_by_key, inventory, precision, verdicts
 
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "stages": {"pipeline-model-parallel-size": 2, "num-layers": 32, "num-layers-per-virtual-pipeline-stage": 4},
@@ -62,8 +62,8 @@ def test_an_argument_is_read_however_it_is_spelt(key: str) -> None:
 
 @pytest.mark.parametrize("key", sorted(REMOVED))
 def test_what_it_stops_at_is_explained(key: str) -> None:
-    said = verdicts("megatron", {key: 2})[key]
-    assert (said.kind, REMOVED[key] in said.why) == ("refused", True)
+    outcome = verdicts("megatron", {key: 2})[key]
+    assert (outcome.kind, REMOVED[key] in outcome.why) == ("refused", True)
 
 
 def test_what_it_does_not_know_is_refused_with_the_nearest() -> None:
@@ -171,8 +171,8 @@ def test_stages_of_a_rank_follow_from_layers() -> None:
     arguments = {"pipeline-model-parallel-size": 4, "num-layers-per-virtual-pipeline-stage": 2}
     assert described("megatron", {**arguments, "num-layers": 32}).value("parallel.chunks") == 4
     assert described("megatron", arguments, layers=16).value("parallel.chunks") == 2
-    said = converted("megatron", "terrazzo", arguments).verdicts[1]
-    assert (said.kind, "--model" in said.why) == ("lossy", True)
+    outcome = converted("megatron", "terrazzo", arguments).verdicts[1]
+    assert (outcome.kind, "--model" in outcome.why) == ("lossy", True)
 
 
 @pytest.mark.parametrize("mode", ["a2a", "p2p", "allgather", "a2a+p2p"])
@@ -244,8 +244,8 @@ def test_activations(arguments: dict[str, Any], mode: str, lossy: bool) -> None:
     ],
 )
 def test_what_becomes_of_others(key: str, value: Any, kind: str, words: str) -> None:
-    (said,) = converted("megatron", "terrazzo", {key: value}).verdicts
-    assert (said.kind, words in said.why) == (kind, True)
+    (outcomes,) = converted("megatron", "terrazzo", {key: value}).verdicts
+    assert (outcomes.kind, words in outcomes.why) == (kind, True)
 
 
 @pytest.mark.parametrize(
@@ -272,20 +272,20 @@ def test_what_becomes_of_others(key: str, value: Any, kind: str, words: str) -> 
     ],
 )
 def test_findings(arguments: dict[str, Any], key: str) -> None:
-    assert found("megatron", arguments)[key].level == "error"
+    assert findings_by_key("megatron", arguments)[key].level == "error"
 
 
 @pytest.mark.parametrize("off", [False, "false"])
 def test_switches_that_are_off_go_with_all_others(off: Any) -> None:
-    assert not found("megatron", {"use-torch-fsdp2": off, "pipeline-model-parallel-size": 2})
-    assert not found("megatron", {"bf16": True, "fp16": off})
+    assert not findings_by_key("megatron", {"use-torch-fsdp2": off, "pipeline-model-parallel-size": 2})
+    assert not findings_by_key("megatron", {"bf16": True, "fp16": off})
 
 
 def test_what_it_cannot_do_is_refused_or_lost_by_name() -> None:
     document = {"plan": "zero3@nvme", "offload": {"path": "/x"}, "optimizer": {"name": "Adagrad"}}
-    said = {each.key: each.kind for each in converted("terrazzo", "megatron", document, world=8).verdicts}
-    assert said["optimizer.name"] == "refused"
-    assert said["offload.path"] == "lossy"
+    kinds = {each.key: each.kind for each in converted("terrazzo", "megatron", document, world=8).verdicts}
+    assert kinds["optimizer.name"] == "refused"
+    assert kinds["offload.path"] == "lossy"
     (verdict,) = converted("terrazzo", "megatron", {"plan": {"name": "hpz", "mesh": {"dp_replicate": 2}}}).verdicts[:1]
     assert verdict.kind == "lossy"
 
@@ -315,8 +315,8 @@ def test_a_script_is_read_and_one_is_written(tmp_path: Path) -> None:
 def test_what_goes_into_no_script_is_not_written(document: dict[str, Any], key: str) -> None:
     """Combinations that it would stop at."""
     conversion = converted("terrazzo", "megatron", document, world=8)
-    said = {each.key: each.kind for each in conversion.verdicts}
-    assert said[key] in ("refused", "lossy")
+    kinds = {each.key: each.kind for each in conversion.verdicts}
+    assert kinds[key] in ("refused", "lossy")
     assert not {"use-torch-fsdp2", "optimizer-cpu-offload"} & set(conversion.document)
 
 

@@ -45,8 +45,8 @@ def test_every_key_of_a_dialect_is_on_its_page(name: str) -> None:
 
 
 def page_with(mark: str) -> str:
-    (found,) = [text for text in (page.read_text(encoding="utf-8") for page in pages.PAGES) if mark in text]
-    return found
+    (text_with_mark,) = [text for text in (page.read_text(encoding="utf-8") for page in pages.PAGES) if mark in text]
+    return text_with_mark
 
 
 @pytest.mark.parametrize("name", pages.CONFIGS)
@@ -126,8 +126,8 @@ def test_a_program_is_right_before_and_its_like_runs_in_the_tests_after(name: st
 
 def losses(path: str) -> list[float]:
     """On one rank, of every step."""
-    found: list[float] = runpy.run_path(path)["train"](10)
-    return found
+    values: list[float] = runpy.run_path(path)["train"](10)
+    return values
 
 
 @pytest.mark.long

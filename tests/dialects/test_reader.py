@@ -24,9 +24,9 @@ def test_the_gravest_verdict_on_a_key_stands(graver: VerdictKind, milder: Verdic
 
 
 def test_the_gravest_verdict_on_a_setting_stands() -> None:
-    said = dialect("terrazzo").read({"train": {"steps": 3}}).description
+    description = dialect("terrazzo").read({"train": {"steps": 3}}).description
     for refused_first in (True, False):
-        draft = Draft(said, "a library", "another")
+        draft = Draft(description, "a library", "another")
         if refused_first:
             draft.refuse("schedule.total_steps", "no")
         draft.put("schedule.total_steps", "steps", 3)

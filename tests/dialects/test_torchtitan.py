@@ -23,7 +23,7 @@ from tests.dialects.peers import (
     assert_lossless,
     converted,
     described,
-    found,
+    findings_by_key,
     inventory,
     nested,
     precision,
@@ -76,11 +76,11 @@ def test_round_trip(label: str, world: int | None) -> None:
 
 def entries() -> list[str]:
     """The inventory's names, some of which share a line or name a class."""
-    found = []
+    keys = []
     for entry in inventory("torchtitan"):
         section, _, names = entry.partition(" (")[0].partition(".")
-        found += [f"{section}.{name.strip()}" if name else section for name in names.split("/")]
-    return found
+        keys += [f"{section}.{name.strip()}" if name else section for name in names.split("/")]
+    return keys
 
 
 def test_every_key_of_the_inventory_has_a_verdict() -> None:
@@ -130,10 +130,10 @@ def test_moments_may_be_narrower() -> None:
 
 
 def test_gradients_are_reduced_in_fp32_only() -> None:
-    said = verdicts("torchtitan", {"training": {"mixed_precision_reduce": "bfloat16"}})[
+    outcome = verdicts("torchtitan", {"training": {"mixed_precision_reduce": "bfloat16"}})[
         "training.mixed_precision_reduce"
     ]
-    assert said.kind == "refused"
+    assert outcome.kind == "refused"
     document = {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}}
     (verdict,) = [
         each for each in converted("fsdp1", "torchtitan", document).verdicts if each.key.endswith("reduce_dtype")
@@ -144,9 +144,9 @@ def test_gradients_are_reduced_in_fp32_only() -> None:
 
 @pytest.mark.parametrize(("key", "word"), [("optimizer.lr", "param_groups"), ("job.dump_folder", "dump_folder")])
 def test_keys_of_earlier_versions_are_explained(key: str, word: str) -> None:
-    said = verdicts("torchtitan", {**nested({key: 1}), "training": {"steps": 5}})[key]
-    assert said.kind == "refused"
-    assert word in said.why
+    outcome = verdicts("torchtitan", {**nested({key: 1}), "training": {"steps": 5}})[key]
+    assert outcome.kind == "refused"
+    assert word in outcome.why
 
 
 def test_stages_run_the_local_batch_in_parts() -> None:
@@ -181,9 +181,9 @@ def test_schedules_of_stages_are_taken_over(schedule: str, section: dict[str, An
     conversion = converted("torchtitan", "terrazzo", document)
     (verdict,) = (each for each in conversion.verdicts if each.key == "parallelism.pipeline_parallel_schedule")
     assert verdict.kind == kind
-    said = conversion.document.get("parallel", {}).get("pipeline", {})
+    pipeline = conversion.document.get("parallel", {}).get("pipeline", {})
     usual = {"schedule": "1f1b", "chunks": 1}
-    assert {**usual, **said} == {**usual, **section}
+    assert {**usual, **pipeline} == {**usual, **section}
     back = converted("terrazzo", "torchtitan", conversion.document).document["parallelism"]
     assert (back.get("pipeline_parallel_schedule", "1F1B") == schedule) is (kind == "renamed" or "Inter" in schedule)
     assert converted("torchtitan", "torchtitan", document).document == document
@@ -199,13 +199,13 @@ def test_layers_of_a_stage_say_how_many_a_rank_has() -> None:
     assert "--model" in str(converted("terrazzo", "torchtitan", conversion.document).verdicts)
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_sequences_between_matrices(said: bool) -> None:
-    document = {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": said}}
+@pytest.mark.parametrize("split_norms", [True, False])
+def test_sequences_between_matrices(split_norms: bool) -> None:
+    document = {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": split_norms}}
     conversion = converted("torchtitan", "terrazzo", document)
-    assert conversion.document.get("parallel", {}).get("tensor", {}).get("sequence", True) is said
+    assert conversion.document.get("parallel", {}).get("tensor", {}).get("sequence", True) is split_norms
     back = converted("terrazzo", "torchtitan", conversion.document).document["parallelism"]
-    assert back.get("enable_sequence_parallel", True) is said
+    assert back.get("enable_sequence_parallel", True) is split_norms
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_sequences_between_matrices(said: bool) -> None:
     ],
 )
 def test_findings(document: dict[str, Any], key: str) -> None:
-    assert found("torchtitan", document)[key].level == "error"
+    assert findings_by_key("torchtitan", document)[key].level == "error"
 
 
 def test_a_second_copy_in_the_node_is_no_axis_here() -> None:
@@ -388,9 +388,9 @@ def test_the_class_of_what_is_recomputed(mode: str, name: str | None, kind: str,
 
 def test_a_config_written_into_itself_loses_nothing() -> None:
     """Without a global batch there is one micro-batch per step, which the same config says without a key."""
-    found = dialect("torchtitan")
-    reading = read_document(found, {"training": {"local_batch_size": 2}}, ReadingContext(world=8))
-    assert not convert_reading(found, reading, found, ReadingContext(world=8)).unsaid
+    source = dialect("torchtitan")
+    reading = read_document(source, {"training": {"local_batch_size": 2}}, ReadingContext(world=8))
+    assert not convert_reading(source, reading, source, ReadingContext(world=8)).unsaid
 
 
 @pytest.mark.parametrize(("compute", "kind"), [("bf16", "applied"), ("fp32", "applied"), ("fp16", "refused")])
@@ -427,5 +427,5 @@ def test_float8_of_earlier_versions_is_how_linear_layers_multiply(section: str) 
     ],
 )
 def test_what_of_float8_is_other_here_is_said(inside: dict[str, Any], key: str, kind: str) -> None:
-    found = verdicts("torchtitan", {"quantize": {"linear": {"float8": inside}}})
-    assert found[f"quantize.linear.float8.{key}"].kind == kind
+    outcomes = verdicts("torchtitan", {"quantize": {"linear": {"float8": inside}}})
+    assert outcomes[f"quantize.linear.float8.{key}"].kind == kind

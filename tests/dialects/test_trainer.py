@@ -18,7 +18,7 @@ from tests.dialects.peers import (
     assert_lossless,
     converted,
     described,
-    found,
+    findings_by_key,
     inventory,
     nested,
     precision,
@@ -191,14 +191,14 @@ def test_hybrid_words_are_refused_under_either_version() -> None:
 
 
 def test_gone_fields_are_explained() -> None:
-    said = verdicts("trainer", {"output_dir": "x", "warmup_ratio": 0.1, "evaluation_strategy": "no"})
-    assert "warmup_steps" in said["warmup_ratio"].why
-    assert "eval_strategy" in said["evaluation_strategy"].why
+    outcomes = verdicts("trainer", {"output_dir": "x", "warmup_ratio": 0.1, "evaluation_strategy": "no"})
+    assert "warmup_steps" in outcomes["warmup_ratio"].why
+    assert "eval_strategy" in outcomes["evaluation_strategy"].why
 
 
 def test_a_schedule_without_warmup_ignores_it() -> None:
-    said = verdicts("trainer", {"lr_scheduler_type": "constant", "warmup_steps": 10})
-    assert said["warmup_steps"].kind == "refused"
+    outcomes = verdicts("trainer", {"lr_scheduler_type": "constant", "warmup_steps": 10})
+    assert outcomes["warmup_steps"].kind == "refused"
     assert (
         described("trainer", {"lr_scheduler_type": "constant", "warmup_steps": 10}).value("schedule.warmup_steps") == 0
     )
@@ -220,7 +220,7 @@ def test_a_schedule_without_warmup_ignores_it() -> None:
     ],
 )
 def test_findings(document: dict[str, Any], key: str, level: str) -> None:
-    assert found("trainer", document)[key].level == level
+    assert findings_by_key("trainer", document)[key].level == level
 
 
 # -- DeepSpeed inside ----------------------------------------------------------------------------------------------
@@ -231,9 +231,9 @@ def test_auto_inside_is_resolved_and_reported() -> None:
     description = described("trainer", document)
     assert description.row == "zero2"
     assert description["batch.micro_batch"].value == 4
-    said = verdicts("trainer", document)["deepspeed.train_micro_batch_size_per_gpu"]
-    assert said.kind == "defaulted"
-    assert "per_device_train_batch_size" in said.why
+    outcome = verdicts("trainer", document)["deepspeed.train_micro_batch_size_per_gpu"]
+    assert outcome.kind == "defaulted"
+    assert "per_device_train_batch_size" in outcome.why
 
 
 def test_an_optimizer_in_8_bits_is_the_trainers_unless_deepspeed_has_its_own() -> None:
@@ -249,8 +249,8 @@ def test_an_optimizer_in_8_bits_is_the_trainers_unless_deepspeed_has_its_own() -
 @pytest.mark.parametrize("target", ["trainer", "accelerate"])
 def test_no_model_is_loaded_in_8_bits_for_its_moments(target: str) -> None:
     precision = {"name": "bf16-pure", "moments": "int8"}
-    said = converted("terrazzo", target, {"precision": precision, "optimizer": {"name": "AdamW"}}).verdicts
-    (moments,) = (verdict for verdict in said if verdict.key == "precision.moments")
+    outcomes = converted("terrazzo", target, {"precision": precision, "optimizer": {"name": "AdamW"}}).verdicts
+    (moments,) = (verdict for verdict in outcomes if verdict.key == "precision.moments")
     assert (moments.kind, moments.why.rpartition(": ")[2]) == ("lossy", "no setting makes it int8")
 
 
@@ -275,7 +275,7 @@ def test_what_fsdp_lacks_is_deepspeeds(plan: str) -> None:
     assert conversion.after.row == plan.partition("@")[0]
     inner = conversion.document["deepspeed"]
     assert inner["bf16"]["enabled"] == "auto"
-    assert not [key for key in found("trainer", conversion.document) if key.startswith("deepspeed.")]
+    assert not [key for key in findings_by_key("trainer", conversion.document) if key.startswith("deepspeed.")]
 
 
 # -- the dataclass itself ------------------------------------------------------------------------------------------
@@ -334,10 +334,10 @@ def test_training_arguments_take_what_is_written(source: str, document: dict[str
 @pytest.mark.parametrize("options", [{}, {"fsdp": True, "bf16": True, "fsdp_config": {"cpu_offload": True}}])
 def test_what_they_save_is_read_as_what_made_it(options: dict[str, Any], arguments: Any) -> None:
     saved = json.loads(arguments(options).to_json_string())
-    said = reading("trainer", saved)
-    assert [verdict for verdict in said.verdicts if verdict.kind in ("refused", "lossy")] == []
+    outcome = reading("trainer", saved)
+    assert [verdict for verdict in outcome.verdicts if verdict.kind in ("refused", "lossy")] == []
     made = described("trainer", {"output_dir": saved["output_dir"], **options})
-    for path, setting in said.description.items():
+    for path, setting in outcome.description.items():
         assert (path, setting.value) == (path, made[path].value)
 
 

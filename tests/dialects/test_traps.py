@@ -122,16 +122,20 @@ def test_clipping_came_to_deepspeed_by_default_in_2026() -> None:
 def test_bf16_is_pinned_state_by_state(
     name: str, document: dict[str, Any], storage: str, reduce: str, master: str
 ) -> None:
-    found = described(name, document)
-    assert found.value("precision.compute") == "bf16"
-    assert [found.value(f"precision.{state}") for state in ("weight", "reduce", "master")] == [storage, reduce, master]
+    description = described(name, document)
+    assert description.value("precision.compute") == "bf16"
+    assert [description.value(f"precision.{state}") for state in ("weight", "reduce", "master")] == [
+        storage,
+        reduce,
+        master,
+    ]
 
 
 @pytest.mark.parametrize(("version", "reduce"), [("2.13.0", "bf16"), ("2.15.0", "fp32")])
 def test_an_unset_reduce_dtype_depends_on_torch(version: str, reduce: str) -> None:
     document = {"reshard_after_forward": True, "mp_policy": {"param_dtype": "bfloat16"}}
-    found = described("fsdp2", document, versions={"torch": version})
-    assert found.value("precision.reduce") == reduce
+    description = described("fsdp2", document, versions={"torch": version})
+    assert description.value("precision.reduce") == reduce
     conversion = converted("fsdp2", "terrazzo", document, versions={"torch": version})
     assert conversion.after.value("precision.reduce") == reduce
     back = converted("terrazzo", "fsdp2", conversion.document)
@@ -160,8 +164,8 @@ def test_auto_is_hugging_faces_word() -> None:
     assert {v.key for v in reading.verdicts if v.kind == "defaulted"} >= {"train_micro_batch_size_per_gpu"}
     findings = list(dialect("deepspeed").findings(document, reading, ReadingContext()))
     assert any("auto" in finding.text for finding in findings)
-    found = described("deepspeed", document, trainer={"per_device_train_batch_size": 3})
-    assert (found.value("batch.micro_batch"), found["batch.micro_batch"].origin) == (3, "auto")
+    description = described("deepspeed", document, trainer={"per_device_train_batch_size": 3})
+    assert (description.value("batch.micro_batch"), description["batch.micro_batch"].origin) == (3, "auto")
 
 
 def test_deepspeed_owns_accumulation_and_clipping() -> None:
@@ -175,8 +179,8 @@ def test_deepspeed_owns_accumulation_and_clipping() -> None:
 
 def test_sharded_state_with_the_trainer_writes_no_weights_to_load() -> None:
     document = {"output_dir": "x", "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
-    found = described("trainer", document)
-    assert (found.value("saving.state"), found.value("saving.export")) == ("sharded", "none")
+    description = described("trainer", document)
+    assert (description.value("saving.state"), description.value("saving.export")) == ("sharded", "none")
     full = described("trainer", {"output_dir": "x", "fsdp": True})
     assert full.value("saving.export") in ("full", "hf")
 

@@ -18,11 +18,11 @@ from tests.dialects.samples import SAMPLES
 from tests.dialects.test_traps import converted, described, fsdp
 
 
-def findings(name: str, document: dict[str, Any], **given: Any) -> dict[str, str]:
+def findings(name: str, document: dict[str, Any], **facts: Any) -> dict[str, str]:
     """What `check` says, by key."""
     from pathlib import Path
 
-    context = ReadingContext(**given)
+    context = ReadingContext(**facts)
     reading = read_document(dialect(name), document, context)
     loaded = Loaded(Path("x.yaml"), document, "", "yaml")
     return {finding.key: finding.text for finding in check(Understood(loaded, dialect(name), reading, context))}
@@ -120,8 +120,10 @@ def test_a_hugging_face_folder_from_shards_needs_a_new_torch(version: str, level
     document = {"training": {"steps": 10}, "checkpoint": {"enable": True, "last_save_in_hf": True}}
     context = ReadingContext(versions={"torch": version})
     reading = read_document(dialect("torchtitan"), document, context)
-    found = dialect("torchtitan").findings(document, reading, context)
-    assert {each.level for each in found if each.key == "checkpoint.last_save_in_hf"} == ({level} if level else set())
+    findings_there = dialect("torchtitan").findings(document, reading, context)
+    assert {each.level for each in findings_there if each.key == "checkpoint.last_save_in_hf"} == (
+        {level} if level else set()
+    )
 
 
 # Accelerate and Lightning run the forward under autocast whether FSDP casts the weights or not.
@@ -138,11 +140,11 @@ def test_a_hugging_face_folder_from_shards_needs_a_new_torch(version: str, level
     ],
 )
 def test_autocast_is_on_beside_cast_weights(name: str, document: dict[str, Any]) -> None:
-    found = described(name, document, load_dtype="fp32")
-    assert (found.value("precision.autocast"), found.value("precision.compute")) == (True, "bf16")
+    description = described(name, document, load_dtype="fp32")
+    assert (description.value("precision.autocast"), description.value("precision.compute")) == (True, "bf16")
     conversion = converted(name, "fsdp2", document, load_dtype="fp32")
-    said = [each for each in (*conversion.verdicts, *conversion.unsaid) if "autocast" in each.why]
-    assert {each.kind for each in said} == {"lossy"}
+    told = [each for each in (*conversion.verdicts, *conversion.unsaid) if "autocast" in each.why]
+    assert {each.kind for each in told} == {"lossy"}
 
 
 @pytest.mark.parametrize("name", ["accelerate", "trainer", "lightning"])
@@ -171,9 +173,9 @@ def test_accelerate_wraps_the_forward_in_autocast() -> None:
     seen: dict[str, Any] = {}
 
     class Model(nn.Linear):
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             seen["autocast"] = torch.is_autocast_enabled("cpu")
-            return super().forward(given)
+            return super().forward(inputs)
 
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
@@ -191,10 +193,10 @@ def test_accelerate_wraps_the_forward_in_autocast() -> None:
 
 def test_an_open_switch_says_no_dtype() -> None:
     document = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
-    found = described("deepspeed", document)
-    assert found["precision.compute"].value is None
-    assert [found[f"precision.{state}"].is_set for state in ("weight", "reduce", "saved")] == [False] * 3
-    assert found.value("precision.master") == "fp32"
+    description = described("deepspeed", document)
+    assert description["precision.compute"].value is None
+    assert [description[f"precision.{state}"].is_set for state in ("weight", "reduce", "saved")] == [False] * 3
+    assert description.value("precision.master") == "fp32"
     conversion = converted("deepspeed", "terrazzo", document)
     (verdict,) = [each for each in conversion.verdicts if each.key == "bf16.enabled"]
     assert (verdict.kind, "open" in verdict.why) == ("lossy", True)
@@ -240,10 +242,10 @@ def test_lightning_replicates_over_nodes() -> None:
         "class_path": "FSDPStrategy",
         "init_args": {"sharding_strategy": "HYBRID_SHARD", "auto_wrap_policy": ["Block"]},
     }
-    found = described("lightning", {"strategy": strategy, "devices": 8, "num_nodes": 2})
-    assert (found.value("mesh.dp_replicate"), found.value("mesh.dp_shard")) == (2, 8)
+    description = described("lightning", {"strategy": strategy, "devices": 8, "num_nodes": 2})
+    assert (description.value("mesh.dp_replicate"), description.value("mesh.dp_shard")) == (2, 8)
     alone = described("lightning", {"strategy": strategy, "devices": 8, "num_nodes": 1})
-    assert (found.row, alone.row, alone.value("mesh.dp_shard")) == ("hybrid_shard", "zero3", 8)
+    assert (description.row, alone.row, alone.value("mesh.dp_shard")) == ("hybrid_shard", "zero3", 8)
 
 
 def test_ranks_that_share_matrices_are_not_lost() -> None:
@@ -262,9 +264,9 @@ def test_a_model_that_an_axis_cannot_cut(heads: int, kv_heads: int, wrong: bool)
 
 def test_sizes_that_a_model_has_not() -> None:
     document = {"parallelism": {"expert_parallel_degree": 8}, "training": {"seq_len": 8192}}
-    found = findings("torchtitan", document, experts=0, positions=4096)
-    assert "parallelism.expert_parallel_degree" in found
-    assert "4,096" in found["training.seq_len"]
+    texts = findings("torchtitan", document, experts=0, positions=4096)
+    assert "parallelism.expert_parallel_degree" in texts
+    assert "4,096" in texts["training.seq_len"]
     sized = fsdp(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10**9)
     assert "one unit" in findings("accelerate", sized, block_numel=10**8)["fsdp_config.fsdp_min_num_params"]
 
@@ -325,8 +327,8 @@ def test_one_setting_open_under_two_keys_is_warned_of_once() -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
     optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
     document = {"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler}
-    said = findings("deepspeed", document)
-    assert said["scheduler.params.warmup_max_lr"] == "as optimizer.params.lr: they are one setting"
+    texts = findings("deepspeed", document)
+    assert texts["scheduler.params.warmup_max_lr"] == "as optimizer.params.lr: they are one setting"
 
 
 def test_stages_of_torchtitan_are_written_without_cuda_graphs() -> None:

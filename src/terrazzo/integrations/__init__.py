@@ -1,8 +1,18 @@
 """Integrations: other people's training loops, with Terrazzo's engine behind them. Each is a thin translation.
 
+    accelerate    Hugging Face's Accelerator
+    deepspeed     DeepSpeed's interface, and unmodified scripts that import it
+    fsdp2         torch's fully_shard
+    lightning     strategies of Lightning's Trainer and of Fabric
+    peft          adapters on sharded models
+    transformers  Hugging Face's Trainer, and what derives from it
+    shared        what several of them have in common
+
+What an integration changes of the other library's, of a user's objects or of the process stands in its `__init__`,
+under "What it changes". All of them shard a model in place, as `tz.shard` does, and give a model of transformers on
+which ranks share weights a `generate` of its own (`shared.generation`).
+
 Open to other packages:
 
     accelerate, deepspeed, fsdp2, lightning, peft, transformers   each an integration
-
-What several of them have in common is in `shared`.
 """

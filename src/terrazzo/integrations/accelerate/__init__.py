@@ -12,6 +12,14 @@ In reading order:
     optimizer        Accelerate's wrapper around the optimizer of a sharded model
     checkpoints      Accelerate's checkpoint folder, with Terrazzo's checkpoints inside
     local_sgd        `LocalSGD`, which is refused
+
+What it changes:
+
+    on import               `LocalSGD.__init__`, which refuses an Accelerator of this class (`local_sgd`)
+    while one is made       os.environ without what would start another engine (`requested_setup.hidden`)
+    of that Accelerator     `scaler` is None, `gradient_state` has the configuration's number of micro-batches
+    in save_state and       `_models`, `_optimizers` and hooks of the Accelerator, without what is sharded
+    load_state              (`checkpoints`)
 """
 
 from terrazzo.integrations.accelerate.accelerator import Accelerator

@@ -165,7 +165,7 @@ class Accelerator(accelerate.Accelerator):
         with accumulate(model) if is_sharded(model) else contextlib.nullcontext():
             yield
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients of one whole model by their global norm, and return that norm, fp32.
 
         Raises:
@@ -185,7 +185,7 @@ class Accelerator(accelerate.Accelerator):
                 optimizer.clipped = max_norm == self._clip
         return clip_grad_norm_(model, float(max_norm), float(norm_type))
 
-    def _owned(self, parameters: Any) -> tuple[list[Tensor], nn.Module | None]:
+    def _owned(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], nn.Module | None]:
         """Parameters as a list, and the sharded model that trains just these; None where they are of no such model."""
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {each for each in tensors if each.requires_grad}
@@ -203,18 +203,18 @@ class Accelerator(accelerate.Accelerator):
                 )
         return tensors, None
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Refused for a sharded model, as by Accelerate under FSDP and DeepSpeed."""
         tensors, model = self._owned(parameters)
         if model is not None:
             raise Misuse("clip_grad_value_ is not there for sharded models: use accelerator.clip_grad_norm_.")
         super().clip_grad_value_(tensors, clip_value)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Nothing is to be done: gradients are never seen scaled."""
 
     @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Refused on several ranks: each of them takes part in every forward and backward."""
         if self.num_processes > 1:
             raise Misuse("join_uneven_inputs cannot work on sharded models: leave even_batches on, and the call out.")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 from torch import nn
 
 from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
@@ -21,7 +22,7 @@ __all__ = ["loading", "saving"]
 
 
 @contextlib.contextmanager
-def saving(accelerator: Any) -> Iterator[None]:
+def saving(accelerator: accelerate.Accelerator) -> Iterator[None]:
     """Inside, `save_state` of Accelerate's own class saves sharded models as Terrazzo checkpoints."""
 
     def hook(models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -40,7 +41,7 @@ def saving(accelerator: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loading(accelerator: Any) -> Iterator[None]:
+def loading(accelerator: accelerate.Accelerator) -> Iterator[None]:
     """Inside, `load_state` of Accelerate's own class restores sharded models, too."""
     steps: list[int] = []
 
@@ -65,7 +66,9 @@ def loading(accelerator: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _apart(accelerator: Any, name: str, hook: Any) -> Iterator[tuple[list[nn.Module], list[Any]]]:
+def _apart(
+    accelerator: accelerate.Accelerator, name: str, hook: Callable[..., None]
+) -> Iterator[tuple[list[nn.Module], list[Callable[..., None]]]]:
     """Accelerate sees neither sharded models nor their optimizers, and `hook` in place of the user's hooks."""
     models, optimizers, hooks = accelerator._models, accelerator._optimizers, getattr(accelerator, name)
     sharded: list[nn.Module] = [model for model in models if isinstance(model, ShardedModule)]

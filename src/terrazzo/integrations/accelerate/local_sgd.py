@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
+import accelerate
 from accelerate.local_sgd import LocalSGD
+from torch import nn
 
 from terrazzo.errors import BadInput
 
@@ -17,7 +18,13 @@ def refuse_local_sgd(kind: type) -> None:
     original = LocalSGD.__init__
 
     @functools.wraps(original)
-    def checked(self: LocalSGD, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
+    def checked(
+        self: LocalSGD,
+        accelerator: accelerate.Accelerator,
+        model: nn.Module,
+        local_sgd_steps: int,
+        enabled: bool = True,
+    ) -> None:
         if enabled and isinstance(accelerator, kind) and accelerator.num_processes > 1:  # type: ignore[attr-defined]
             raise BadInput(
                 "LocalSGD lets each rank step alone and averages weights every "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -13,17 +14,24 @@ from terrazzo.engine import ShardedModule, ShardedOptimizer, clip_grad_norm_, en
 __all__ = ["SteppedOptimizer", "is_sharded"]
 
 
+class ClippingAccelerator(Protocol):
+    """What the wrapper asks of its Accelerator: its models, and the norm that the configuration clips at."""
+
+    _models: list[nn.Module]
+    _clip: float | None
+
+
 class SteppedOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper, which clips if the configuration says so, and knows of steps that fp16 has skipped."""
 
-    def __init__(self, optimizer: Optimizer, accelerator: Any) -> None:
+    def __init__(self, optimizer: Optimizer, accelerator: ClippingAccelerator) -> None:
         super().__init__(optimizer, device_placement=False)
         self.accelerator, self.clipped = accelerator, False
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         if not self.gradient_state.sync_gradients:
             return
-        limit: float | None = self.accelerator._clip
+        limit = self.accelerator._clip
         for model in self.accelerator._models:
             if limit is not None and not self.clipped and _drives(self.optimizer, model):
                 clip_grad_norm_(model, limit)
@@ -33,7 +41,7 @@ class SteppedOptimizer(AcceleratedOptimizer):
         self._is_overflow = self.optimizer.skipped_steps > skipped
 
 
-def is_sharded(each: Any) -> bool:
+def is_sharded(each: object) -> bool:
     """Whether this is a sharded model, or an optimizer that drives one, wrapped or not."""
     if isinstance(each, AcceleratedOptimizer):
         each = each.optimizer

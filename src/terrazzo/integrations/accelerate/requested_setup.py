@@ -56,8 +56,8 @@ class RequestedSetup:
     """Every setting for the engine, whoever said it.
 
     Args:
-        given: the arguments for Accelerate's class; those that are Terrazzo's to honour are taken out of it.
-        words: Terrazzo's own.
+        arguments: for Accelerate's class; those that are Terrazzo's to honour are taken out of it.
+        words: Terrazzo's own arguments.
         alone: nothing else may say anything.
 
     Attributes:
@@ -90,7 +90,7 @@ class RequestedSetup:
             self._take(handler)
         self._refuse(arguments, alone)
 
-    def _take(self, handler: Any) -> None:
+    def _take(self, handler: object) -> None:
         """What a kwargs handler asks of the engine that Terrazzo stands in for."""
         if type(handler).__name__ in _RECIPES:
             raise BadInput(

@@ -23,6 +23,13 @@ In reading order:
     ops          `deepspeed.ops`: optimizers that scripts build themselves
     utils        `deepspeed.utils`: logging, and a loader without an end
     absent       names of DeepSpeed that are imported and refused when used
+
+What it changes:
+
+    with `python -m`   `deepspeed` and all below it in sys.modules and sys.meta_path, sys.argv, sys.path (`__main__`)
+    init_distributed   RANK, WORLD_SIZE and their like in os.environ where they are missing, and the GPU (`comm`)
+    initialize         parameters and buffers are cast as DeepSpeed does, before they are sharded (`api`)
+    a schedule         rates and betas of the optimizer's param groups (`runtime.lr_schedules`)
 """
 
 from typing import Any

@@ -40,13 +40,13 @@ class AbsentName(ModuleType):
     def __iter__(self) -> NoReturn:
         self._refuse()
 
-    def __getitem__(self, key: Any) -> NoReturn:
+    def __getitem__(self, key: object) -> NoReturn:
         self._refuse()
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
         self._refuse()
 
-    def __instancecheck__(self, instance: Any) -> bool:
+    def __instancecheck__(self, instance: object) -> bool:
         return False
 
     def _refuse(self) -> NoReturn:

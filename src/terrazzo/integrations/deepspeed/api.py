@@ -19,7 +19,7 @@ from terrazzo.integrations.deepspeed import zero
 from terrazzo.integrations.deepspeed.accelerator import local_device
 from terrazzo.integrations.deepspeed.comm import init_distributed
 from terrazzo.integrations.deepspeed.config import Configuration, read
-from terrazzo.integrations.deepspeed.optimizers import build_optimizer
+from terrazzo.integrations.deepspeed.optimizers import Parameters, build_optimizer
 from terrazzo.integrations.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from terrazzo.integrations.deepspeed.runtime.engine import DeepSpeedEngine
 from terrazzo.integrations.deepspeed.runtime.lr_schedules import SCHEDULES
@@ -34,7 +34,7 @@ def initialize(  # structure: signature fixed by DeepSpeed
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
-    model_parameters: Any = None,
+    model_parameters: Parameters | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
@@ -94,7 +94,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _check_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
+def _check_arguments(model: object, mpu: object, mesh_param: object) -> None:
     if not isinstance(model, nn.Module):
         raise BadInput(f"initialize(model=...) is {type(model).__name__}; pass the torch.nn.Module to train.")
     if mesh_param is not None:
@@ -107,7 +107,7 @@ def _check_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
             raise BadInput(f"initialize(mpu=...) has {name}-parallel groups of {size}; set them to 1.")
 
 
-def _config_of(args: Any, config: DeepSpeedConfig) -> str | os.PathLike[str] | dict[str, Any]:
+def _config_of(args: object, config: DeepSpeedConfig) -> str | os.PathLike[str] | dict[str, Any]:
     named = getattr(args, "deepspeed_config", None)
     if named is not None and config is not None:
         raise BadInput(f"A configuration was given twice, as --deepspeed_config {named} and as config=: leave one out.")
@@ -132,7 +132,10 @@ def _cast(model: nn.Module, configuration: Configuration) -> None:
                 buffer.data = buffer.data.to(wanted)
 
 
-def _optimizer(passed: Any, parameters: Any, configuration: Configuration) -> Optimizer | None:
+def _optimizer(
+    passed: Optimizer | Callable[[Any], Optimizer] | None, parameters: Parameters, configuration: Configuration
+) -> Optimizer | None:
+    """What the script passes, or builds by a function; else the JSON's, if it names one."""
     if isinstance(passed, Optimizer):
         built: Optimizer = passed
     elif passed is not None:

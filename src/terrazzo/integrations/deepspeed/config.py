@@ -143,7 +143,7 @@ def _lost(description: Description) -> list[str]:
     return lossy
 
 
-def _asks(key: str, value: Any) -> bool:
+def _asks(key: str, value: object) -> bool:
     """Whether a key says something else than its default."""
     row = TABLE.get(key)
     return value not in (None, {}) and (row is None or value != row.default)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine import ELEMENTWISE
 from terrazzo.errors import BadInput
 
-__all__ = ["build_optimizer"]
+__all__ = ["Parameters", "build_optimizer"]
+
+Parameters = nn.Module | Iterable[Tensor | dict[str, Any]]
+"""A module, parameters, or param groups."""
 
 _OWN_ADAM = ("torch_adam", "adam_w_mode", "set_grad_none")
 """Arguments of DeepSpeed's Adam that say which class it is, or where it runs."""
@@ -20,7 +23,7 @@ _ALWAYS = {"bias_correction": True, "fp32_optimizer_states": True}
 _KNOWN: dict[str, type[Optimizer]] = {each.__name__: each for each in ELEMENTWISE}
 
 
-def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> Optimizer:
+def build_optimizer(name: str, params: Mapping[str, Any], parameters: Parameters) -> Optimizer:
     """The optimizer of that name over what is trainable.
 
     Args:
@@ -50,7 +53,7 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> Op
         raise BadInput(f"optimizer.params do not suit {name}: {error}.") from error
 
 
-def _trainable(parameters: Any) -> list[Any]:
+def _trainable(parameters: Parameters) -> list[Any]:
     """The parameters without frozen ones, and without param groups that are then empty."""
     trainable: list[Any] = []
     for each in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:

@@ -12,6 +12,14 @@ In reading order:
     units      single units by hand: gather, release, which backward reduces
     optimizer  the optimizer of a model that `fully_shard` has sharded
     states     state dicts of DTensors, as torch's
+
+What it changes:
+
+    fully_shard(module)    the module's class, to one derived from it and `FSDPModule`; `placements` of its parameters;
+                           `generate`, if it has one (`calls`)
+    the first run          the root's class, to one with `FSDPRoot`; hooks that cast inputs and outputs
+    optimizer.step         the optimizer's class, to one with `FSDPOptimizer`, and its `state` (`optimizer`). The first
+                           model that is sharded has every optimizer's step looked at (`on_unattached_step`)
 """
 
 from terrazzo.integrations.fsdp2.calls import fully_shard

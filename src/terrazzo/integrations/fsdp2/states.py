@@ -55,7 +55,7 @@ def _whole(own: Mapping[int, nn.Parameter], sharded: nn.Module | None) -> Iterat
         yield id(named[name]), values
 
 
-def _detached(value: Any) -> Any:
+def _detached(value: object) -> object:
     return value.detach() if isinstance(value, Tensor) else value
 
 

@@ -16,6 +16,13 @@ In reading order:
     precision          Lightning's `precision`: the engine casts and scales, steps and clipping are left
     checkpoint_folder  checkpoints as folders, under the names that Lightning and Fabric give
     plain_state        the part of a checkpoint that is not tensors, as JSON
+
+What it changes:
+
+    on import               "terrazzo" in the strategy registries of the Trainer and of Fabric
+    when processes start    the rank that Lightning's `rank_zero_only` goes by (`sharded_strategy`)
+    of Trainer and Fabric   the precision plugin, which is replaced by one that casts and scales nothing (`precision`)
+    of a LightningModule    `forward`, which then goes through the sharded root around it (`trainer.root`)
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY

@@ -21,7 +21,7 @@ _NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16-pure", "16
 _PLUGINS = {getattr(of, name) for of in (fabric, pytorch) for name in ("Precision", "MixedPrecision", "HalfPrecision")}
 
 
-def precision_of(plugin: Any, requested: Precision | None) -> Precision:
+def precision_of(plugin: fabric.Precision, requested: Precision | None) -> Precision:
     """The engine's precision for one of Lightning's plugins, unless the strategy has been told another.
 
     Raises: `BadInput` for a plugin that does what the engine cannot, or one beside the strategy's own precision.

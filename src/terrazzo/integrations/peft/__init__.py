@@ -13,6 +13,11 @@ quantized       the precision that keeps a frozen base as a quantization config 
 prepare         what `tz.shard` can take, and initial values of adapters on the meta device
 adapter_folder  an adapter saved and loaded
 merge           the base saved with an adapter added to its weights
+
+What it changes:
+
+prepare_adapters   on the meta device: `reset_parameters` of adapter layers and the model's `_init_weights`
+save_adapter       while names are read: `state_dict` of the modules in `modules_to_save` (`names`)
 """
 
 from terrazzo.integrations.peft.adapter_folder import load_adapter, save_adapter

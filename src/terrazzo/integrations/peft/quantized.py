@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from terrazzo.words import dtype_named
 __all__ = ["precision_of"]
 
 
-def precision_of(quantization: Any, precision: Precision | str = "bf16") -> Precision:
+def precision_of(quantization: object, precision: Precision | str = "bf16") -> Precision:
     """The precision that keeps a frozen base as a `BitsAndBytesConfig` of transformers says, for `tz.shard`.
 
     The model itself is loaded without that config: what it says of storage is done when weights are sharded.

@@ -10,6 +10,12 @@ Its modules:
 
     trainer    `Trainer`, and the mixin that makes one of any other
     arguments  what `TrainingArguments` ask of the engine
+
+What it changes:
+
+    with `python -m`        `transformers.Trainer` and `transformers.trainer.Trainer`, sys.argv, sys.path (`__main__`)
+    while one is made       `transformers.trainer.Accelerator` is that of `integrations.accelerate` (`trainer`)
+    while it saves          the dtype in the model's config, which becomes that of the saved weights (`trainer`)
 """
 
 from terrazzo.integrations.shared.engine_setup import TerrazzoArguments

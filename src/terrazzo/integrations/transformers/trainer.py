@@ -158,7 +158,7 @@ class Trainer(TerrazzoTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on Terrazzo; one more argument, `terrazzo`: a `TerrazzoArguments`."""
 
 
-def _name_dtype(config: Any, dtype: torch.dtype, folder: str) -> None:
+def _name_dtype(config: transformers.PretrainedConfig, dtype: torch.dtype, folder: str) -> None:
     """Name the masters' dtype: the config has that of the compute weights, in which `from_pretrained` would load."""
     before, config.dtype = config.dtype, dtype
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
@@ -27,7 +27,9 @@ class DeepSpeedDataLoader(DataLoader[Any]):
 
     data: Iterator[Any] | None = None
 
-    def __init__(self, dataset: Dataset[Any], sampler: Any = None, shuffle: bool = True, **options: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], sampler: Sampler[Any] | None = None, shuffle: bool = True, **options: Any
+    ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise BadInput(
                 f"training_data is a {type(dataset).__name__}; DeepSpeed's loader samples a data set with a length by "

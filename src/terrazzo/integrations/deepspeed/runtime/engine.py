@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 import terrazzo as tz
 from terrazzo.engine import compile_units, engine_of
@@ -44,7 +44,7 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         self.module, self.optimizer, self.configuration = model, optimizer, configuration
         self.lr_scheduler: Any = None
         self.training_dataloader: DeepSpeedDataLoader | None = None
-        self.collate_fn: Any = None
+        self.collate_fn: Callable[..., Any] | None = None
         self.device, self.world_size, self.global_rank = local_device(), dist.get_world_size(), dist.get_rank()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
@@ -194,8 +194,8 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
         """A loader of this rank's micro-batches; `route` other than `train` does not shuffle.
@@ -213,7 +213,12 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
             pin_memory=pin_memory,
         )
 
-    def compile(self, backend: Any = None, compile_kwargs: Any = None, **options: Any) -> None:
+    def compile(
+        self,
+        backend: str | Callable[..., Any] | None = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         """Compile each unit's forward.
 
         Raises:
@@ -232,7 +237,7 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         engine.close()
 
 
-def _watch(output: Any, check: Any) -> None:
+def _watch(output: object, check: Callable[[], None]) -> None:
     """Call `check` when a backward reaches one of a model's outputs."""
 
     def hook(grad: Tensor) -> None:
