@@ -112,5 +112,5 @@ def test_long_work_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest
     (left,) = [thread for thread in threading.enumerate() if thread.name == "terrazzo-patiently"]
     assert left.daemon, "the interpreter's own end would wait for it"
     goes_on.set()
-    left.join(10)
+    left.join(60)
     assert not left.is_alive()

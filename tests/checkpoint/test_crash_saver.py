@@ -269,7 +269,7 @@ def gives_up(rank: int, saver: checkpoint.Saver, folder: Path, forked: Forked) -
     began = time.monotonic()
     with pytest.raises(SaveFailed, match=r"the part of rank 1, made no progress for 1 s.*launch\.timeout_s") as failed:
         saver.wait()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100
     assert str(folder / "step-00000002") in str(failed.value)
     assert checkpoint.complete_checkpoints(folder) == [step_path(folder, 1)]
     saver._patience_s = patience_s
@@ -474,7 +474,7 @@ def test_real_programs_are_killed_while_they_save(root: Path) -> None:
             time.sleep(0.01)
         time.sleep(0.05 + kill % 7 * 0.0137)
         program.send_signal(signal.SIGKILL)
-        assert program.wait(30) == -signal.SIGKILL
+        assert program.wait(120) == -signal.SIGKILL
         program.close()
         run_in_threads(1, lambda rank: all_are_whole(root))
 

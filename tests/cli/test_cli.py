@@ -86,7 +86,7 @@ def test_a_mesh_that_does_not_make_up_the_ranks_starts_no_process(tmp_path: Path
     assert done.returncode == 2
     assert "plan.mesh: " in done.stderr and "the product of its axes must be 2" in done.stderr
     assert not list(tmp_path.iterdir())
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.processes

@@ -53,7 +53,7 @@ class Pool:
         self.close()
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0, grace_s: float = 2.0
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 150.0, grace_s: float = 2.0
     ) -> list[Any]:
         """`function(*arguments)` on every rank; the results in rank order. Raises `RankFailed`.
 
@@ -132,7 +132,7 @@ class Pool:
 
 
 def run_in_processes(
-    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0, grace_s: float = 2.0
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 150.0, grace_s: float = 2.0
 ) -> list[Any]:
     """`function(*arguments)` on `world_size` fresh gloo processes; the results in rank order."""
     with Pool(world_size) as pool:

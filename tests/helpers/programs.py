@@ -74,7 +74,7 @@ class Program:
             raise subprocess.TimeoutExpired(self.words, timeout_s)
         return code
 
-    def communicate(self, timeout_s: float = 90.0) -> Done:
+    def communicate(self, timeout_s: float = 150.0) -> Done:
         """All that it still says, and how it ended. Raises `subprocess.TimeoutExpired`, with what it has said."""
         with ThreadPoolExecutor(2) as readers:
             out, err = (readers.submit(pipe.read) for pipe in (self.stdout, self.stderr))
@@ -94,12 +94,12 @@ class Program:
         self.stderr.close()
 
 
-def run(*words: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ, timeout_s: float = 90.0) -> Done:
+def run(*words: str, cwd: Path | None = None, env: Mapping[str, str] = os.environ, timeout_s: float = 150.0) -> Done:
     """`python WORDS` to its end. Raises `subprocess.TimeoutExpired`."""
     return Program(*words, cwd=cwd, env=env).communicate(timeout_s)
 
 
-def on_ranks(ranks: int, *words: str, cwd: Path | None = None, timeout_s: float = 90.0) -> list[Done]:
+def on_ranks(ranks: int, *words: str, cwd: Path | None = None, timeout_s: float = 150.0) -> list[Done]:
     """`torchrun --nproc-per-node RANKS WORDS` to its end, rank by rank. Raises `subprocess.TimeoutExpired`."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one for its ranks
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -60,7 +60,7 @@ def exclusive() -> Iterator[None]:
         _exclusive.release()
 
 
-def run_in_threads(world_size: int, function: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
+def run_in_threads(world_size: int, function: Callable[[int], T], timeout_s: float = 150.0) -> list[T]:
     """`function(rank)` on every rank of a fresh default group; the results in rank order.
 
     The first exception of any rank is raised again here, as itself, with its own traceback; the other ranks

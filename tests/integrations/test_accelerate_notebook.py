@@ -44,9 +44,10 @@ def train(steps):
             json.dump([accelerator.num_processes, losses], file)
 
 
-with socket.create_server(("", 0)) as free:
-    port = free.getsockname()[1]
-notebook_launcher(train, (4,), num_processes=2, use_port=str(port))
+with socket.socket(socket.AF_INET6) as reserved:  # no other process is given its port, and the ranks can open it
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("::", 0))
+    notebook_launcher(train, (4,), num_processes=2, use_port=str(reserved.getsockname()[1]))
 """
 
 

@@ -164,8 +164,8 @@ def test_a_stage_that_ends_in_mid_step_ends_all_and_is_named(when: str, pool: Po
     with pytest.raises(
         RankFailed, match="rank . failed first" if when == "killed" else "the second micro-batch cannot"
     ):
-        run_in_processes(2, dies, when, heard, timeout_s=60.0, grace_s=20.0 if when == "killed" else 2.0)
-    assert time.monotonic() - started < 50.0
+        run_in_processes(2, dies, when, heard, timeout_s=150.0, grace_s=60.0 if when == "killed" else 2.0)
+    assert time.monotonic() - started < 140.0
     if when == "killed":  # the other process lives on, and the pool ends both
         assert heard.read_text().startswith("Rank 1, with whose stage a message was exchanged")
     places = [tmp_path / name for name in ("saved", "without", "back")]

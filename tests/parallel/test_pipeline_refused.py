@@ -184,7 +184,7 @@ def test_a_forward_that_is_no_line(kind, message):
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.BadInput, match=message):
-        run_in_threads(2, body, timeout_s=3.0)
+        run_in_threads(2, body)
 
 
 def test_freezing_what_is_in_front_does_what_detaching_did() -> None:
@@ -205,7 +205,7 @@ def test_freezing_what_is_in_front_does_what_detaching_did() -> None:
         for name, each in tz.full_state_dict(model, keep=True).items():
             torch.testing.assert_close(each, plain.state_dict()[f"layers.{name}"])
 
-    run_in_threads(2, body, timeout_s=5.0)
+    run_in_threads(2, body)
 
 
 def test_values_that_are_changed_in_place_between_stages():
@@ -217,7 +217,7 @@ def test_values_that_are_changed_in_place_between_stages():
             tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.BadInput, match=r"changes what 'layers\.1' returns"):
-        run_in_threads(2, body, timeout_s=3.0)
+        run_in_threads(2, body)
 
 
 def test_a_parameter_of_another_stage_is_read():
@@ -226,7 +226,7 @@ def test_a_parameter_of_another_stage_is_read():
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.Misuse, match=r"linear was called on 'layers.0.weight', a parameter of a stage that other"):
-        run_in_threads(2, body, timeout_s=3.0)
+        run_in_threads(2, body)
 
 
 class Skipping(nn.Module):
@@ -251,7 +251,7 @@ def test_a_connection_past_a_stage(between):
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.Misuse, match=r"was called on what 'layers.0' returns, which a stage before has kept"):
-        run_in_threads(2, body, timeout_s=3.0)
+        run_in_threads(2, body)
 
 
 class Side(nn.Module):
@@ -289,7 +289,7 @@ def test_values_in_what_modules_share_do_not_reach_other_stages(way):
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.BadInput, match=r"'layers.[02]' puts what it computed into a list or dict"):
-        run_in_threads(2, body, timeout_s=3.0)
+        run_in_threads(2, body)
 
 
 class Shaping(nn.Module):
@@ -327,7 +327,7 @@ def test_an_error_in_a_stages_own_module_is_raised():
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises((ValueError, ConnectionError), match="in a stage"):
-        run_in_threads(2, body, timeout_s=3.0)
+        run_in_threads(2, body)
 
 
 def test_torch_would_clip_each_stage_by_itself():
@@ -371,7 +371,7 @@ def test_a_loss_that_is_not_one_number(staged: bool):
         tz.step(model, [batch] * 2, lambda output, target: F.mse_loss(output, target).reshape(1))
 
     with pytest.raises(tz.BadInput, match=r"returned a tensor of shape \(1,\) to tz.step.*0-d"):
-        run_in_threads(2, body, timeout_s=3.0)
+        run_in_threads(2, body)
 
 
 def test_too_few_micro_batches():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
@@ -15,16 +17,27 @@ from terrazzo.train.launch import rendezvous
 from terrazzo.train.launch.rendezvous import meet
 
 
+@contextmanager
+def bound(port: int) -> Iterator[socket.socket]:
+    """A socket at this port, or at a free one for 0. As long as it is there no other process is given the port.
+
+    It does not listen, so that nobody reaches it and whoever knows the port can open it.
+    """
+    with socket.socket(socket.AF_INET6) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(("::", port))
+        yield opened
+
+
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> int:
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A free one, which MASTER_PORT names."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        number: int = probe.getsockname()[1]
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(number))
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    return number
+    with bound(0) as reserved:
+        number: int = reserved.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(number))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        yield number
 
 
 def test_an_address_that_cannot_be_used_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,8 +50,7 @@ def test_an_address_that_cannot_be_used_is_named(port: int, monkeypatch: pytest.
     with pytest.raises(BadInput, match="cannot open localhost:many"):
         meet(0, 2, 0.3)
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with socket.socket(socket.AF_INET6) as taken:
-        taken.bind(("::", port))
+    with bound(port) as taken:
         taken.listen()
         with pytest.raises(BadInput, match=rf"Rank 0 cannot open localhost:{port}.*in use") as caught:
             meet(0, 2, 0.3)
@@ -57,7 +69,7 @@ def all_meet(ranks: dict[int, float], world_size: int, timeout_s: float) -> dict
             return str(error)
         store.set(f"seen/{rank}", "1")
         store.wait([f"seen/{number}" for number in ranks])
-        met.wait(20)  # the first rank's store is the others'
+        met.wait(120)  # the first rank's store is the others'
         return "met"
 
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -65,11 +77,11 @@ def all_meet(ranks: dict[int, float], world_size: int, timeout_s: float) -> dict
 
 
 def test_ranks_that_come_late_are_waited_for(port: int) -> None:
-    assert set(all_meet({0: 0.2, 1: 0.0, 2: 0.5}, 3, 20.0).values()) == {"met"}
+    assert set(all_meet({0: 0.2, 1: 0.0, 2: 0.5}, 3, 120.0).values()) == {"met"}
 
 
 def test_ranks_that_do_not_come_are_named(port: int) -> None:
-    for said in all_meet({0: 0.0, 2: 0.1, 4: 0.0}, 5, 1.0).values():
+    for said in all_meet({0: 0.0, 2: 0.1, 4: 0.0}, 5, 3.0).values():
         assert said.startswith(f"Ranks 1, 3 have not come to localhost:{port}, ")
 
 
@@ -85,16 +97,16 @@ def test_ranks_that_were_started_again_do_not_take_the_earlier_ones_for_each_oth
     port: int, agents: dist.Store
 ) -> None:
     everyone = {0: 0.0, 1: 0.0, 2: 0.0}
-    assert set(all_meet(everyone, 3, 20.0).values()) == {"met"}
+    assert set(all_meet(everyone, 3, 120.0).values()) == {"met"}
     for late in (0, 2):
-        assert set(all_meet(everyone | {late: 0.3}, 3, 20.0).values()) == {"met"}
-    for said in all_meet({0: 0.2, 1: 0.0}, 3, 0.5).values():
+        assert set(all_meet(everyone | {late: 0.3}, 3, 120.0).values()) == {"met"}
+    for said in all_meet({0: 0.2, 1: 0.0}, 3, 3.0).values():
         assert said.startswith(f"Rank 2 has not come to localhost:{port}, ")
-    assert set(all_meet(everyone, 3, 20.0).values()) == {"met"}
+    assert set(all_meet(everyone, 3, 120.0).values()) == {"met"}
 
 
 def test_what_the_earlier_ones_have_stored_is_not_found(agents: dist.Store) -> None:
     for _ in range(2):
-        store = meet(0, 1, 20.0)
+        store = meet(0, 1, 120.0)
         assert not store.check(["key"])
         store.set("key", "value")

@@ -98,9 +98,9 @@ def test_a_killed_launcher_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     launcher.send_signal(signal.SIGKILL)
-    launcher.wait(20)
+    launcher.wait(120)
     launcher.close()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{path.suffix[1:]}").exists() for path in tmp_path.glob("rank.[0-9]*")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -116,7 +116,7 @@ def test_the_first_failing_ranks_traceback_is_on_screen_and_the_sentence_that_na
     assert trace[-1] == "ZeroDivisionError: the cause of it all"
     assert "Rank 1 failed first:" in trace
     assert sentence == "Rank 1 failed first: ZeroDivisionError: the cause of it all"
-    assert took_s < 30
+    assert took_s < 120
 
 
 @pytest.mark.processes
@@ -134,7 +134,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     last = done.stderr.rstrip().splitlines()[-1]
     assert "Rank 1" in last
     assert "SIGKILL" in last
-    assert took_s < 30
+    assert took_s < 120
 
 
 @pytest.mark.processes
@@ -145,7 +145,7 @@ def test_a_stopped_rank_is_named_beside_what_has_failed_by_it(tmp_path: Path) ->
     assert "Rank 0 failed first" in failed
     assert re.match(r"Rank 1 \(process \d+\) was stopped by a signal when that happened", stopped)
     assert "SIGKILL" not in done.stderr
-    assert took_s < 30
+    assert took_s < 120
 
 
 def test_a_rank_that_is_on_its_way_out_is_left_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

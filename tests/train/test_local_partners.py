@@ -179,7 +179,7 @@ def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: p
     real, going_on = MultiHostFolder._request, threading.Event()
 
     def ask(self: MultiHostFolder, file: str, parts: Any) -> Any:
-        going_on.wait(20)
+        going_on.wait(120)
         return real(self, file, parts)
 
     monkeypatch.setattr(MultiHostFolder, "_request", ask)

@@ -94,9 +94,9 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_cod
             break
     start = time.monotonic()
     os.kill(one_rank_of(program), signal.SIGTERM)
-    done = program.communicate(60)
+    done = program.communicate(120)
     assert done.returncode == 75, done.stderr
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
     assert "stopped   step" in done.stdout
     assert re.search(r"\ncontinue  .* schedule\.name=constant\n$", done.stdout, re.DOTALL)
     saved = list((tmp_path / "run" / "checkpoints").iterdir())

@@ -178,9 +178,9 @@ def test_a_rank_that_hears_nobody_is_left_out_on_both_sides() -> None:
     original = rendezvous._Meeting._let_in
     started = time.monotonic()
     with patch.object(rendezvous._Meeting, "_let_in", let_in):
-        found = Ranks(3).find(timeout_s=8.0)
+        found = Ranks(3).find(timeout_s=24.0)  # a quarter of it to get connected
     assert [set(near) for near in found] == [{2}, {2}, {0, 1}]
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 24.0
 
 
 def test_who_cannot_be_read_is_left_out_on_both_sides() -> None:
@@ -236,8 +236,8 @@ def test_permission_to_read_is_there_while_there_is_a_neighbour() -> None:
 
 
 def _until(holds: Callable[[], bool]) -> None:
-    """Wait for it, ten seconds at most: a thread of its own takes leave of neighbours."""
-    deadline = time.monotonic() + 10
+    """Wait for it, a minute at most: a thread of its own takes leave of neighbours."""
+    deadline = time.monotonic() + 60
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.001)
 

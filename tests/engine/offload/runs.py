@@ -145,7 +145,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate, step = threading.Event(), update._Moments.step
 
     def waiting(*args: Any) -> None:
-        assert gate.wait(30)
+        assert gate.wait(120)
         step(*args)
 
     with monkeypatch.context() as patch:

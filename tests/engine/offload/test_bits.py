@@ -230,11 +230,11 @@ def test_a_rate_that_changes_right_after_the_step(
 
             def after_step() -> None:
                 scheduler.step()
-                everyone.wait(30)
+                everyone.wait(120)
                 gate.set()
 
             def before_step(model: nn.Module, optimizer: Optimizer) -> None:
-                everyone.wait(30)
+                everyone.wait(120)
                 gate.clear()
 
             runner.tune, runner.after_step = before_step, after_step

@@ -113,7 +113,7 @@ def test_as_many_blocks_in_flight_as_asked_for(tmp_path: Path, monkeypatch: pyte
             most = max(most, running)
         if running == 4:  # the depth that disk_in asks for: see whether one more comes
             threading.Timer(0.1, end.set).start()
-        assert end.wait(20)
+        assert end.wait(120)
         with lock:
             running -= 1
         return write(*arguments)  # type: ignore[arg-type]

@@ -234,7 +234,7 @@ def test_no_block_is_in_flight_when_wait_raises(tmp_path: Path, monkeypatch: pyt
         if arguments[2] == 0:
             threading.Timer(0.05, slow.set).start()
             raise OSError(errno.EIO, "broken")
-        assert slow.wait(20)
+        assert slow.wait(120)
         return write(*arguments)
 
     monkeypatch.setattr(os, "pwritev", first_fails)

@@ -63,7 +63,7 @@ def test_the_thread_ends_with_its_worker() -> None:
     assert thread.daemon
     del worker
     gc.collect()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
