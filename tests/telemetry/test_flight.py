@@ -25,7 +25,7 @@ from terrazzo.errors import BadInput
 from terrazzo.telemetry import flights_of, save_flight, table_of_units, trace_of
 from terrazzo.telemetry.flight import folder, ring
 from terrazzo.telemetry.flight.ring import CAPACITY, EventKind, Flight, FlightEvent, Ring, Tail
-from terrazzo.telemetry.flight.spans import bars_of
+from terrazzo.telemetry.flight.spans import spans_of
 from terrazzo.telemetry.flight.units import unit_times
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.processes import Pool
@@ -166,7 +166,7 @@ def test_nothing_overlaps_on_a_row_of_the_trace_but_units_inside_of_units(flight
 def test_moves_between_tiers_are_drawn(two_processes: Pool, tmp_path: Path) -> None:
     two_processes.run(trained, "zero3@nvme", str(tmp_path / "run"), {"path": str(tmp_path)})
     for flight in flights_of(tmp_path / "run"):
-        names = {bar.name for bar in bars_of(flight) if bar.group == "tier"}
+        names = {bar.name for bar in spans_of(flight) if bar.group == "tier"}
         assert names == {"update", "read", "write"}
 
 
@@ -269,7 +269,7 @@ def test_a_backward_lasts_until_the_next_one_and_what_has_raised_ends_with_what_
         (80, EventKind.PHASE, 3),
         (90, EventKind.ENDS, 0, 2),  # whose beginning is lost
     )
-    bars = [(bar.name, bar.start, bar.end) for bar in bars_of(flight) if bar.group == "unit"]
+    bars = [(bar.name, bar.start, bar.end) for bar in spans_of(flight) if bar.group == "unit"]
     assert bars == [
         ("one forward", 20, 30),
         ("the root unit forward", 10, 30),
@@ -333,7 +333,7 @@ def test_each_unit_has_its_seconds_of_a_step(flights: list[Flight]) -> None:
     """They are no more than the steps took, and what a unit does inside of another is its own."""
     times = unit_times(flights[0])
     assert [each.unit for each in times] == ["blocks.0", "blocks.1", "blocks.2"] or times[0].unit == "the root unit"
-    steps = [bar for bar in bars_of(flights[0]) if bar.group == "step"][1:]
+    steps = [bar for bar in spans_of(flights[0]) if bar.group == "step"][1:]
     whole = sum(bar.end - bar.start for bar in steps) / 1e9 / len(steps)
     assert 0 < sum(each.total for each in times) <= whole
     assert all(each.forward > 0 and each.backward > 0 for each in times if each.unit != "the root unit")

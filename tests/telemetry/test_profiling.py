@@ -19,7 +19,7 @@ from terrazzo.errors import BadInput
 from terrazzo.telemetry import advice_for, steps_of, verdict_of
 from terrazzo.telemetry.profiling import command
 from terrazzo.telemetry.profiling.command import profile
-from terrazzo.telemetry.profiling.merging import Merged
+from terrazzo.telemetry.profiling.merging import StepMerger
 from tests.helpers import programs
 from tests.helpers.cover import mostly_long
 
@@ -86,7 +86,7 @@ def seen(mode: str, folder: Path, ranks: int = 2) -> tuple[list[dict[str, Any]],
     """Records of a script, what it was seen to use, and what each rank has printed."""
     done = programs.on_ranks(ranks, "-c", SCRIPT, mode, str(folder))
     assert [each.returncode for each in done] == [0] * ranks, [each.stderr for each in done]
-    merged = Merged(folder)
+    merged = StepMerger(folder)
     records = [{"kind": "step", "step": step, **record} for step, record in merged.new(at_end=True)]
     return records, merged.facts, [each.stdout for each in done]
 
@@ -146,7 +146,7 @@ def test_a_late_rank_is_told_from_bytes_by_when_all_were_there(tmp_path: Path) -
         step = {"step": 1, "end": 0, "seconds": {"backward": 10**8}, "waited": waited, "waits": [wait]}
         lines = [{"begins": begins}, {"facts": {}}, step | {"memory": {"peak": 1}}]
         (tmp_path / f"rank-{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ((_, record),) = Merged(tmp_path).new()
+    ((_, record),) = StepMerger(tmp_path).new()
     assert record["cause_s"]["late_peer"] == pytest.approx(0.04)
     assert record["cause_s"]["reduce"] == pytest.approx(0.01)
     assert record["skew"]["late_peer_s"] == pytest.approx([0.04, 0.0])

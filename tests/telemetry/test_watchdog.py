@@ -19,7 +19,7 @@ from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import EventKind, Ring, Tail
 from terrazzo.telemetry.watchdog.rank_progress import LEFT, RankProgress
-from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
+from terrazzo.telemetry.watchdog.stall import ProcessFacts, Stall, find_stall
 from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.watchdog import Patience, System, Watchdog
 from tests.helpers import programs
@@ -61,11 +61,11 @@ class Ranks:
     def wait(self, rank: int, kind: str = "all_gather", ordinal: int = 91, axis: str = "dp_shard", **of: Any) -> None:
         self.ranks[rank].waits(self.ask(rank, kind, ordinal, axis, **of), ordinal)
 
-    def stall(self, facts: Mapping[int, Fact] | None = None, later_s: float = 21.0) -> Stall:
+    def stall(self, facts: Mapping[int, ProcessFacts] | None = None, later_s: float = 21.0) -> Stall:
         progress_of = {rank: RankProgress() for rank in range(len(self.ranks))}
         for rank, tail in enumerate(self.tails):
             progress_of[rank].take(tail.table, tail.flight().records)
-        all_facts = {rank: Fact("S", False) for rank in progress_of} | dict(facts or {})
+        all_facts = {rank: ProcessFacts("S", False) for rank in progress_of} | dict(facts or {})
         return find_stall(progress_of, all_facts, time.monotonic_ns() + int(later_s * S))
 
 
@@ -83,20 +83,30 @@ MISSING = "Missing from all_gather 91 on dp_shard, unit layers.7, backward, step
 @pytest.mark.parametrize(
     ("fact", "phase", "cause", "said"),
     [
-        (Fact("T", False), "backward", "stopped", "Rank 3 (host b, pid 812) is stopped (SIGSTOP)."),
-        (Fact("", False), "backward", "died", "Rank 3 (host b, pid 812) has ended."),
-        (Fact("Z", False), "backward", "died", "Rank 3 (host b, pid 812) has ended."),
-        (Fact("R", True), "backward", "slow", "Rank 3 (host b, pid 812) is still at work, and is not ended for it."),
-        (Fact("S", False), "input", "input", "Rank 3 (host b, pid 812) waits for data."),
-        (Fact("S", False, True), "update", "drive", "Rank 3 (host b, pid 812) waits for a drive or a file system."),
+        (ProcessFacts("T", False), "backward", "stopped", "Rank 3 (host b, pid 812) is stopped (SIGSTOP)."),
+        (ProcessFacts("", False), "backward", "died", "Rank 3 (host b, pid 812) has ended."),
+        (ProcessFacts("Z", False), "backward", "died", "Rank 3 (host b, pid 812) has ended."),
         (
-            *(Fact("S", False), "backward", "stuck"),
+            ProcessFacts("R", True),
+            "backward",
+            "slow",
+            "Rank 3 (host b, pid 812) is still at work, and is not ended for it.",
+        ),
+        (ProcessFacts("S", False), "input", "input", "Rank 3 (host b, pid 812) waits for data."),
+        (
+            ProcessFacts("S", False, True),
+            "update",
+            "drive",
+            "Rank 3 (host b, pid 812) waits for a drive or a file system.",
+        ),
+        (
+            *(ProcessFacts("S", False), "backward", "stuck"),
             "Rank 3 (host b, pid 812) does nothing, and waits for no other rank.",
         ),
     ],
 )
 def test_the_rank_that_others_wait_for_is_named_with_what_became_of_it(
-    ranks: Ranks, fact: Fact, phase: str, cause: str, said: str
+    ranks: Ranks, fact: ProcessFacts, phase: str, cause: str, said: str
 ) -> None:
     for rank in range(3):
         ranks.wait(rank)
@@ -112,7 +122,7 @@ def test_a_rank_that_was_stopped_in_an_exchange_that_it_has_asked_for_is_found(r
     """Its thread stands still, too."""
     for rank in range(4):
         ranks.wait(rank)
-    assert ranks.stall({3: Fact("T", False)}).text.endswith(MISSING)
+    assert ranks.stall({3: ProcessFacts("T", False)}).text.endswith(MISSING)
 
 
 def test_a_wait_whose_end_was_written_over_is_forgotten(ranks: Ranks) -> None:
@@ -131,7 +141,7 @@ def test_a_wait_whose_end_was_written_over_is_forgotten(ranks: Ranks) -> None:
 
 def test_while_one_is_at_work_others_that_do_nothing_are_not_blamed(ranks: Ranks) -> None:
     ranks.wait(0)
-    found = ranks.stall({2: Fact("R", True)})
+    found = ranks.stall({2: ProcessFacts("R", True)})
     assert (found.cause, list(found.ranks)) == ("slow", [2])
 
 
@@ -174,7 +184,7 @@ def test_groups_of_an_axis_are_told_from_each_other(ranks: Ranks) -> None:
     ranks.wait(0, ordinal=95)
     ranks.wait(1, ordinal=95)
     ranks.wait(3, ordinal=91)
-    found = ranks.stall({2: Fact("T", False)})
+    found = ranks.stall({2: ProcessFacts("T", False)})
     assert "Missing from all_gather 91 on dp_shard" in found.text
 
 

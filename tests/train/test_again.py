@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.restart_points import restarts_of
 from terrazzo.train.launch.launcher import launch_with_restarts
 from terrazzo.train.launch.notices import Notices, RunEnd
-from terrazzo.train.launch.restarts import Restart, Restarts, Saved, Start, refuse_restarts, take_restart_note
+from terrazzo.train.launch.restarts import Restart, RestartPoint, Restarts, Start, refuse_restarts, take_restart_note
 from tests.helpers import programs
 from tests.train.test_loop import command, curve, environment, metrics, one_rank_of
 from tests.train.test_session import config_in, trained
@@ -30,11 +30,11 @@ class Told:
     """An `Restarts` whose checkpoints are given, one for each failure."""
 
     def __init__(self, most: int, *steps: int) -> None:
-        saved: Iterator[Saved] = iter([Saved(step, f"step-{step}" if step else "") for step in steps])
+        saved: Iterator[RestartPoint] = iter([RestartPoint(step, f"step-{step}" if step else "") for step in steps])
         self.said: list[str] = []
         self.again = Restarts(most, lambda: next(saved), self.words, self.said.append)
 
-    def words(self, saved: Saved) -> Sequence[str]:
+    def words(self, saved: RestartPoint) -> Sequence[str]:
         return [f"from {saved.step}"]
 
     def after(self, ended: RunEnd = FAILED) -> Start | None:
@@ -99,7 +99,7 @@ def test_the_end_of_ranks_that_were_started_again_is_heard_of_though_they_have_c
     heard: list[int | str] = []
     notices = Notices("", str, on_end=lambda end: heard.append(end.code), on_restart=lambda: heard.append("again"))
     start = Start(1, [str(tmp_path / "rank.py"), str(tmp_path)])
-    restarts = Restarts(1, lambda: Saved(1, "step-1"), lambda saved: start.words, lambda line: None)
+    restarts = Restarts(1, lambda: RestartPoint(1, "step-1"), lambda saved: start.words, lambda line: None)
     assert launch_with_restarts(start, restarts, notices, None) == 9
     assert heard == [7, "again", 9]
 
@@ -112,12 +112,12 @@ def test_a_run_begun_anew_goes_on_from_its_own_checkpoints_alone(tmp_path: Path)
     assert trained(config_in(tmp_path, train={"steps": 3})) == 0
     anew = config_in(tmp_path, launch=launch, checkpoint={"resume": "never", "overwrite": True})
     again = restarts_of(anew, ["words"])
-    assert again._newest() == Saved(), "what is there is of another run"
+    assert again._newest() == RestartPoint(), "what is there is of another run"
     assert trained(anew) == 0
     saved = again._newest()
     assert (saved.step, Path(saved.path).name) == (4, "step-00000004")
     assert again._words(saved) == ["words", "checkpoint.resume=if_exists"]
-    assert again._words(Saved()) == ["words"]
+    assert again._words(RestartPoint()) == ["words"]
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from terrazzo.engine.comm.label import Purpose
 from terrazzo.telemetry.flight.ring import EventKind, Flight, FlightEvent
 
-__all__ = ["GROUPS", "Bar", "Names", "bars_of"]
+__all__ = ["GROUPS", "FlightSpan", "TableNames", "spans_of"]
 
 GROUPS = ("step", "phase", "unit", "wait", "exchange", "tier")
-"""Of bars. Phases and units have one row: units may be inside of each other, and nothing else overlaps there."""
+"""Of spans. Phases and units have one row: units may be inside of each other, and nothing else overlaps there."""
 
 _AROUND = {Purpose.SMALL, Purpose.END_OF_FORWARD, Purpose.END_OF_BACKWARD}
 """Purposes of exchanges that move nothing of a unit."""
 
 
-class Bar(NamedTuple):
+class FlightSpan(NamedTuple):
     """What took from `start` to `end`, in nanoseconds of CLOCK_MONOTONIC; `more` is by name, in words and numbers."""
 
     group: str
@@ -27,7 +27,7 @@ class Bar(NamedTuple):
     more: Mapping[str, Any]
 
 
-class Names:
+class TableNames:
     """The words of a rank's table."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
@@ -59,19 +59,19 @@ class Names:
         return str(names[number]) if number < len(names) else str(number)
 
 
-def bars_of(flight: Flight) -> list[Bar]:
-    """All bars of one rank, in the order of their ends. What has not ended yet lasts until the newest record."""
-    collected = _Bars(Names(flight.table))
+def spans_of(flight: Flight) -> list[FlightSpan]:
+    """All spans of one rank, in the order of their ends. What has not ended yet lasts until the newest record."""
+    collected = _SpanReader(TableNames(flight.table))
     for event in flight.records:
         collected.take(event)
     if flight.records:
         collected.close(max(event.time for event in flight.records))
-    return collected.bars
+    return collected.spans
 
 
-class _Bars:
-    def __init__(self, names: Names) -> None:
-        self._names, self.bars = names, list[Bar]()
+class _SpanReader:
+    def __init__(self, names: TableNames) -> None:
+        self._names, self.spans = names, list[FlightSpan]()
         self._step: int | None = None
         self._phase: FlightEvent | None = None
         self._units: list[FlightEvent] = []
@@ -160,4 +160,4 @@ class _Bars:
         return begun
 
     def _add(self, group: str, name: str, start: int, end: int, **more: Any) -> None:
-        self.bars.append(Bar(group, name, start, max(start, end), more))
+        self.spans.append(FlightSpan(group, name, start, max(start, end), more))

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from terrazzo.telemetry.flight.ring import EventKind, Flight
-from terrazzo.telemetry.flight.spans import GROUPS, Bar, bars_of
+from terrazzo.telemetry.flight.spans import GROUPS, FlightSpan, spans_of
 
 __all__ = ["trace_of"]
 
@@ -40,15 +40,15 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
         steps: as many as there are, if there are fewer.
     """
     moved = _clocks(flights)
-    bars = [bars_of(flight) for flight in flights]
-    begins = [_begin_of(own, steps) for own in bars]
-    newest = [[bar for bar in own if bar.end > begin] for own, begin in zip(bars, begins, strict=True)]
-    origin = min((bar.start + moved[index] for index, own in enumerate(newest) for bar in own), default=0)
+    spans = [spans_of(flight) for flight in flights]
+    begins = [_begin_of(own, steps) for own in spans]
+    newest = [[span for span in own if span.end > begin] for own, begin in zip(spans, begins, strict=True)]
+    origin = min((span.start + moved[index] for index, own in enumerate(newest) for span in own), default=0)
     events: list[dict[str, Any]] = []
     for index, (flight, own) in enumerate(zip(flights, newest, strict=True)):
         shift = moved[index] - origin
         events += _of_rank(flight, own, shift)
-        first = min((bar.start for bar in own), default=0)
+        first = min((span.start for span in own), default=0)
         events += _counters(flight, first, shift)
     hosts = sorted({flight.table["host"] for flight in flights})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": len(flights), "hosts": hosts}}
@@ -67,20 +67,20 @@ def _clocks(flights: Sequence[Flight]) -> list[int]:
     return shifts
 
 
-def _begin_of(bars: Sequence[Bar], steps: int) -> int:
+def _begin_of(spans: Sequence[FlightSpan], steps: int) -> int:
     """When the first of a rank's last steps began; 0 if it has not recorded so many."""
-    begins = [bar.start for bar in bars if bar.group == "step"]
+    begins = [span.start for span in spans if span.group == "step"]
     return begins[-steps] if len(begins) >= steps else 0
 
 
-def _of_rank(flight: Flight, bars: Sequence[Bar], shift: int) -> Iterator[dict[str, Any]]:
+def _of_rank(flight: Flight, spans: Sequence[FlightSpan], shift: int) -> Iterator[dict[str, Any]]:
     rank, table = flight.table["rank"], flight.table
     name = f"rank {rank} (host {table['host']}, pid {table['pid']})"
     yield _about("process_name", rank, 0, name=name)
     yield _about("process_sort_index", rank, 0, sort_index=rank)
-    by_group: Mapping[str, list[Bar]] = defaultdict(list)
-    for bar in bars:
-        by_group[bar.group].append(bar)
+    by_group: Mapping[str, list[FlightSpan]] = defaultdict(list)
+    for span in spans:
+        by_group[span.group].append(span)
     for number, group in enumerate(GROUPS):
         rows = [by_group[group]] if group == "unit" else _apart(by_group[group])
         for row, content in enumerate(rows[:_ROWS]):
@@ -89,21 +89,21 @@ def _of_rank(flight: Flight, bars: Sequence[Bar], shift: int) -> Iterator[dict[s
                 title = _TITLES[group] + (f" {row + 1}" if len(rows) > 1 else "")
                 yield _about("thread_name", rank, thread, name=title)
                 yield _about("thread_sort_index", rank, thread, sort_index=thread)
-            for bar in content:
-                more = {key: value for key, value in bar.more.items() if key != "issued"}
-                at = {"ts": (bar.start + shift) / 1e3, "dur": (bar.end - bar.start) / 1e3}
-                yield {"name": bar.name, "cat": group, "ph": "X", "pid": rank, "tid": thread, **at, "args": more}
+            for span in content:
+                more = {key: value for key, value in span.more.items() if key != "issued"}
+                at = {"ts": (span.start + shift) / 1e3, "dur": (span.end - span.start) / 1e3}
+                yield {"name": span.name, "cat": group, "ph": "X", "pid": rank, "tid": thread, **at, "args": more}
 
 
-def _apart(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """The bars in rows on which nothing overlaps."""
-    rows: list[list[Bar]] = []
-    for bar in sorted(bars, key=lambda each: (each.start, each.end)):
-        row = next((row for row in rows if row[-1].end <= bar.start), None)
+def _apart(spans: Iterable[FlightSpan]) -> list[list[FlightSpan]]:
+    """The spans in rows on which nothing overlaps."""
+    rows: list[list[FlightSpan]] = []
+    for span in sorted(spans, key=lambda each: (each.start, each.end)):
+        row = next((row for row in rows if row[-1].end <= span.start), None)
         if row is None:
-            rows.append([bar])
+            rows.append([span])
         else:
-            row.append(bar)
+            row.append(span)
     return rows
 
 

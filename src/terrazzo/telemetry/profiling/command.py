@@ -17,9 +17,9 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines
 
 if TYPE_CHECKING:
-    from terrazzo.telemetry.profiling.merging import Merged
+    from terrazzo.telemetry.profiling.merging import StepMerger
 
-__all__ = ["Profiled", "profile"]
+__all__ = ["ProfiledScript", "profile"]
 
 _HOOK = Path(__file__).parent / "hook"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
@@ -31,7 +31,7 @@ _SENTINEL_S = 0.5
 """For the sentinel to end by a signal that it was sent, too."""
 
 
-class Profiled(NamedTuple):
+class ProfiledScript(NamedTuple):
     """How a script ended: its exit code, or 128 plus the signal's number; `own` is the folder of its own records."""
 
     code: int
@@ -39,7 +39,7 @@ class Profiled(NamedTuple):
     own: Path | None
 
 
-def profile(command: Sequence[str], folder: Path) -> Profiled:
+def profile(command: Sequence[str], folder: Path) -> ProfiledScript:
     """Run the command with the probe in each Python that it starts, and write records of its steps meanwhile.
 
     Args:
@@ -59,40 +59,40 @@ def profile(command: Sequence[str], folder: Path) -> Profiled:
         sink = JsonLines(there.metrics)
     except OSError as error:
         raise BadInput(f"'{folder}' cannot be written ({error.strerror or error}): name another by --out.") from error
-    merging = _Merging(ranks, sink)
+    merging = _LateMerger(ranks, sink)
     code = _run(command, {"TERRAZZO_PROFILE": str(ranks)}, merging.merge)
     merging.merge(at_end=True)
     sink.close()
     there.script.write_text(json.dumps(merging.facts))
     own = merging.facts.get("own")
-    return Profiled(code, merging.made, Path(own) if own else None)
+    return ProfiledScript(code, merging.made, Path(own) if own else None)
 
 
-class _Merging:
+class _LateMerger:
     """Records of a script's steps, once it has some: what makes them imports torch, and a script waits for nothing.
 
     Attributes:
-        facts: of the script, as `Merged` has them.
+        facts: of the script, as `StepMerger` has them.
         made: steps of which there is a record.
     """
 
     def __init__(self, ranks: Path, sink: JsonLines) -> None:
         self._ranks, self._sink = ranks, sink
-        self._merged: Merged | None = None
+        self._merger: StepMerger | None = None
         self.facts: dict[str, Any] = {}
         self.made = 0
 
     def merge(self, at_end: bool = False) -> None:
         """Write what is new."""
-        if self._merged is None:
+        if self._merger is None:
             if not any(self._ranks.iterdir()):
                 return
-            from terrazzo.telemetry.profiling.merging import Merged
+            from terrazzo.telemetry.profiling.merging import StepMerger
 
-            self._merged = Merged(self._ranks)
-        for step, record in self._merged.new(at_end):
+            self._merger = StepMerger(self._ranks)
+        for step, record in self._merger.new(at_end):
             self._sink.log("step", step, record)
-        self.facts, self.made = self._merged.facts, self._merged.made
+        self.facts, self.made = self._merger.facts, self._merger.made
 
 
 class _Sentinel:

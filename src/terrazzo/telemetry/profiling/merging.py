@@ -17,12 +17,12 @@ from terrazzo.engine.comm.times import Times
 from terrazzo.telemetry.profiling.probe import EVERY
 from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, causes_of
 
-__all__ = ["Merged"]
+__all__ = ["StepMerger"]
 
 TraceLine = Mapping[str, Any]
 
 
-class Merged:
+class StepMerger:
     """Reads the files of ranks while these write, and makes records of steps that all have ended.
 
     Args:

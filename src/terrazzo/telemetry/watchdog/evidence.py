@@ -13,7 +13,7 @@ from typing import NamedTuple
 from terrazzo.engine.runtime.system import text_of
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry.flight.ring import EventKind, Flight
-from terrazzo.telemetry.flight.spans import Names
+from terrazzo.telemetry.flight.spans import TableNames
 from terrazzo.telemetry.log.exit_note import ExitNote, overrule_exit
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.watchdog.recording import Recording
@@ -114,7 +114,7 @@ def _by_system(pid: int) -> str:
 
 
 def _in_words(flight: Flight) -> Iterator[str]:
-    names = Names(flight.table)
+    names = TableNames(flight.table)
     newest = flight.records[-1].time if flight.records else 0
     for event in flight.records[-_NEWEST:]:
         kind = EventKind(event.kind)

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.engine.comm.label import Purpose
 from terrazzo.telemetry.flight.ring import BEGINS, DONE, ENDS, ISSUED, PHASE, STEP, WAITED, WAITS, FlightEvent
-from terrazzo.telemetry.flight.spans import Names
+from terrazzo.telemetry.flight.spans import TableNames
 
 __all__ = ["LEFT", "ExchangeKey", "RankProgress"]
 
@@ -55,14 +55,14 @@ class RankProgress:
         self.table: Mapping[str, Any] = {}
         self.newest, self.steps, self.step, self.phase, self.unit = 0, 0, 0, "", ""
         self.slowest: dict[str, int] = defaultdict(int)
-        self._names, self._since = Names({}), 0
+        self._names, self._since = TableNames({}), 0
         self._waits: dict[tuple[int, int], FlightEvent] = {}
         self._sequence = 0  # of the newest record
         self._issued: dict[int, dict[int, FlightEvent]] = defaultdict(dict)
 
     def take(self, table: Mapping[str, Any], records: Iterable[FlightEvent]) -> None:
         """Take in what it has recorded since the last call."""
-        self.table, self._names = table, Names(table)
+        self.table, self._names = table, TableNames(table)
         for event in records:
             self.newest = event.time if event.time > self.newest else self.newest
             if event.sequence != self._sequence + 1:  # overtaken: an end of these may be among what was lost
@@ -113,7 +113,7 @@ class RankProgress:
             return FlightEvent(*each)._replace(time=int(each[0]) + later_ns)
 
         made = RankProgress()
-        made.table, made._names = message["table"], Names(message["table"])
+        made.table, made._names = message["table"], TableNames(message["table"])
         made._waits = {(track, each[2]): here(each) for track, each in message["waits"]}
         for track, mine in message["issued"]:
             made._issued[track] = {each[2]: here(each) for each in mine}

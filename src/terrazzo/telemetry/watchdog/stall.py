@@ -11,7 +11,7 @@ from terrazzo.telemetry.watchdog.rank_progress import ExchangeKey, RankProgress
 from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.warden_links import RunMachine
 
-__all__ = ["GONE", "Fact", "Stall", "cut_off", "find_stall", "hindered"]
+__all__ = ["GONE", "ProcessFacts", "Stall", "cut_off", "find_stall", "hindered"]
 
 _UNMATCHED = ("send", "all_to_all")
 """Kinds whose ordinals ranks do not share, or that not all of an axis take part in."""
@@ -21,7 +21,7 @@ GONE = ("", "Z", "X")
 """States of processes that there are no more."""
 
 
-class Fact(NamedTuple):
+class ProcessFacts(NamedTuple):
     """What the system says of a rank's process.
 
     Attributes:
@@ -62,7 +62,7 @@ class Stall(NamedTuple):
 
 
 def find_stall(
-    ranks: Mapping[int, RankProgress], facts: Mapping[int, Fact], now: int, *, own_loop: bool = False
+    ranks: Mapping[int, RankProgress], facts: Mapping[int, ProcessFacts], now: int, *, own_loop: bool = False
 ) -> Stall:
     """Why a run stands still in which nothing has happened for long enough; see `STALL_CAUSES`.
 

@@ -17,7 +17,7 @@ from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, wai
 from terrazzo.telemetry.flight.ring import Tail
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 from terrazzo.telemetry.watchdog.repeated_stops import RepeatedStops
-from terrazzo.telemetry.watchdog.stall import GONE, Fact, Stall, find_stall, hindered
+from terrazzo.telemetry.watchdog.stall import GONE, ProcessFacts, Stall, find_stall, hindered
 
 __all__ = ["Patience", "System", "Watchdog"]
 
@@ -154,7 +154,7 @@ class Watchdog:
         now = self._system.now()
         return self._find(self._facts(now, self._states()), now)
 
-    def _find(self, facts: Mapping[int, Fact], now: int) -> Stall:
+    def _find(self, facts: Mapping[int, ProcessFacts], now: int) -> Stall:
         there = {rank: progress for rank, progress in self.progress_of.items() if not progress.has_left}
         return find_stall(there or self.progress_of, facts, now, own_loop=self._patience.own_loop)
 
@@ -194,7 +194,7 @@ class Watchdog:
         awaited = any(self.progress_of[rank].waits for rank in self.progress_of if rank not in long)
         if not (long and awaited):
             return None
-        return self._find({rank: Fact(state, False) for rank, state in states.items()}, now)
+        return self._find({rank: ProcessFacts(state, False) for rank, state in states.items()}, now)
 
     def _limit_s(self, states: Mapping[int, str]) -> float:
         """How long nothing may happen now."""
@@ -211,11 +211,13 @@ class Watchdog:
     def _processors(self) -> dict[int, float]:
         return {rank: self._system.processor_s(pid) for rank, pid in self._pids.items()}
 
-    def _facts(self, now: int, states: Mapping[int, str]) -> dict[int, Fact]:
+    def _facts(self, now: int, states: Mapping[int, str]) -> dict[int, ProcessFacts]:
         used = self._processors()
         since, before = self._used or (now, used)
         wanted_s = _BUSY * (now - since) / 1e9
         return {
-            rank: Fact(state, state == "R" or used[rank] - before[rank] > wanted_s, rank in self._waited_for_drive)
+            rank: ProcessFacts(
+                state, state == "R" or used[rank] - before[rank] > wanted_s, rank in self._waited_for_drive
+            )
             for rank, state in states.items()
         }

@@ -8,7 +8,7 @@ from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.telemetry import RunConsole
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, noted_run
 from terrazzo.train.launch.machine import slots_of
-from terrazzo.train.launch.restarts import Restarts, Saved
+from terrazzo.train.launch.restarts import RestartPoint, Restarts
 
 __all__ = ["restarts_of"]
 
@@ -17,7 +17,7 @@ def restarts_of(config: Config, words: list[str]) -> Restarts:
     """What is done after failures of a run that is about to start as ranks of `python WORDS`."""
     points = _RestartPoints(config)
 
-    def words_from(saved: Saved) -> list[str]:
+    def words_from(saved: RestartPoint) -> list[str]:
         goes_on = points.begins_anew and saved.path
         return [*words, "checkpoint.resume=if_exists"] if goes_on else words
 
@@ -38,14 +38,14 @@ class _RestartPoints:
         self._identity = _identity(self._before) if self.begins_anew else ""
         self._run_before = noted_run(config) if self.begins_anew else ""
 
-    def newest(self) -> Saved:
-        """The newest of the run's own; `Saved()` where there is none yet.
+    def newest(self) -> RestartPoint:
+        """The newest of the run's own; `RestartPoint()` where there is none yet.
 
         Raises: `BadInput` where the one that it has begun from is gone.
         """
         durable = self._durable()
         path = next(reversed(self._local(durable)), durable)
-        return Saved() if path is None else Saved(step_of(path) or 0, str(without_passwords(path)))
+        return RestartPoint() if path is None else RestartPoint(step_of(path) or 0, str(without_passwords(path)))
 
     def _durable(self) -> str | None:
         path = latest(self._folder)

@@ -18,13 +18,13 @@ from terrazzo.train.launch.environment import starter
 from terrazzo.train.launch.notices import RunEnd
 from terrazzo.train.launch.rank_slots import RankSlots
 
-__all__ = ["Restart", "Restarts", "Saved", "Start", "refuse_restarts", "take_restart_note"]
+__all__ = ["Restart", "RestartPoint", "Restarts", "Start", "refuse_restarts", "take_restart_note"]
 
 _NOTE = "TERRAZZO_RESTARTED"
 """What a rank that is started again is told, in its environment."""
 
 
-class Saved(NamedTuple):
+class RestartPoint(NamedTuple):
     """The newest checkpoint that a run can go on from: its step, and where it is; none at all is step 0."""
 
     step: int = 0
@@ -63,14 +63,16 @@ class Restarts:
     def __init__(
         self,
         most: int,
-        newest: Callable[[], Saved],
-        words: Callable[[Saved], Sequence[str]],
+        newest: Callable[[], RestartPoint],
+        words: Callable[[RestartPoint], Sequence[str]],
         say: Callable[[str], object],
         places: RankSlots | None = None,
     ) -> None:
         self._most, self._newest, self._words, self._say, self._places = most, newest, words, say, places
         self._number = 0
-        self._before: tuple[Saved, str] | None = None  # at the failure before: what was saved, and what had failed
+        self._before: tuple[RestartPoint, str] | None = (
+            None  # at the failure before: what was saved, and what had failed
+        )
 
     def after(self, start: Start, end: RunEnd) -> Start | None:
         """What is started next, once `start` has ended in a failure; None where the run has ended."""

@@ -14,11 +14,11 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.marks import Mark
 from terrazzo.parallel import stacked_experts
 
-__all__ = ["Load", "RowsCounter", "count_rows", "counters_of", "load_of"]
+__all__ = ["ExpertLoad", "RowsCounter", "count_rows", "counters_of", "load_of"]
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """How busy the experts of one router have been, over all ranks.
 
     Attributes:
@@ -32,10 +32,10 @@ class Load:
     entropy: float | None
 
 
-def load_of(counts: Tensor, entropy: float | None) -> Load:
+def load_of(counts: Tensor, entropy: float | None) -> ExpertLoad:
     """That of rows `[experts]`."""
     mean = counts.double().mean()
-    return Load(tuple(counts.tolist()), float(counts.max() / mean) if mean else 1.0, entropy)
+    return ExpertLoad(tuple(counts.tolist()), float(counts.max() / mean) if mean else 1.0, entropy)
 
 
 class RowsCounter:
@@ -64,7 +64,7 @@ class RowsCounter:
         """Count anew."""
         self._rows = self._scores = None
 
-    def take(self, axes: Axes) -> Load:
+    def take(self, axes: Axes) -> ExpertLoad:
         """Of what has been counted since the last call, over all ranks. Collective."""
         rows, scores = self._rows, self._scores
         self.forget()

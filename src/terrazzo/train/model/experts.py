@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from terrazzo.engine import engine_of, inside_backward
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Experts, RowOrder
-from terrazzo.train.model.expert_load import Load, counters_of, load_of
+from terrazzo.train.model.expert_load import ExpertLoad, counters_of, load_of
 
 __all__ = [
     "GroupedFeedForward",
@@ -254,7 +254,7 @@ def forget_load(model: nn.Module) -> None:
         router.entropy.zero_()
 
 
-def balance_experts(model: nn.Module) -> dict[str, Load]:
+def balance_experts(model: nn.Module) -> dict[str, ExpertLoad]:
     """Take what has been counted since the last call, and move the bias of routers that balance by it. Collective.
 
     Call it on every rank once a step, after the optimizer's.

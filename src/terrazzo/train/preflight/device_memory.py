@@ -25,7 +25,7 @@ from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight.local_checkpoints import local_room
 from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
 
-__all__ = ["Available", "available", "check_plan"]
+__all__ = ["AvailableMemory", "available", "check_plan"]
 
 CERTAIN = (
     "weights", "master", "moments", "gradients", "gathered", "unreduced", "receive", "buffers", "sums", "disk buffers",
@@ -74,7 +74,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     return [f"plan: {note}" for note in notes]
 
 
-def _lacks_room(config: Config, setup: Setup, memory: MemoryFigures, there: Available | None) -> str | None:
+def _lacks_room(config: Config, setup: Setup, memory: MemoryFigures, there: AvailableMemory | None) -> str | None:
     """Why the device, its host or the host's disks are too small; None where they are not, or nothing is known."""
     if there is not None:
         certain = sum(term.value for term in memory.near_terms if term.name in CERTAIN)
@@ -83,24 +83,26 @@ def _lacks_room(config: Config, setup: Setup, memory: MemoryFigures, there: Avai
     return host_lacks_room(config, memory, setup.mesh.world_size)
 
 
-class Available(NamedTuple):
+class AvailableMemory(NamedTuple):
     """Memory of one rank, and in words what it is."""
 
     bytes: int
     what: str
 
 
-def available(config: Config, world_size: int) -> Available | None:
+def available(config: Config, world_size: int) -> AvailableMemory | None:
     """Of its CUDA device in all, or its share of what this machine has free; None if not known.
 
     On a CPU no more than the limits of its process leave it (RLIMIT_DATA, RLIMIT_AS).
     """
     if resolve_device(config.launch) == "cuda":
-        return Available(int(devices.properties().total_memory), "a CUDA device")
+        return AvailableMemory(int(devices.properties().total_memory), "a CUDA device")
     free = available_host_bytes()
-    rooms = [Available(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()]
+    rooms = [
+        AvailableMemory(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()
+    ]
     if free is not None:
-        rooms.append(Available(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
+        rooms.append(AvailableMemory(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
     return min(rooms, default=None)
 
 
@@ -117,7 +119,7 @@ def _setup(config: Config, world_size: int) -> Setup | None:
         return None
 
 
-def _too_large(config: Config, setup: Setup, memory: MemoryFigures, there: Available) -> str:
+def _too_large(config: Config, setup: Setup, memory: MemoryFigures, there: AvailableMemory) -> str:
     largest = sorted(memory.near_terms, key=lambda term: -term.value)[:3]
     return (
         f"This run needs about {_both(memory.near_bytes)} on each rank, {memory.limiting_rank}, and {there.what} is "

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from terrazzo.engine import engine_of
 from terrazzo.telemetry import PeakMemory, Stopwatch
-from terrazzo.train.model.expert_load import Load
+from terrazzo.train.model.expert_load import ExpertLoad
 from terrazzo.train.report.step_metrics import StepsMeasured
 from terrazzo.train.session.session import Session
 
@@ -21,7 +21,7 @@ class LogWindow:
         self._session, self._traffic = session, engine_of(session.model).traffic
         self._watch, self._memory = Stopwatch(), PeakMemory(session.ranks.device)
         self._learning_rate = 0.0
-        self._load: Mapping[str, Load] = {}
+        self._load: Mapping[str, ExpertLoad] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -37,7 +37,7 @@ class LogWindow:
         """What is inside is no part of a step."""
         return self._watch.pause()
 
-    def step_taken(self, learning_rate: float, load: Mapping[str, Load]) -> None:
+    def step_taken(self, learning_rate: float, load: Mapping[str, ExpertLoad]) -> None:
         """A step was taken with that rate.
 
         Args:

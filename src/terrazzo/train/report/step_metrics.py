@@ -10,7 +10,7 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import StepMetrics
-from terrazzo.train.model.expert_load import Load, counters_of
+from terrazzo.train.model.expert_load import ExpertLoad, counters_of
 from terrazzo.train.planning.as_setup import executed_share, matmul_format
 from terrazzo.train.planning.summary import utilised
 from terrazzo.train.session.session import Session
@@ -32,7 +32,7 @@ class StepsMeasured:
     data_wait_s: float
     communication_s: float
     peak_memory_bytes: int
-    load: Mapping[str, Load]
+    load: Mapping[str, ExpertLoad]
 
 
 def peak_flops(config: Config) -> float | None:
@@ -112,7 +112,7 @@ class StepMetricsBuilder:
         }
 
 
-def _expert_load(load: Mapping[str, Load]) -> dict[str, float]:
+def _expert_load(load: Mapping[str, ExpertLoad]) -> dict[str, float]:
     """Of all routers the worst imbalance and the mean entropy, of those that tell; nothing without experts."""
     if not load:
         return {}

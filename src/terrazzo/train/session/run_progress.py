@@ -28,7 +28,7 @@ def taken_up(kind: type[Saved], saved: Mapping[str, Any], name: str) -> Saved:
 
 
 @dataclass
-class Judged:
+class JudgedSteps:
     """Losses and norms of the newest steps that the guard has let be, oldest first."""
 
     losses: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class RunProgress:
     step: int = 0
     tokens: int = 0
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    judged: Judged = field(default_factory=Judged)
+    judged: JudgedSteps = field(default_factory=JudgedSteps)
     cadence: dict[str, Any] | None = None
     validations: Validations = field(default_factory=Validations)
 
@@ -90,7 +90,7 @@ class RunProgress:
         """
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.skipped = list(extra.get("skipped", ()))
-        self.judged = taken_up(Judged, extra.get("judged", {}), "judged")
+        self.judged = taken_up(JudgedSteps, extra.get("judged", {}), "judged")
         self.cadence = extra.get("cadence") or self.cadence
         metric = extra.get("metric") if same_evaluation else None
         self.validations.newest = None if metric is None else {"loss": metric, "step": self.step}

@@ -37,7 +37,7 @@ _SLOW = re.compile(r"\)[*+?{]|\{|\\[1-9]|\(\?")  # what a pattern that never end
 _MAX_PATTERN = 1000
 
 
-class Joined(Values):
+class JoinedParts(Values):
     """A tensor of which each rank has a part, as its box says."""
 
     def __init__(self, parts: Sequence[Values], boxes: Sequence[Box]) -> None:
@@ -100,7 +100,7 @@ class _Layout:
                 if not alike(parts):
                     raise self._refused(name, f"its {kind} is said to be whole on each rank, and differs")
             else:
-                joined[kind] = Joined(parts, boxes)
+                joined[kind] = JoinedParts(parts, boxes)
         return joined
 
     def _boxes(self, name: str, shapes: Sequence[Shape]) -> list[Box] | None:

@@ -21,7 +21,7 @@ from terrazzo.errors import BadInput, Damaged
 __all__ = ["alike", "read_universal", "refuse_mixed_up"]
 
 
-class Stored(Values):
+class StoredTensor(Values):
     """A tensor that has a file of its own, which is open while it is read.
 
     Args:
@@ -103,11 +103,11 @@ def alike(tensors: Sequence[Any]) -> bool:
 def _states(folder: Path, shape: Shape) -> dict[str, Values]:
     files = sorted(path.name for path in folder.iterdir() if path.suffix == ".pt")
     missing(folder, ["fp32.pt"], files)
-    states: dict[str, Values] = {WEIGHT: Stored(folder, "fp32.pt", shape)}
+    states: dict[str, Values] = {WEIGHT: StoredTensor(folder, "fp32.pt", shape)}
     for name in files:
         kind = name.removesuffix(".pt")
         if kind == "step":
             states[kind] = single(open_file(folder, name), str(folder / name))
         elif kind not in ("fp32", WEIGHT, BUFFER):
-            states[kind] = Stored(folder, name, shape)
+            states[kind] = StoredTensor(folder, name, shape)
     return states
