@@ -24,8 +24,8 @@ from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
 from terrazzo.planner.memory.peak import memory_of, stage_terms
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.memory.step_settings import StepSettings, StepUnit
 from terrazzo.planner.memory.walk import peak_of
-from terrazzo.planner.memory.walked import StepSettings, StepUnit
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
@@ -460,12 +460,12 @@ def test_a_long_row_may_be_shortened(
 
 
 def _step_units(made: Setup, saved: int, host: int) -> list[StepUnit]:
-    from terrazzo.planner.memory.changes import unit_changes
     from terrazzo.planner.memory.placement import placement_of
+    from terrazzo.planner.memory.unit_events import unit_events
 
     placement = replace(placement_of(made), host=host)
     return [
-        StepUnit(unit_changes(unit, placement), count, float(saved) if unit.block else 0.0, saved / 3)
+        StepUnit(unit_events(unit, placement), count, float(saved) if unit.block else 0.0, saved / 3)
         for unit, count in stage_units(made, 0)
     ]
 

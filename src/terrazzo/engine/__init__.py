@@ -58,7 +58,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     mesh                                        the axes of a mesh
     plan                                        what is stated, for the planner and for checkpoints
     comm                                        the collectives of a group, and where a step's time goes
-    schedule.schedule, dry_run.step             a dry run of a step, for the planner
+    schedule.schedule, dry_run.counting         a dry run of a step, for the planner
     optim.matrix_owners, optim.matrix_steps, optim.template  dry runs of updates of whole matrices, likewise
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them

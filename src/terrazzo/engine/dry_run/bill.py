@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
-from terrazzo.engine.offload.needs import disk_bytes, host_bytes, moment_names, need_of
+from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes, moment_names, need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.bucket_spec import resting_bytes
-from terrazzo.engine.plan.layout import padded_bytes
 
 __all__ = ["MemoryBill", "memory_bill"]
 
@@ -78,23 +77,16 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     trainable = [bucket for bucket in buckets if bucket.trainable]
     updated_here = [bucket for bucket in trainable if not bucket.updated_off_device]
     need = need_of(buckets, templates, offload.cell_numel)
-    resting = resting_bytes(buckets)
+    resting, reduces_each = resting_bytes(buckets), step.micro_batches > 1 and not step.local_sums
     return MemoryBill(
         weight_bytes=resting["weight"],
         master_bytes=resting["master"],
         grad_bytes=resting["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
         transient_bytes=dry_run(units, step, templates).ledger.peak_bytes,
-        host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
+        host_bytes=host_bytes(need, offload) + (sum(map(host_sum_bytes, trainable)) if reduces_each else 0),
         disk_bytes=disk_bytes(need),
     )
-
-
-def _partial_bytes(bucket: Bucket, step: StepSpec) -> int:
-    """Host memory for the sums of micro-batches that are reduced one by one."""
-    if bucket.tiers.grad == "device" or step.micro_batches == 1 or step.local_sums:
-        return 0
-    return padded_bytes(bucket.numel(bucket.plan.grad.axes) * bucket.precision.accumulate.itemsize)
 
 
 def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:

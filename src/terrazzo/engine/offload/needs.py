@@ -19,6 +19,7 @@ __all__ = [
     "disk_bytes",
     "further_moment_bytes",
     "host_bytes",
+    "host_sum_bytes",
     "in_cells",
     "load_bytes",
     "moment_names",
@@ -52,6 +53,12 @@ class Need:
     load: int = 0
     staging: int = 0
     send: int = 0
+
+
+def host_sum_bytes(spec: BucketSpec) -> int:
+    """Host memory for sums of earlier micro-batches, each reduced by itself, where gradients rest beside the device."""
+    beside = spec.trainable and spec.tiers.grad != "device"
+    return beside * padded_bytes(spec.numel(spec.plan.grad.axes) * spec.precision.accumulate.itemsize)
 
 
 def moment_names(bucket: Bucket, templates: Templates) -> list[str]:

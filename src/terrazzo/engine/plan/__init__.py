@@ -6,6 +6,7 @@
     precision      the dtype of every tensor
     weight_wire    what weights are sent as
     bucket_spec    what follows from all of these for one bucket: its states, their memory, its moves
+    bucket_memory  what a bucket allocates and frees at each event of a step
     box            the part of a parameter that a rank holds along `tp` or `ep`
     partition      which module is a unit, and which unit owns each parameter
     sharding_spec  what all units follow

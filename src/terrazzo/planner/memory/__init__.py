@@ -9,8 +9,8 @@ and the moment at which most is held is the answer. Read the modules in this ord
     states         weights, gradients, master weights and moments at rest
     activations    what autograd keeps of a micro-batch, by formulas
     tiers          states away from the device: what stays on it for them, what host memory and disks hold
-    changes        what a unit takes and gives back at each event of a step
-    walked         what a walk is given and what it finds: `StepUnit`, `StepSettings`, `Peak`
+    unit_events    what a unit adds and takes off at each event of a step: the sum over its buckets
+    step_settings  what a walk is asked, and its answer: `StepUnit`, `StepSettings`, `Peak`
     walk           the events of a step in order, and the fullest moment
     matrices       what updates of whole matrices hold, send and compute
     overheads      the allocator's reserve, the device's context, communicators, and the upper bound
@@ -24,10 +24,10 @@ The gathered weights of a rank go through these functions:
       stage_terms                      the terms of a rank of one stage                          peak
         stage_peak                     its units, and the settings of its step                   peak
           placed_units                 which units it has, and how each is placed                placement, stages
-          unit_changes                 once for each kind of unit                                changes
+          unit_events                  once for each kind of unit                                unit_events
             buckets                    `full_bytes`: a bucket's weights, whole                   buckets
-            Change of GATHERED         `gather` adds, `rest_between` and `release` take off      changes
-          peak_of                      gathers ahead, rests and releases, in the step's order    walk
+            bucket_memory.gather       its event adds them, `rest_between` and `release` free    engine.plan
+        peak_of                      gathers ahead, rests and releases, in the step's order    walk
             _Walk.apply                adds each change, and keeps the parts of the largest sum  walk
         Term("gathered", ...)          the part of that moment                                   peak
       fullest_memory                   the terms of the fullest stage, with what lies around     peak, overheads, tiers
@@ -35,20 +35,18 @@ The gathered weights of a rank go through these functions:
 With llama3-8b under zero3 in bf16, one sequence of 4,096 tokens a rank, that moment is the head's backward: the root
 (2.10 GB) and one block (0.44 GB) are whole, so 2.54 GB.
 
-Who counts what, and why twice. What a bucket holds and sends at each event is written once, in `BucketSpec` of
-`engine.plan`, which everyone below asks. The order of events is written twice. The engine's `Schedule` is the code that
-runs, so what is counted in its order is what a run does; a search asks for thousands of setups, for which it is too
-slow, and has `walk`.
+Who counts what, and what is written twice. How many bytes a state has is written once, in `BucketSpec`. What each event
+of a step allocates and frees of it is written once, in `bucket_memory`; both are in `engine.plan`. The order of events
+is written twice: the engine's `Schedule` is the code that runs, so what is counted in its order is what a run does; a
+search asks for thousands of setups, for which it is too slow, and has `walk`.
 
     who                      counts                                        in whose order       who asks
-    engine CountingBucket    what a bucket holds and sends                 its caller's         dry_run.step, replay
     engine dry_run.step      transient peak and traffic                    engine's `Schedule`  bill, promise
     engine dry_run.bill      states, and that transient peak               engine's `Schedule`  estimate, promise
-    planner changes          what CountingBucket holds, summed by unit     none: single events  walk
     planner walk             transients, gradients, activations, logits,   its own: equal       peak, so every plan
                              and what the update takes                     units at once        and every search
-    planner replay           transients by CountingBucket, sums of         engine's `Schedule`  train configurations
-                             gradients, activations as traced                                   on CPUs
+    planner replay           as dry_run.step, with sums of gradients and   engine's `Schedule`  train configurations
+                             activations as traced                                              on CPUs
 
 The engine's counts have no activations. Tests hold the walk without them, `stage_peak(..., states_only=True)`, and
 `state_terms` equal to the engine's bill, to the byte, and compare what is traced with the memory of real steps.

@@ -9,15 +9,15 @@ from terrazzo.engine.plan.layout import tiled_step_bytes
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
-from terrazzo.planner.memory.changes import UNREDUCED, unit_changes
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.stages import blocks_of_chunks, in_flight, last_turns, stage_units
 from terrazzo.planner.memory.states import unit_states
+from terrazzo.planner.memory.step_settings import ACTIVATIONS, KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
+from terrazzo.planner.memory.unit_events import UNREDUCED, unit_events
 from terrazzo.planner.memory.walk import peak_of
-from terrazzo.planner.memory.walked import ACTIVATIONS, KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
@@ -207,14 +207,14 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     )
     rows = list(_rows(setup, stage))
     if states_only:
-        return peak_of([StepUnit(unit_changes(unit, own), n, chunk=chunk) for unit, n, own, chunk in rows], plain)
+        return peak_of([StepUnit(unit_events(unit, own), n, chunk=chunk) for unit, n, own, chunk in rows], plain)
     is_last = stage == setup.mesh.pp - 1
     units = []
     for unit, count, own, chunk in rows:
         found = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
         gradient = 0 if unit.is_root and not is_last else unit_states(unit, own).largest_grad
         working = found.working + gradient + _cast_bytes(setup, unit)
-        units.append(StepUnit(unit_changes(unit, own), count, found.stays, working, chunk))
+        units.append(StepUnit(unit_events(unit, own), count, found.stays, working, chunk))
     head = head_activations(setup)
     settings = replace(
         plain,

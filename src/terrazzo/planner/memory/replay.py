@@ -1,7 +1,7 @@
 """The engine's schedule over a traced pass: what a plan makes of it, and the moment at which most is held.
 
-Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.dry_run.step`). Only
-the activations between its events come from a trace. `walk` describes the same step again, faster, for a search.
+Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.dry_run.counting`).
+Only the activations between its events come from a trace. `walk` describes the same step again, faster, for a search.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.comm.traffic import Ledger
-from terrazzo.engine.comm.transfer import Moves, Released
-from terrazzo.engine.dry_run.step import CountingBucket, CountingUnit, ExpectedGradient
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts
 from terrazzo.engine.plan.bucket_spec import Pass, resting_bytes
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
@@ -42,7 +40,7 @@ FORMULAS = {
     "memory.traced": Formula(
         "the fullest moment of a step in which the model's own operators were run by their shapes alone, between the "
         "engine's own gathers and reductions",
-        "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/dry_run/step.py",
+        "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/dry_run/counting.py",
     ),
 }
 
@@ -131,10 +129,11 @@ class _Player:
     def __init__(self, setup: Setup, units: Sequence[Sequence[PlannedBucket]], trace: ActivationTrace) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
         self._trace = trace
-        self._ledger, self._sums = _Observed(self._hold), _Observed(self._hold)
-        ledgers = (self._ledger, self._sums)
+        self._counts = StepCounts(Traffic(), _Observed(self._hold), _Observed(self._hold))
         comm_streams = None if setup.cluster.device.kind == "cpu" else CommStreams(torch.device("meta"))
-        self._counting = [_Unit(index, unit, setup.compile, *ledgers, comm_streams) for index, unit in enumerate(units)]
+        self._counting = [
+            _Unit(index, unit, setup.compile, self._counts, comm_streams) for index, unit in enumerate(units)
+        ]
         self._schedule = Schedule(self._counting, setup.prefetch)
         self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))
@@ -174,9 +173,9 @@ class _Player:
                 backward.gradient_came(unit)
 
     def _hold(self, rise: int = 0) -> None:
-        held = (self._sums.live_bytes, self._ledger.live_bytes, self._live + rise)
-        if sum(held) > sum(self.peaks.get(self._moment, {}).values()):
-            self.peaks[self._moment] = dict(zip(("gradients", "transient", "activations"), held, strict=True))
+        parts = (self._counts.sums.live_bytes, self._counts.transient.live_bytes, self._live + rise)
+        if sum(parts) > sum(self.peaks.get(self._moment, {}).values()):
+            self.peaks[self._moment] = dict(zip(("gradients", "transient", "activations"), parts, strict=True))
 
 
 class _Observed(Ledger):
@@ -192,22 +191,20 @@ class _Observed(Ledger):
 
 
 class _Unit(CountingUnit):
-    """One that also counts its sums, the finished gradients among them."""
+    """One whose parameters get their gradients as a trace has them."""
 
     def __init__(
         self,
         index: int,
-        held: Sequence[PlannedBucket],
+        unit_buckets: Sequence[PlannedBucket],
         compiled: bool,
-        ledger: Ledger,
-        sums: Ledger,
+        counts: StepCounts,
         comm_streams: CommStreams | None,
     ) -> None:
-        super().__init__(str(index or ""), index, held, compiled, Tally(ledger=ledger), comm_streams)
-        self._sums = sums
+        super().__init__(str(index or ""), index, unit_buckets, compiled, counts, comm_streams)
         self._gradient_of = {
             tensor.name: ExpectedGradient(place, tensor.numel, number)
-            for number, bucket in enumerate(held)
+            for number, bucket in enumerate(unit_buckets)
             for place, tensor in zip(bucket.places, bucket.tensors, strict=True)
             if bucket.trainable
         }
@@ -215,33 +212,8 @@ class _Unit(CountingUnit):
 
     def take_gradient(self, event: TraceEvent, this_pass: Pass) -> None:
         """Of a parameter; with one that the shapes call otherwise, as adapters may, memory comes for every bucket."""
-        if (known := self._gradient_of.get(event.parameter)) is not None:
-            self.add_gradient(known, this_pass)
+        if (gradient := self._gradient_of.get(event.parameter)) is not None:
+            self.add_gradient(gradient, this_pass)
         else:
             for number in range(len(self.buckets)):
                 self.add_gradient(ExpectedGradient(0, event.numel * (number == 0), number), this_pass)
-
-    def reduce_bucket(self, bucket: CountingBucket, last: bool) -> Moves[None]:
-        """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended.
-
-        What finishes the partial sum counts as if it were summed in place.
-        """
-        reduction = bucket.spec.sums.of(last)
-        sums = [move.sum_bytes for move in reduction.partial]
-        stays = last and not reduction.finish
-        held = index = 0
-        for step in super().reduce_bucket(bucket, last):
-            if isinstance(step, Released):
-                yield step
-                continue
-            before, now = sums[max(0, index - 1) : index], sums[index : index + 1]
-            index += 1
-            held = self._hold(held, sum(before) + sum(now))
-            yield step
-            held = self._hold(held, sum(now) if stays or index < len(sums) else 0)
-        self._hold(held, resting_bytes([bucket.spec])["grad"] * last)
-
-    def _hold(self, before: int, now: int) -> int:
-        self._sums.release(before)
-        self._sums.acquire(now)
-        return now

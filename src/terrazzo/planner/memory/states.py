@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from terrazzo.engine.plan.bucket_memory import copied_bytes
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.buckets import buckets
@@ -64,7 +65,7 @@ def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
     return UnitStates(
         largest_grad=largest * placement.precision.compute.itemsize,
         optim_numel=sum(bucket.numel(bucket.optim_axes) for bucket in trained),
-        copied=sum(bucket.pending_bytes(Pass.ADDS) * max(0, len(bucket.stages) - 1) for bucket in trained),
+        copied=sum(copied_bytes(bucket, bucket.pending_bytes(Pass.ADDS)) for bucket in trained),
     )
 
 

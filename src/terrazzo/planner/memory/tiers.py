@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, send_bytes, staging_bytes
-from terrazzo.engine.plan.layout import padded_bytes
+from terrazzo.engine.offload.needs import Need, host_bytes, host_sum_bytes, load_bytes, send_bytes, staging_bytes
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
@@ -112,9 +111,7 @@ def _sums(setup: Setup, stage: int) -> Term:
     """Sums of micro-batches that are not the last, which go no further than the host's memory."""
     value = 0.0
     if setup.micro_batches > 1 and not setup.sums_locally and not setup.model.bare:
-        for bucket, count in _buckets(setup, stage):
-            if bucket.trainable and bucket.tiers.grad != "device":
-                value += count * padded_bytes(bucket.numel(bucket.plan.grad.axes) * setup.precision.accumulate.itemsize)
+        value += sum(count * host_sum_bytes(bucket) for bucket, count in _buckets(setup, stage))
     return Term("sums", value, value, "memory.host_sums", {"micro-batches": float(setup.micro_batches)})
 
 

@@ -2,7 +2,7 @@
 
 The order of events is that of `terrazzo.engine.schedule`: gathers with prefetch, reductions behind backward.
 It is described a second time here because a search would be slower on the schedule itself; tests hold both equal.
-What each event does to memory is put together beforehand, unit by unit (`UnitChanges`).
+What each event does to memory is put together beforehand, unit by unit (`UnitEvents`).
 
 Units in the middle of a long row of equal ones do the same as their neighbours, so a row is shortened to a few, of
 which one stands for all that were left out: what is held changes evenly along a row, and is most at one of its ends.
@@ -14,7 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from terrazzo.planner.memory.changes import (
+from terrazzo.planner.memory.stages import LastTurn
+from terrazzo.planner.memory.step_settings import (
+    ACTIVATIONS,
+    BUFFERS,
+    KINDS,
+    LOGITS,
+    WORKING,
+    Peak,
+    StepSettings,
+    StepUnit,
+)
+from terrazzo.planner.memory.unit_events import (
     GATHERED,
     GRADIENTS,
     NOTHING,
@@ -23,8 +34,6 @@ from terrazzo.planner.memory.changes import (
     Change,
     UnderWay,
 )
-from terrazzo.planner.memory.stages import LastTurn
-from terrazzo.planner.memory.walked import ACTIVATIONS, BUFFERS, KINDS, LOGITS, WORKING, Peak, StepSettings, StepUnit
 
 __all__ = ["peak_of"]
 

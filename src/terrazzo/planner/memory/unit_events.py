@@ -1,18 +1,20 @@
-"""How a unit changes what a rank holds, each time that the schedule of a step comes to it.
+"""What a unit adds to the memory of a rank, and takes off, at each event of a step.
 
-A unit's buckets come one after the other, in the order and with the sizes of `BucketSpec`, as in the engine and in its
-dry run (`terrazzo.engine.dry_run.step`). What follows from a unit alone is put together once, so that a search can walk
-through many steps of it.
+What a bucket allocates and frees is said in `terrazzo.engine.plan.bucket_memory`, for the engine's dry run too. Events
+of a unit's buckets are summed, one bucket after the other, to one `Change` for each event: what is there in the end,
+and the most in between. So a unit is summed once, and a search walks through many steps of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrazzo.engine.plan.bucket_spec import MoveBytes, Pass
+from terrazzo.engine.plan import bucket_memory
+from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
+from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import UnitShape
@@ -26,14 +28,12 @@ __all__ = [
     "Chain",
     "Change",
     "UnderWay",
-    "UnitChanges",
-    "unit_changes",
+    "UnitEvents",
+    "unit_events",
 ]
 
 GATHERED, UNREDUCED, RECEIVE, GRADIENTS = range(4)
-"""Kinds of what is held: full weights, and what is kept of them between forward and backward; gradients that no
-collective has taken, and sums of earlier micro-batches; gradients under way, and what arrives to be summed; finished
-gradients."""
+"""The kinds of `StepMemory` that are counted, as plain numbers, which are faster."""
 
 Bytes = tuple[tuple[int, int], ...]
 """(kind, bytes), of kinds that have some."""
@@ -99,12 +99,12 @@ class UnderWay:
         return self.chain.after_room if self.has_given else self.chain.steps[self.position - 1]
 
     def give_room(self) -> Change:
-        given, self.has_given = self.has_given, True
-        return NOTHING if given else self.chain.room
+        before, self.has_given = self.has_given, True
+        return NOTHING if before else self.chain.room
 
 
 @dataclass(eq=False)
-class UnitChanges:
+class UnitEvents:
     """Of one unit on one rank.
 
     Attributes:
@@ -156,79 +156,59 @@ class UnitChanges:
             counted: finished gradients are counted.
         """
         key = (last, has_partial, adds, counted)
-        if (known := self._chains.get(key)) is None:
-            known = self._chains[key] = _chain(self.trained, *key)
-        return known
+        if (chain := self._chains.get(key)) is None:
+            chain = self._chains[key] = _chain(self.trained, *key)
+        return chain
 
 
 @lru_cache(maxsize=8192)
-def unit_changes(unit: UnitShape, placement: Placement) -> UnitChanges:
+def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
     """Of one such unit."""
-    found = buckets(unit, placement)
-    trained = [bucket for bucket in found if bucket.trainable]
-    again = [bucket for bucket in found if bucket.regathered]
-    stays = sum(bucket.full_bytes for bucket in found if not bucket.regathered)
-    held = sum(bucket.between_bytes for bucket in again if not bucket.wire.codes_stay)
-    codes = sum(bucket.between_bytes for bucket in again if bucket.wire.codes_stay)  # beside full weights, too
-    rest = _Steps()
-    for bucket in again:
-        rest.take(GATHERED, 0 if bucket.wire.codes_stay else bucket.between_bytes)
-        rest.take(GATHERED, -bucket.full_bytes)
-    full_again = sum(bucket.full_bytes for bucket in again)
-    gather, arrive = _gathered(found, from_rest=True)
-    once_more, arrive_again = _gathered(again, from_rest=False)
-    early, late = _first_gradients(unit, found)
+    own = buckets(unit, placement)
+    trained = [bucket for bucket in own if bucket.trainable]
+    again = [bucket for bucket in own if bucket.regathered]
+    gathered, gathered_again = _gathered(own, again=False), _gathered(again, again=True)
+    early, late = _first_gradients(unit, own)
     pending = [bucket.pending_bytes(Pass.ADDS) for bucket in trained]
-    return UnitChanges(
+    return UnitEvents(
         is_root=unit.is_root,
-        beside=not found[0].on_host,
+        beside=not own[0].on_host,
         regathered=bool(again),
         trainable=bool(trained),
-        gather=gather,
-        again=once_more,
-        arrive=arrive,
-        arrive_again=arrive_again,
-        rest_between=rest.end(),
-        drop_between=_one(GATHERED, -held),
-        release=_one(GATHERED, -stays - full_again - codes),
-        between=stays + held + codes,
+        gather=gathered[0],
+        again=gathered_again[0],
+        arrive=gathered[1],
+        arrive_again=gathered_again[1],
+        rest_between=_sum_of(bucket_memory.rest_between(b, is_kept=b.wire.codes_stay) for b in again),
+        drop_between=_sum_of(bucket_memory.arrive(b) for b in again),
+        release=_sum_of(bucket_memory.release(b) for b in own),
+        between=sum(bucket_memory.staying_bytes(b) for b in own),
         pending=sum(pending),
-        partial=sum(bucket.partial_bytes for bucket in trained),
-        finished=sum(_finished_bytes(bucket) for bucket in trained),
-        copied=max((own * (len(b.stages) - 1) for own, b in zip(pending, trained, strict=True) if b.stages), default=0),
-        apart=max(bucket.apart_bytes for bucket in found),
-        collectives=sum(m.steps for b in trained for m in (*b.sums.last.partial, *b.sums.last.finish)),
+        partial=sum(b.partial_bytes for b in trained),
+        finished=sum(bucket_memory.finished_bytes(b) for b in trained),
+        copied=max(map(bucket_memory.copied_bytes, trained, pending), default=0),
+        apart=max(b.apart_bytes for b in own),
+        collectives=sum(move.steps for b in trained for move in (*b.sums.last.partial, *b.sums.last.finish)),
         arrivals=(_arrival(early, late, Pass.REDUCES), _arrival(early, late, Pass.ADDS)),
         trained=trained,
     )
 
 
-def _one(kind: int, count_bytes: int) -> Change:
+def _sum_of(events: Iterable[Iterable[Allocation]]) -> Change:
+    """Of one event of several buckets."""
     steps = _Steps()
-    steps.take(kind, count_bytes)
+    for allocations in events:
+        steps.take_all(allocations)
     return steps.end()
 
 
-def _gathered(found: Sequence[PlannedBucket], from_rest: bool) -> tuple[Change, Change]:
-    """What is taken as gathers begin, and as the computation has what they bring; see `CountingBucket.gather`."""
+def _gathered(own: Sequence[PlannedBucket], again: bool) -> tuple[Change, Change]:
+    """What is taken as gathers begin, and as the computation has what they bring, which on CUDA runs behind them."""
     begun, arrived = _Steps(), _Steps()
-    for bucket in found:
-        if bucket.resident:
-            continue
-        is_kept = not from_rest and bucket.between_bytes
-        arriving = bucket.arriving_bytes(bucket.between_axes if is_kept else bucket.weight_axes)
-        begun.take(GATHERED, arriving)
-        if bucket.gathers_into_place or not arriving:
-            begun.take(GATHERED, bucket.full_bytes)
-        if from_rest and bucket.wire.codes_stay and bucket.regathered:
-            begun.take(GATHERED, bucket.between_bytes)  # beside full weights
-        if arriving:
-            begun.take(GATHERED, bucket.scratch_bytes)
-            begun.take(GATHERED, -bucket.scratch_bytes)
-            steps = arrived if bucket.on_host else begun
-            steps.take(GATHERED, 0 if bucket.gathers_into_place else bucket.full_bytes)
-            steps.take(GATHERED, bucket.scratch_bytes)
-            steps.take(GATHERED, -bucket.scratch_bytes - arriving)
+    for bucket in own:
+        from_between = again and bucket.between_bytes > 0
+        begun.take_all(bucket_memory.gather(bucket, from_between))
+        (arrived if bucket.on_host else begun).take_all(bucket_memory.decode(bucket, from_between))
     return begun.end(), arrived.end()
 
 
@@ -246,6 +226,10 @@ class _Steps:
         self._now[kind] += count_bytes
         if (total := sum(self._now)) > self._most:
             self._most, self._at_most = total, list(self._now)
+
+    def take_all(self, allocations: Iterable[Allocation]) -> None:
+        for kind, count_bytes in allocations:
+            self.take(kind, count_bytes)
 
     def add(self, change: Change) -> None:
         """All of a change."""
@@ -276,10 +260,10 @@ def _some(by_kind: Sequence[int]) -> Bytes:
 
 
 def _first_gradients(
-    unit: UnitShape, found: Sequence[PlannedBucket]
+    unit: UnitShape, own: Sequence[PlannedBucket]
 ) -> tuple[Sequence[PlannedBucket], Sequence[PlannedBucket]]:
     """The buckets whose first gradient comes early, and late, as of `Arrival`. Tensors get theirs in reverse order."""
-    bucket_of = {place: bucket for bucket in found if bucket.trainable for place in bucket.places}
+    bucket_of = {place: bucket for bucket in own if bucket.trainable for place in bucket.places}
     half, filled = sum(unit.tensors[place].numel for place in bucket_of), 0
     early, late = dict[PlannedBucket, None](), dict[PlannedBucket, None]()
     for place in sorted(bucket_of, reverse=True):
@@ -292,67 +276,61 @@ def _first_gradients(
 def _arrival(early: Sequence[PlannedBucket], late: Sequence[PlannedBucket], this_pass: Pass) -> Arrival:
     def of(some: Sequence[PlannedBucket], ahead: bool) -> Change:
         here = [bucket for bucket in some if (bool(bucket.ranks) and not bucket.on_host) is ahead]
-        return _one(UNREDUCED, sum(bucket.pending_bytes(this_pass) for bucket in here))
+        return _sum_of([[Allocation(StepMemory.UNREDUCED, sum(b.pending_bytes(this_pass) for b in here))]])
 
     return Arrival(of([*early, *late], True), of(early, False), of(late, False))
 
 
-def _finished_bytes(bucket: PlannedBucket) -> int:
-    here = bucket.tiers.grad == "device"
-    return here * bucket.numel(bucket.optim_axes) * bucket.precision.accumulate.itemsize
-
-
 def _chain(trained: Sequence[PlannedBucket], last: bool, has_partial: bool, adds: bool, counted: bool) -> Chain:
-    """Arguments as of `UnitChanges.chain`."""
-    reduction = _ChainMaker(beside=any(not bucket.on_host for bucket in trained))
+    """Arguments as of `UnitEvents.chain`."""
+    maker = _ChainMaker(beside=any(not bucket.on_host for bucket in trained), counted=counted)
     pendings = [bucket.pending_bytes(Pass.ADDS if adds else Pass.REDUCES) for bucket in trained]
-    reduction.now.turn(UNREDUCED, RECEIVE, sum(pendings))
+    maker.now.turn(UNREDUCED, RECEIVE, sum(pendings))
     for bucket, pending in zip(trained, pendings, strict=True):
-        finished = _finished_bytes(bucket) * (last and counted)
-        reduction.run(bucket, last, pending, bucket.partial_bytes * has_partial, finished)
-    return reduction.end()
+        partial = bucket.partial_bytes * has_partial
+        for event in bucket_memory.reduction(bucket, last, pending, partial):
+            maker.go_on(event)
+    return maker.end()
 
 
 class _ChainMaker:
-    """Puts a `Chain` together, as `CountingBucket.reduce` goes through it."""
+    """Puts a `Chain` together from the events of a reduction.
 
-    def __init__(self, beside: bool) -> None:
+    Args:
+        beside: it runs beside the computation: what it gives back stays until the computation has waited for it.
+        counted: finished gradients are counted.
+    """
+
+    def __init__(self, beside: bool, counted: bool) -> None:
         self.now = _Steps()
-        self._beside, self._moves_nothing = beside, True
+        self._beside, self._counted, self._moves_nothing = beside, counted, True
         self._steps: list[Change] = []
         self._lent, self._kept, self._finished = _Steps(), _Steps(), 0
 
-    def run(self, bucket: PlannedBucket, last: bool, pending: int, partial: int, finished: int) -> None:
-        reduction = bucket.sums.of(last)
-        self._move(reduction.partial)
-        if reduction.partial:
-            self._give_back(self._lent, RECEIVE, pending)
-        if last:
-            self._give_back(self._lent, UNREDUCED, partial)
-        else:
-            self.now.take(UNREDUCED, bucket.partial_bytes - partial)
-        self.now.take(RECEIVE, reduction.beside_bytes)
-        self._move(reduction.finish)
-        self._give_back(self._kept, RECEIVE, reduction.beside_bytes)
-        if not reduction.partial:
-            self._give_back(self._lent, RECEIVE, pending)
+    def go_on(self, event: Allocation | GivenBack | InFlight) -> None:
+        if isinstance(event, InFlight):
+            self._fly(event.received_bytes)
+        elif isinstance(event, GivenBack):
+            later = self._lent if event.lent else self._kept
+            (later if self._beside else self.now).take(event.kind, -event.nbytes)
+        elif event.kind == GRADIENTS:
+            self._finish(event.nbytes * self._counted)
+        elif event.kind != StepMemory.SUMS:
+            self.now.take(*event)
+
+    def _fly(self, received_bytes: int) -> None:
+        self._moves_nothing = False
+        self.now.take(RECEIVE, received_bytes)
+        if not self._beside:
+            self._steps.append(self.now.end())
+        self.now.take(RECEIVE, -received_bytes)
+
+    def _finish(self, finished_bytes: int) -> None:
+        """Finished gradients are there when the computation has waited for all of the chain."""
         if self._beside:
-            self._finished += finished
+            self._finished += finished_bytes
         else:
-            self.now.take(GRADIENTS, finished)
-
-    def _move(self, moves: Sequence[MoveBytes]) -> None:
-        for move in moves:
-            for received in (move.received_bytes, *[0] * (move.steps - 1)):
-                self._moves_nothing = False
-                self.now.take(RECEIVE, received)
-                if not self._beside:
-                    self._steps.append(self.now.end())
-                self.now.take(RECEIVE, -received)
-
-    def _give_back(self, later: _Steps, kind: int, count_bytes: int) -> None:
-        """Now, or later where collectives run beside the computation, which has to wait for them."""
-        (later if self._beside else self.now).take(kind, -count_bytes)
+            self.now.take(GRADIENTS, finished_bytes)
 
     def end(self) -> Chain:
         if not self._beside:

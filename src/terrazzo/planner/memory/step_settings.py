@@ -1,11 +1,11 @@
-"""What a walk through a training step is given, and what it finds."""
+"""What `walk` is asked: the units of a step and how they are run. And its answer: the fullest moment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.planner.memory.changes import UnitChanges
 from terrazzo.planner.memory.stages import LastTurn
+from terrazzo.planner.memory.unit_events import UnitEvents
 
 __all__ = ["ACTIVATIONS", "BUFFERS", "KINDS", "LOGITS", "WORKING", "Peak", "StepSettings", "StepUnit"]
 
@@ -23,7 +23,7 @@ class StepUnit:
         chunk: of the stages that a rank runs in turns, the number of the one that it is in.
     """
 
-    changes: UnitChanges
+    changes: UnitEvents
     count: int = 1
     saved: float = 0.0
     working: float = 0.0

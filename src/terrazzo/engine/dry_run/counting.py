@@ -1,0 +1,269 @@
+"""Units and buckets that count bytes in place of moving them, before the same `Schedule` as the engine's.
+
+What each event takes is in `terrazzo.engine.plan.bucket_memory`; here is what is there now, and where it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.comm.comm_streams import CommStreams
+from terrazzo.engine.comm.label import Label
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.transfer import Handle, Moves, Released
+from terrazzo.engine.plan import bucket_memory
+from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack
+from terrazzo.engine.plan.bucket_spec import BucketSpec, MoveBytes, Pass, When
+
+__all__ = ["CountingBucket", "CountingUnit", "CountingWeights", "ExpectedGradient", "StepCounts"]
+
+
+class ExpectedGradient(NamedTuple):
+    """Of one parameter.
+
+    Attributes:
+        place: of that among the parameters of the model; infinite where it may be used behind all of them.
+        numel: elements of it, whole.
+        bucket: number of its bucket in the unit.
+    """
+
+    place: float
+    numel: int
+    bucket: int
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Where a step's bytes are counted.
+
+    Attributes:
+        traffic: what is sent.
+        transient: gathered weights, unreduced gradients, and what arrives.
+        sums: sums of gradients, and finished ones, which a bill counts as they rest.
+    """
+
+    traffic: Traffic
+    transient: Ledger
+    sums: Ledger = field(default_factory=Ledger)
+
+    @property
+    def by_kind(self) -> tuple[Ledger, ...]:
+        """By `StepMemory`."""
+        return (self.transient, self.transient, self.transient, self.sums, self.sums)
+
+
+class CountingUnit:
+    """Stands for a unit before `Schedule`, which cannot tell the difference.
+
+    Args:
+        buckets: of which it counts what they hold and send.
+        compiled: whether its gradients come all at once.
+        counts: where it counts that.
+        comm_streams: as of `Unit`.
+
+    Attributes:
+        gradients: that come in a backward, in any order; none where nobody has said.
+        last_place: the highest place of its parameters; infinite where it has none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        buckets: Sequence[BucketSpec],
+        compiled: bool,
+        counts: StepCounts,
+        comm_streams: CommStreams | None = None,
+    ) -> None:
+        self.name, self.index, self.comm_streams = name, index, comm_streams
+        self.buckets = [CountingBucket(bucket, counts, beside=comm_streams is not None) for bucket in buckets]
+        self.weights = CountingWeights(self.buckets)
+        self.has_gradients = any(bucket.trainable for bucket in buckets)
+        self.fills_gradually = self.has_gradients and not compiled
+        self.gradients: list[ExpectedGradient] = []
+        self.last_place: float = math.inf
+        self._filled_numel = 0
+
+    def expect_in_turn(self, buckets: Sequence[Bucket], is_around: bool) -> None:
+        """Expect the gradients of the parameters in its buckets, one after the other.
+
+        Of what several modules share, with the one that is registered first: the others have run backward by then.
+
+        Args:
+            is_around: there are units inside of this one. Its own parameters may be used behind these, wherever they
+                are registered, but for a table, whose gradient comes when they have run.
+        """
+        members = [(number, member) for number, bucket in enumerate(buckets) for member in bucket.members]
+        self.last_place = max((member.place for _, member in members), default=math.inf)
+        for number, member in members:
+            if buckets[number].trainable:
+                place = math.inf if is_around and not member.is_table else member.place
+                self.gradients.append(ExpectedGradient(place, math.prod(member.shape), number))
+
+    def add_gradient(self, gradient: ExpectedGradient, this_pass: Pass) -> None:
+        self.buckets[gradient.bucket].accumulate_gradients(this_pass)
+        self._filled_numel += gradient.numel
+
+    @property
+    def half_filled(self) -> bool:
+        return 2 * self._filled_numel >= sum(gradient.numel for gradient in self.gradients)
+
+    def accumulate_gradients(self, this_pass: Pass) -> None:
+        for bucket in self.buckets:
+            bucket.accumulate_gradients(this_pass)
+
+    def expect_gradients(self, this_pass: Pass) -> None:
+        for bucket in self.buckets:
+            if bucket.spec.ranks:
+                bucket.accumulate_gradients(this_pass)
+
+    def add_stages(self) -> None:
+        for bucket in self.buckets:
+            bucket.add_stages()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """A dry run forgets nothing."""
+
+    def reduce(self, denominator: float | None) -> Moves[None]:
+        self._filled_numel = 0
+        for bucket in self.buckets:
+            if bucket.spec.trainable:
+                yield from bucket.reduce(last=denominator is not None)
+
+
+class CountingWeights:
+    """Those of such a unit."""
+
+    def __init__(self, buckets: Sequence[CountingBucket]) -> None:
+        self._buckets = buckets
+        self.regathered = any(bucket.spec.regathered for bucket in buckets)
+
+    @property
+    def at_hand(self) -> bool:
+        return all(bucket.present for bucket in self._buckets)
+
+    def gather(self, label: Label, from_rest: bool = False) -> None:
+        for bucket in self._buckets:
+            bucket.gather()
+
+    def advance(self) -> None:
+        """Nothing is under way in a dry run."""
+
+    def wait(self) -> None:
+        for bucket in self._buckets:
+            bucket.decode()
+        for bucket in self._buckets:
+            bucket.arrive()
+
+    def rest_between(self) -> None:
+        for bucket in self._buckets:
+            bucket.rest_between()
+
+    def release(self) -> None:
+        for bucket in self._buckets:
+            bucket.release()
+
+    def rest(self) -> None:
+        for bucket in self._buckets:
+            bucket.release()
+            bucket.drop_between()
+
+
+class CountingBucket:
+    """What a bucket holds at a moment of a step, in bytes: it keeps what is here and asks `bucket_memory` for the rest.
+
+    Args:
+        counts: where it counts that, and what it sends.
+        beside: whether chains of collectives run beside the computation.
+    """
+
+    def __init__(self, spec: BucketSpec, counts: StepCounts, beside: bool) -> None:
+        self.spec, self._traffic, self._beside = spec, counts.traffic, beside
+        self._transient, self._ledgers = counts.transient, counts.by_kind
+        self.present = spec.resident
+        self._gathered_again = self._arrives = self._is_kept = False
+        self._pending_bytes = self._partial_bytes = 0
+
+    def _count(self, allocations: Iterable[Allocation]) -> None:
+        for kind, nbytes in allocations:
+            if nbytes < 0:
+                self._ledgers[kind].release(-nbytes)
+            else:
+                self._ledgers[kind].acquire(nbytes)
+
+    def gather(self) -> None:
+        if not self.present:
+            again = self._is_kept and self.spec.between_bytes > 0
+            self.present, self._gathered_again, self._arrives = True, again, True
+            self._count(bucket_memory.gather(self.spec, again))
+            self._is_kept = self._is_kept or self.spec.wire.codes_stay
+            self._record(self.spec.collectives(When.BACKWARD if again else When.FORWARD))
+            if self._beside:
+                self.decode()
+
+    def decode(self) -> None:
+        """What was sent in blocks of 8 bits is decoded; before the host has waited for it where collectives run beside
+        the computation.
+        """
+        if self._arrives:
+            self._arrives = False
+            self._count(bucket_memory.decode(self.spec, self._gathered_again))
+
+    def _record(self, moves: Iterable[MoveBytes]) -> None:
+        for move in moves:
+            self._traffic.record(move.kind, int(move.sent_bytes))
+
+    def rest_between(self) -> None:
+        if self.spec.regathered and self.present:
+            self.decode()
+            self._count(bucket_memory.rest_between(self.spec, self._is_kept))
+            self.present, self._is_kept = False, True
+
+    def release(self) -> None:
+        if self.present and not self.spec.resident:
+            self.decode()
+            self._count(bucket_memory.release(self.spec))
+            self.present, self._is_kept = False, self._is_kept and not self.spec.wire.codes_stay
+
+    def arrive(self) -> None:
+        """Full weights can be read."""
+        if self._is_kept:
+            self._count(bucket_memory.arrive(self.spec))
+            self._is_kept = self.spec.wire.codes_stay
+
+    def drop_between(self) -> None:
+        if self._is_kept:
+            self._count(bucket_memory.drop_between(self.spec))
+            self._is_kept = False
+
+    def accumulate_gradients(self, this_pass: Pass) -> None:
+        if not self._pending_bytes:
+            self._pending_bytes = self.spec.pending_bytes(this_pass)
+            self._transient.acquire(self._pending_bytes)
+
+    def add_stages(self) -> None:
+        with self._transient.holding(bucket_memory.copied_bytes(self.spec, self._pending_bytes)):
+            for _ in self.spec.stages[1:]:
+                self._traffic.record("send", self._pending_bytes)
+
+    def reduce(self, last: bool) -> Moves[None]:
+        pending_bytes, self._pending_bytes = self._pending_bytes, 0
+        partial_bytes, self._partial_bytes = self._partial_bytes, 0 if last else self.spec.partial_bytes
+        for event in bucket_memory.reduction(self.spec, last, pending_bytes, partial_bytes):
+            if isinstance(event, Allocation):
+                self._count([event])
+            elif isinstance(event, GivenBack):
+                yield Released(self._ledgers[event.kind], event.nbytes, lent=event.lent)
+            else:
+                if event.is_first:
+                    self._record([event.move])
+                with self._transient.holding(event.received_bytes):
+                    yield Handle(queued=True)
+
+    def publish(self) -> None:
+        with self._transient.holding(self.spec.apart_bytes):
+            self._record(self.spec.collectives(When.UPDATE))

@@ -1,0 +1,211 @@
+"""What a bucket allocates and frees on the device at each event of a step, in bytes. This is said here alone.
+
+`BucketSpec` says how many bytes there are of a state, this when they come and go. Events have no order of their own:
+the dry run counts in the order of the engine's schedule (`CountingBucket`), the planner's search in that of its walk
+(`terrazzo.planner.memory.unit_events`). The engine does with tensors what is listed here; tests compare the peaks.
+
+    gather          weights are asked for, and none are here; `again`: what `between` keeps of them is here
+    decode          what was sent in blocks of 8 bits has come
+    arrive          full weights can be read in place of what `between` kept
+    rest_between    forward has ended
+    release         full weights go
+    drop_between    what `between` kept goes
+    reduction       gradients are summed over ranks, one collective after the other
+
+Single amounts are the spec's: `pending_bytes` with a bucket's first gradient, `apart_bytes` as new weights are sent.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from terrazzo.engine.plan.bucket_spec import BucketSpec, MoveBytes
+
+__all__ = [
+    "Allocation",
+    "GivenBack",
+    "InFlight",
+    "StepMemory",
+    "arrive",
+    "copied_bytes",
+    "decode",
+    "drop_between",
+    "finished_bytes",
+    "gather",
+    "reduction",
+    "release",
+    "rest_between",
+    "staying_bytes",
+]
+
+
+class StepMemory(enum.IntEnum):
+    """What memory is for. The first three together are transient memory; sums are counted beside it."""
+
+    GATHERED = 0
+    """Full weights, and what is kept of them between forward and backward."""
+    UNREDUCED = 1
+    """Gradients that no collective has taken yet, and sums of earlier micro-batches."""
+    RECEIVE = 2
+    """Gradients under way, and what arrives to be summed."""
+    GRADIENTS = 3
+    """Finished gradients."""
+    SUMS = 4
+    """What the reduce-scatters of a reduction have made so far. Estimates from shapes alone leave it out."""
+
+
+_GATHERED, _UNREDUCED, _RECEIVE, _GRADIENTS, _SUMS = StepMemory
+
+
+class Allocation(NamedTuple):
+    """Bytes that are allocated, or freed where they are negative."""
+
+    kind: StepMemory
+    nbytes: int
+
+
+class GivenBack(NamedTuple):
+    """Bytes that a reduction has no use for any more. If it runs beside the computation, they stay until it has waited.
+
+    Attributes:
+        lent: the next reduction may have them before that: see `terrazzo.engine.comm.transfer.Released`.
+    """
+
+    kind: StepMemory
+    nbytes: int
+    lent: bool
+
+
+class InFlight(NamedTuple):
+    """One of the steps of a collective: for as long as it is in flight, what arrives has memory."""
+
+    move: MoveBytes
+    received_bytes: int
+    is_first: bool
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def gather(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
+    """Of weights that rest, or `again` of what `between` keeps."""
+    if spec.resident:
+        return
+    arriving_bytes = _arriving_bytes(spec, again)
+    yield Allocation(_GATHERED, arriving_bytes)
+    if spec.gathers_into_place or not arriving_bytes:
+        yield Allocation(_GATHERED, spec.full_bytes)
+    if arriving_bytes:
+        yield from _scratch(spec)
+    if spec.wire.codes_stay and not again:
+        yield Allocation(_GATHERED, spec.between_bytes)
+
+
+def decode(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
+    """Of what `gather` has sent in blocks of 8 bits; nothing otherwise."""
+    if arriving_bytes := _arriving_bytes(spec, again):
+        if not spec.gathers_into_place:
+            yield Allocation(_GATHERED, spec.full_bytes)
+        yield from _scratch(spec)
+        yield Allocation(_GATHERED, -arriving_bytes)
+
+
+def _arriving_bytes(spec: BucketSpec, again: bool) -> int:
+    return 0 if spec.resident else spec.arriving_bytes(spec.between_axes if again else spec.weight_axes)
+
+
+def _scratch(spec: BucketSpec) -> Iterator[Allocation]:
+    yield Allocation(_GATHERED, spec.scratch_bytes)
+    yield Allocation(_GATHERED, -spec.scratch_bytes)
+
+
+def arrive(spec: BucketSpec) -> Iterator[Allocation]:
+    """What `between` kept goes; that of codes stays beside full ones."""
+    if not spec.wire.codes_stay:
+        yield from drop_between(spec)
+
+
+def drop_between(spec: BucketSpec) -> Iterator[Allocation]:
+    """What `between` kept goes: another step begins."""
+    yield Allocation(_GATHERED, -spec.between_bytes)
+
+
+def rest_between(spec: BucketSpec, is_kept: bool) -> Iterator[Allocation]:
+    """Full weights go, if backward gathers them again.
+
+    Args:
+        is_kept: what `between` keeps is here, as of codes since they were gathered.
+    """
+    if spec.regathered:
+        if not is_kept:
+            yield Allocation(_GATHERED, spec.between_bytes)
+        yield Allocation(_GATHERED, -spec.full_bytes)
+
+
+def release(spec: BucketSpec) -> Iterator[Allocation]:
+    """Full weights go, and codes that are kept beside them."""
+    if spec.wire.codes_stay:
+        yield from drop_between(spec)
+    yield Allocation(_GATHERED, -spec.full_bytes)
+
+
+def staying_bytes(spec: BucketSpec) -> int:
+    """What stays from forward to backward."""
+    return spec.between_bytes if spec.regathered else spec.full_bytes
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+def copied_bytes(spec: BucketSpec, pending_bytes: int) -> int:
+    """Unreduced gradients of the other stages that have the same parameters, as they come to be added."""
+    return pending_bytes * max(0, len(spec.stages) - 1)
+
+
+def finished_bytes(spec: BucketSpec) -> int:
+    """The finished gradient, if it stays on the device."""
+    here = spec.trainable and spec.tiers.grad == "device"
+    return here * spec.numel(spec.optim_axes) * spec.precision.accumulate.itemsize
+
+
+def reduction(
+    spec: BucketSpec, last: bool, pending_bytes: int, partial_bytes: int
+) -> Iterator[Allocation | GivenBack | InFlight]:
+    """Of a micro-batch's gradient, which is under way by now.
+
+    Args:
+        last: it finishes the step's gradient.
+        pending_bytes: of the unreduced gradient.
+        partial_bytes: sums of earlier micro-batches that are here.
+    """
+    partial, _, finish, _, beside_bytes = spec.sums.of(last)
+    sum_bytes = 0
+    for move in partial:
+        yield Allocation(_SUMS, move.sum_bytes)
+        yield from _in_flight(move)
+        yield Allocation(_SUMS, -sum_bytes)
+        sum_bytes = move.sum_bytes
+    if finish or not last:  # from here on it counts as what it is added to, or summed further as
+        yield Allocation(_SUMS, -sum_bytes)
+        sum_bytes = 0
+    if partial:
+        yield GivenBack(_RECEIVE, pending_bytes, lent=True)
+    if last:
+        yield GivenBack(_UNREDUCED, partial_bytes, lent=True)
+    else:
+        yield Allocation(_UNREDUCED, spec.partial_bytes - partial_bytes)
+    yield Allocation(_RECEIVE, beside_bytes)
+    for move in finish:
+        yield from _in_flight(move)
+    yield GivenBack(_RECEIVE, beside_bytes, lent=False)
+    if not partial:
+        yield GivenBack(_RECEIVE, pending_bytes, lent=True)
+    if last:
+        yield Allocation(_SUMS, -sum_bytes)
+        yield Allocation(_GRADIENTS, finished_bytes(spec))
+
+
+def _in_flight(move: MoveBytes) -> Sequence[InFlight]:
+    return [InFlight(move, move.received_bytes * (step == 0), step == 0) for step in range(move.steps)]
