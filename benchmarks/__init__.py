@@ -7,7 +7,7 @@
     offload       the update on the CPU, swap files, whole steps: `python -m benchmarks.offload`
     allocator     what the caching allocator makes of a step: `python -m benchmarks.allocator`
     states        losses with optimizer states of fewer bytes: `python -m benchmarks.states`
-    gathers       weights gathered in 8 bits over a slow link: `python -m benchmarks.gathers`
+    gathers       weights and gradients sent in fewer bits over a slow link: `python -m benchmarks.gathers`
     planner       the planner against published measurements: `python -m benchmarks.planner`
 
 `host`, `update` and `network` (with `namespaces`) measure one thing each, for the suite cpu too. `environment` says

@@ -1,12 +1,15 @@
-"""Weights gathered in 8 bits over a slow link: how long steps take with and without, and what bounds them.
+"""Weights and gradients sent in fewer bits over a slow link: how long steps take, and what bounds them.
 
-Two network namespaces of this machine stand for two nodes of one gloo rank each, as in `benchmarks.network`. All
-contenders live in the same two processes and step in turn, so they share every busy moment.
+Two network namespaces of this machine stand for two nodes, as in `benchmarks.network`: of one gloo rank each, and for
+`hybrid_shard` of two, so that groups are within a node. All contenders of a plan's ranks live in the same processes and
+step in turn, so they share every busy moment.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import random
 import signal
@@ -26,64 +29,80 @@ from benchmarks.cpu.cases import Case
 from benchmarks.cpu.models import Shape
 from benchmarks.namespaces import run_ranks, two_nodes
 from benchmarks.network import Contender, Trainee
-from terrazzo.engine import WireFormat, engine_of
+from terrazzo.engine import WireFormat
 
 CASE = Case(Shape(4, 384, 1024, 32), 1, "little to compute, all weights to move", precision="bf16")
 BF16 = tz.Precision.named("bf16")
-REDUCED = {"gradients fp32": BF16, "gradients bf16": replace(BF16, reduce=torch.bfloat16)}
-CONTENDERS = {
-    (plan, reduced, gather): Contender(plan, two_axes=False, precision=replace(precision, gather=gather))
-    for plan in ("zero3", "zero2")
-    for reduced, precision in REDUCED.items()
-    for gather in (None, WireFormat.INT8)
+REDUCED = {
+    "fp32": BF16,
+    "bf16": replace(BF16, reduce=torch.bfloat16),
+    "int8": replace(BF16, quantized_reduce=WireFormat.INT8),
+    "int4": replace(BF16, quantized_reduce=WireFormat.INT4),
 }
-"""By plan, what gradients are summed in, and what weights are gathered in; None for `compute`."""
-LIMIT_S = 270.0
+Sent = tuple[str, str, WireFormat | None]
+SENT: dict[int, list[Sent]] = {
+    1: list(itertools.product(("zero3", "zero2"), REDUCED, (None, WireFormat.INT8))),
+    2: [("hybrid_shard", reduced, None) for reduced in REDUCED],
+}
+"""By ranks of a node: the plan, what gradients are sent in, and what weights are gathered in; None for `compute`."""
+LIMIT_S = 500.0
 
 
-def _run_rank(turns: int, report: Path) -> None:
-    """Write what each contender's steps took on this rank, in the order of `CONTENDERS`."""
+def contender(plan: str, reduced: str, gather: WireFormat | None) -> Contender:
+    """One of `SENT`."""
+    return Contender(plan, plan == "hybrid_shard", replace(REDUCED[reduced], gather=gather))
+
+
+def _run_rank(turns: int, per_node: int, report: Path) -> None:
+    """Write what each contender's steps took on this rank, in the order of `SENT`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = CASE.model()
-    trainees = [Trainee(contender, CASE, deepcopy(model)) for contender in CONTENDERS.values()]
+    trainees = [Trainee(contender(*sent), CASE, deepcopy(model)) for sent in SENT[per_node]]
     shuffle = random.Random(0)
     for _ in range(1 + turns):
         for trainee in shuffle.sample(trainees, len(trainees)):
             trainee.step()
-    promised = [engine_of(trainee.model).promise.traffic().bytes for trainee in trainees]
-    found = [each.report() | {"promised": dict(sent)} for each, sent in zip(trainees, promised, strict=True)]
-    report.write_text(json.dumps(found))
+    report.write_text(json.dumps([each.report() for each in trainees]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table(ranks: Sequence[Sequence[Mapping[str, Any]]], rate_mbit: int) -> str:
-    """As Markdown, from the reports of both ranks: medians over turns, and bytes that one node sends in a step."""
-    rows = [
-        "| plan | gradients in | weights in | step s | × without | link MB | weights' share | link alone s |",
-        "|---|---|---|--:|--:|--:|--:|--:|",
-    ]
+HEAD = """| plan | gradients in | weights in | step s | × bf16 | link MB | × bf16 | link alone s |
+|---|---|---|--:|--:|--:|--:|--:|"""
+
+
+def rows(per_node: int, ranks: Sequence[Sequence[Mapping[str, Any]]], rate_mbit: int) -> str:
+    """Of a Markdown table, from the reports of all ranks: medians over turns, and bytes that one node sends in a step.
+
+    Ratios are to the plan's step in which all is sent in bf16; those of steps within turns.
+    """
+    places = {sent: place for place, sent in enumerate(SENT[per_node])}
     steps = {
-        key: [max(turn) for turn in zip(*(rank[place]["step_s"] for rank in ranks), strict=True)]
-        for place, key in enumerate(CONTENDERS)
+        sent: [max(turn) for turn in zip(*(rank[place]["step_s"] for rank in ranks), strict=True)]
+        for sent, place in places.items()
     }
-    for place, (plan, reduced, gather) in enumerate(CONTENDERS):
-        own, plain = steps[plan, reduced, gather], steps[plan, reduced, None]
-        sent, promised = median(ranks[0][place]["link_bytes"]), ranks[0][place]["promised"]
+    link = {sent: median(ranks[0][place]["link_bytes"]) for sent, place in places.items()}
+    found = []
+    for plan, reduced, gather in places:
+        sent, plain = (plan, reduced, gather), (plan, "bf16", None)
         cells = [
             f"`{plan}`",
-            reduced.removeprefix("gradients "),
+            reduced,
             gather or "bf16",
-            f"{median(own):.2f}",
-            f"{median(a / b for a, b in zip(own, plain, strict=True)):.2f}",
-            f"{sent / 1e6:.1f}",
-            f"{promised['all_gather'] / sum(promised.values()):.0%}",
-            f"{8 * sent / (rate_mbit * 1e6):.2f}",
+            f"{median(steps[sent]):.2f}",
+            f"{median(a / b for a, b in zip(steps[sent], steps[plain], strict=True)):.2f}",
+            f"{link[sent] / 1e6:.1f}",
+            f"{link[sent] / link[plain]:.2f}",
+            f"{8 * link[sent] / (rate_mbit * 1e6):.2f}",
         ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        found.append(f"| {' | '.join(cells)} |")
+    return "\n".join(found)
+
+
+def _with_report(words: Sequence[str], report: Path) -> list[str]:
+    return [*words, str(report)]
 
 
 def main() -> None:
@@ -91,17 +110,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--rate-mbit", type=int, default=100)
+    parser.add_argument("--per-node", type=int, choices=SENT, help="those with so many ranks to a node alone")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.report is not None:
-        _run_rank(arguments.turns, arguments.report)
+        _run_rank(arguments.turns, arguments.per_node, arguments.report)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are cleaned up then too
-    with two_nodes(arguments.rate_mbit, delay_ms=0.5) as nodes:
-        words = ["-m", "benchmarks.gathers", "--turns", str(arguments.turns), "--report"]
-        reports = run_ranks(nodes, 1, lambda report: [*words, str(report)], LIMIT_S)
+    found = []
+    for per_node in [arguments.per_node] if arguments.per_node else SENT:
+        words = ["-m", "benchmarks.gathers", "--turns", str(arguments.turns), "--per-node", str(per_node), "--report"]
+        with two_nodes(arguments.rate_mbit, delay_ms=0.5) as nodes:
+            reports = run_ranks(nodes, per_node, functools.partial(_with_report, words), LIMIT_S)
+        found.append(rows(per_node, [json.loads(report) for report in reports], arguments.rate_mbit))
     print(f"{CASE.describe()}. Link: {nodes.shaping}.\n")
-    print(table([json.loads(report) for report in reports], arguments.rate_mbit))
+    print(HEAD, *found, sep="\n")
 
 
 if __name__ == "__main__":

@@ -142,8 +142,8 @@ MUTATIONS = [
     Mutation(
         "a mean is taken along each axis",
         "engine/buckets/gradient.py",
-        "divisor = denominator if move.divides else 1",
-        "divisor = denominator",
+        "denominator if move.divides else 1",
+        "denominator",
         "engine/test_parity.py engine/test_order.py",
     ),
     Mutation(

@@ -317,7 +317,7 @@ def test_no_without_quotes_is_false() -> None:
 
 
 def test_a_deepspeed_file_is_read_in_its_place(tmp_path: Path) -> None:
-    inner = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}, "bf16": {"enabled": True}}
+    inner = {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(inner))
     document = deepspeed(deepspeed_config_file="ds.json", zero_stage=2)
     del document["mixed_precision"]
@@ -327,7 +327,7 @@ def test_a_deepspeed_file_is_read_in_its_place(tmp_path: Path) -> None:
     assert reading.description["precision.compute"].key == "deepspeed_config.deepspeed_config_file"
     kinds = {each.key: each for each in reading.verdicts}
     assert kinds["deepspeed_config.zero_stage"].kind == "refused"
-    assert "zero_quantized_gradients" in kinds["deepspeed_config.deepspeed_config_file"].why
+    assert "zero_quantized_nontrainable_weights" in kinds["deepspeed_config.deepspeed_config_file"].why
     assert DIALECT.write(reading.description).document["deepspeed_config"] == {"deepspeed_config_file": "ds.json"}
 
 

@@ -94,7 +94,16 @@ def assert_promises(source: Dialect, document: dict[str, Any], context: ReadingC
     return reading
 
 
-NO_DTYPES = ("loss_scaling", "static_loss_scale", "autocast", "rounding", "gather", "linears", "skip")
+NO_DTYPES = (
+    "loss_scaling",
+    "static_loss_scale",
+    "autocast",
+    "rounding",
+    "gather",
+    "quantized_reduce",
+    "linears",
+    "skip",
+)
 
 
 def assert_sound(description: Description, keys: set[str]) -> None:

@@ -223,15 +223,27 @@ def test_bucket_sizes_are_elements_and_no_units() -> None:
 
 
 def test_division_and_quantisation_are_not_lost_in_silence() -> None:
-    document = {"gradient_predivide_factor": 2.0} | zero(3, zero_quantized_gradients=True, contiguous_gradients=False)
+    document = {"gradient_predivide_factor": 2.0} | zero(
+        3, zero_quantized_nontrainable_weights=True, contiguous_gradients=False
+    )
     kinds = {extra.key: extra.loss for extra in read(document).extras}
     assert kinds == {
         "gradient_predivide_factor": "lossy",
-        "zero_optimization.zero_quantized_gradients": "refused",
+        "zero_optimization.zero_quantized_nontrainable_weights": "refused",
         "zero_optimization.contiguous_gradients": "harmless",
     }
-    off = read(zero(3, zero_quantized_gradients=False)).extras[0]
+    off = read(zero(3, zero_quantized_nontrainable_weights=False)).extras[0]
     assert off.loss == "harmless"
+
+
+def test_what_zeropp_sends_is_sent_at_stage_3_and_elsewhere_kept_aside() -> None:
+    switches = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    found = read(zero(3, **switches))
+    assert found.value("precision.gather") == "int8"
+    assert found.value("precision.quantized_reduce") == "int4"
+    other = read(zero(2, **switches))
+    assert not other["precision.quantized_reduce"].is_set
+    assert {extra.key.rpartition(".")[2] for extra in other.extras} == set(switches)
 
 
 @pytest.mark.parametrize(

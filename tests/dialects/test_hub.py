@@ -109,6 +109,7 @@ OTHER: dict[str, Any] = {
     "precision.rounding": "stochastic",
     "precision.frozen": "nf4",
     "precision.gather": "int8",
+    "precision.quantized_reduce": "int4",
     "precision.linears": "fp8-rowwise",
     "precision.skip": ["*.gate", "head"],
     "objective.name": "dpo",

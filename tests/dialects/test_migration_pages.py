@@ -90,7 +90,7 @@ def test_what_is_certain_about_some_keys_is_on_the_pages() -> None:
     told = {(name, fate.key): fate for name in pages.CONFIGS for fate in fates(name)}
     certain = {
         ("deepspeed", "zero_optimization.stage"): ("renamed", "plan.name: zero2"),
-        ("deepspeed", "zero_optimization.zero_quantized_gradients"): ("refused", ""),
+        ("deepspeed", "zero_optimization.zero_quantized_nontrainable_weights"): ("refused", ""),
         ("deepspeed", "wall_clock_breakdown"): ("defaulted", ""),
         ("fsdp1", "sharding_strategy"): ("renamed", "plan.name: shard_grad_op"),
         ("fsdp2", "reshard_after_forward"): ("renamed", "plan.name: hpz; plan.mesh.dp_shard: 2"),

@@ -1,4 +1,4 @@
-"""Blocks of 8 bits as plain PyTorch has them, on whole tensors: the oracle of what is kept or sent so."""
+"""Blocks of 8 or 4 bits as plain PyTorch has them, on whole tensors: the oracle of what is kept or sent so."""
 
 from __future__ import annotations
 
@@ -50,21 +50,26 @@ def by_float(ratio: Tensor, threshold: Tensor, squares: bool) -> Tensor:
 
 def as_sent(values: Tensor, form: str) -> Tensor:
     """What ranks see of a matrix that is sent in blocks of 256 from its first element; others are sent as they are."""
-    if not form or values.ndim < 2 or values.numel() < 256:
+    if not form or not in_blocks(values):
         return values
     blocks = torch.nn.functional.pad(values.float().flatten(), (0, -values.numel() % 256)).view(-1, 256)
     mantissa, exponent = torch.frexp((blocks.abs().max(dim=1, keepdim=True).values / SENT[form]).double())
     scale = torch.ldexp(torch.floor(mantissa * 2**16 + 0.5) / 2**16, exponent).float()
     ratio = torch.where(scale > 0, blocks / scale, torch.zeros(())).double()
-    if form == "int8":
-        kept = torch.round(ratio).clamp(-127, 127) + 0.0  # whole numbers have no -0
+    if form in ("int8", "int4"):
+        kept = torch.round(ratio).clamp(-SENT[form], SENT[form]) + 0.0  # whole numbers have no -0
     else:
         unit = torch.exp2((torch.frexp(ratio).exponent - 4).clamp(min=-9).double())
         kept = (torch.round(ratio / unit) * unit).clamp(-448, 448)
     return (kept * scale).to(values.dtype).flatten()[: values.numel()].view(values.shape)
 
 
-SENT = {"int8": 127.0, "fp8": 448.0}
+def in_blocks(values: Tensor) -> bool:
+    """Whether it is sent so where that is asked for."""
+    return values.ndim >= 2 and values.numel() >= 256
+
+
+SENT = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 """The largest code."""
 
 

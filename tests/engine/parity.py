@@ -71,7 +71,9 @@ class Case:
         each = EACH[self.plan] if isinstance(self.plan, str) else "".join(self.plan.grad.axes)
         if self.local or self.micro_batches == 1:
             each = ""  # with one micro-batch the three orders are one
-        sums = Sums(self.replicas or 1, self.shards, each)
+        form = self.dtypes.quantized_reduce or "" if self.dtypes else ""
+        whole = bool(form) and not {"D", "R" if self.replicas else "S"} & set(self.placed.optim.axes)
+        sums = Sums(self.replicas or 1, self.shards, each, form, whole)
         gather = self.dtypes.gather or "" if self.dtypes else ""
         run = Recipe(sums, self.variant, self.precision, self.micro_batches, self.steps, self.denominator)
         return replace(run, gather=gather, gathers_frozen=bool(self.placed.weight.axes)) if gather else run

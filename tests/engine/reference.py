@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.engine.models import base_model, batch, criterion, loss_of
-from tests.engine.narrow import as_sent
+from tests.engine.narrow import as_sent, in_blocks
 
 Grads = dict[str, Tensor | None]
 
@@ -40,11 +40,15 @@ class Sums:
         shards: ranks along the inner one; rank = replica * shards + shard.
         each: axes that every micro-batch is reduced over before it is added to the ones before it: "" (it is added on
             its own rank first), "S" (the inner one) or "SR" (both). The others come once, at the end of the step.
+        form: what gradients of matrices are sent as along the outermost axis, `int8` or `int4`; empty: as they are.
+        whole: whether all ranks of that axis get the sum, which is sent so, too.
     """
 
     replicas: int
     shards: int
     each: str = ""
+    form: str = ""
+    whole: bool = False
 
     @property
     def ranks(self) -> int:
@@ -184,7 +188,8 @@ class Trainer:
             parts = [[grads_of[name] for _, grads_of in micro] for micro in runs]
             total = add_up(parts, recipe.sums, torch.zeros(shape, dtype=self.sum_dtype))
             if total is not None:
-                grads[name] = (total / denominator).to(dtypes[name])
+                total = total / denominator
+                grads[name] = (as_sent(total, recipe.sums.form) if recipe.sums.whole else total).to(dtypes[name])
         return losses, grads
 
     def _twin(self) -> nn.Module:
@@ -249,12 +254,13 @@ def add_up(parts: Sequence[Sequence[Tensor | None]], sums: Sums, zero: Tensor) -
         return None
     if sums.each == "":
         local = [_left_to_right([micro[rank] for micro in parts], zero) for rank in range(sums.ranks)]
-        return _over_axis(_over_shards(local, sums))
+        return _over_replicas(_over_shards(local, sums), sums)
     filled = [[zero if part is None else part for part in micro] for micro in parts]
     over_shards = [_over_shards(micro, sums) for micro in filled]
     if sums.each == "SR":
-        return _over_axis([_over_axis(micro) for micro in over_shards])
-    return _over_axis([_over_axis([micro[replica] for micro in over_shards]) for replica in range(sums.replicas)])
+        return _over_axis([_over_replicas(micro, sums) for micro in over_shards])
+    replicas = [_over_axis([micro[replica] for micro in over_shards]) for replica in range(sums.replicas)]
+    return _over_replicas(replicas, sums)
 
 
 def _left_to_right(parts: Sequence[Tensor | None], zero: Tensor) -> Tensor:
@@ -264,7 +270,19 @@ def _left_to_right(parts: Sequence[Tensor | None], zero: Tensor) -> Tensor:
 
 def _over_shards(ranks: Sequence[Tensor], sums: Sums) -> list[Tensor]:
     """One sum per replica, over its shards in rank order."""
-    return [_over_axis(ranks[first : first + sums.shards]) for first in range(0, sums.ranks, sums.shards)]
+    form = sums.form if sums.replicas == 1 else ""
+    return [_sent(ranks[first : first + sums.shards], form) for first in range(0, sums.ranks, sums.shards)]
+
+
+def _over_replicas(parts: Sequence[Tensor], sums: Sums) -> Tensor:
+    return _sent(parts, sums.form) if sums.replicas > 1 else parts[0]
+
+
+def _sent(parts: Sequence[Tensor], form: str) -> Tensor:
+    """Their sum, of matrices in fp32 of what ranks have sent in blocks."""
+    if not form or not in_blocks(parts[0]):
+        return _over_axis(parts)
+    return _over_axis([as_sent(part.float(), form) for part in parts]).to(parts[0].dtype)
 
 
 def _over_axis(parts: Sequence[Tensor]) -> Tensor:

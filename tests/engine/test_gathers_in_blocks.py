@@ -126,7 +126,7 @@ def test_what_has_been_sent_once_is_the_same_when_it_is_sent_again(
     if size == 1.0:
         assert torch.equal(once.view(1, -1), as_sent(values.view(1, -1), form.value))
         error = (once.double() - values.double()).norm() / values.double().norm()
-        assert error < {WireFormat.INT8: 0.0075, WireFormat.FP8: 0.0265}[form]
+        assert error < {WireFormat.INT8: 0.0075, WireFormat.FP8: 0.0265, WireFormat.INT4: 0.13}[form]
 
 
 @pytest.mark.parametrize("form", list(WireFormat))

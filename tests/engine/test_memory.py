@@ -27,6 +27,8 @@ PRECISIONS: dict[str, Precision | str] = {
     "fp16": Precision(weight="fp16", compute="fp16"),  # type: ignore[arg-type]
     "mixed": Precision(weight="fp32", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
     "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
+    "sums in int8": Precision(weight="bf16", compute="bf16", quantized_reduce="int8"),  # type: ignore[arg-type]
+    "sums in int4": Precision(gather="int8", reduce="bf16", quantized_reduce="int4"),  # type: ignore[arg-type]
     "gathered in fp8": Precision(gather="fp8"),  # type: ignore[arg-type]
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
 }
@@ -164,7 +166,7 @@ def test_the_transient_peak_equals_the_bill(plan: str, precision: str) -> None:
 
 
 @pytest.mark.cover(strength=1, plan=places)
-@pytest.mark.parametrize("precision", ["bf16", "gathered in int8"])
+@pytest.mark.parametrize("precision", ["bf16", "gathered in int8", "sums in int4"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_the_transient_peak_on_real_ranks(plan: str, precision: str) -> None:
     base = Net(width=37)

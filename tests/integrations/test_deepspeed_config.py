@@ -55,7 +55,7 @@ def test_a_file_may_have_comments(tmp_path: Path) -> None:
     ("document", "word"),
     [
         ({"zero_optimisation": {"stage": 3}}, "zero_optimization"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "nontrainable"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"managed_gradient_accumulation": False}, "set_gradient_accumulation_boundary"),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import Precision, WireFormat, engine_of
 from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
@@ -56,9 +56,12 @@ CASES: list[tuple[str, str, dict[str, int]]] = [
 ]
 
 
+IN_BLOCKS = Precision(gather=WireFormat.INT8, quantized_reduce=WireFormat.INT4)
+
+
 @pytest.mark.cover(strength=1, plan=places, mesh=dict)
-@pytest.mark.parametrize(("sizes", "plan", "mesh", "precision"), in_turns(CASES, ["bf16", "fp32"]), ids=str)
-def test_a_step_sends_and_needs_what_was_promised(sizes: str, plan: str, mesh: dict[str, int], precision: str) -> None:
+@pytest.mark.parametrize(("sizes", "plan", "mesh", "precision"), in_turns(CASES, ["bf16", "fp32", IN_BLOCKS]), ids=str)
+def test_a_step_sends_and_needs_what_was_promised(sizes: str, plan: str, mesh: dict[str, int], precision: Any) -> None:
     start = base(sizes)
 
     def body(rank: int) -> tuple[Any, ...]:

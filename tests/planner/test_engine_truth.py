@@ -52,6 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 MIXED: dict[str, Precision] = {
     **PRECISIONS,
     "fp32 weights, bf16 sums": Precision(weight="fp32", compute="bf16", reduce="bf16", accumulate="bf16"),  # type: ignore[arg-type]
+    "sums in int4": Precision(weight="bf16", compute="bf16", quantized_reduce="int4"),  # type: ignore[arg-type]
     "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
     "narrow moments": Precision(weight="bf16", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
 }

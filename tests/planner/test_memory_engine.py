@@ -43,6 +43,7 @@ PRECISIONS: dict[str, Precision] = {
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
     "int8": Precision(weight="bf16", compute="bf16", moments="int8"),  # type: ignore[arg-type]
     "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
+    "sums in int4": Precision(weight="bf16", compute="bf16", quantized_reduce="int4"),  # type: ignore[arg-type]
     "gathered in fp8": Precision(gather="fp8"),  # type: ignore[arg-type]
     "narrow wire": Precision(weight="bf16", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
 }

@@ -15,6 +15,7 @@ DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 MomentsName = Literal["fp32", "bf16", "fp16", "fp64", "int8", "fp8"]
 Rounding = Literal["nearest", "stochastic"]
 GatherName = Literal["compute", "int8", "fp8"]
+QuantizedReduceName = Literal["none", "int8", "int4"]
 FrozenName = Literal["nf4", "nf4-double"]
 
 
@@ -35,6 +36,11 @@ class PrecisionConfig(Named):
     gather: GatherName = Field(
         "compute",
         description="weights on the wire: in `compute`, or matrices in 8 bits with a scale for each 256 elements",
+    )
+    quantized_reduce: QuantizedReduceName = Field(
+        "none",
+        description="gradients on the wire: all in `reduce`, or those of matrices in 8 or 4 bits with a scale for each "
+        "256 elements; on a mesh with `dp_replicate` over that axis alone",
     )
     linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
         "compute",

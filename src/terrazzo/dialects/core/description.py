@@ -215,6 +215,7 @@ _OFF: dict[str, Any] = {
     **dict.fromkeys(("schedule.warmup_steps", "schedule.warmup_fraction"), 0),
     "precision.rounding": "nearest",
     "precision.gather": "compute",
+    "precision.quantized_reduce": "none",
     "precision.linears": "compute",
     "precision.skip": (),
     "optimizer.options": {},

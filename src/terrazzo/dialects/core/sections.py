@@ -131,6 +131,7 @@ class PrecisionSection:
     static_loss_scale: Annotated[Setting[float | None], "fixed loss scale"] = UNSET
     rounding: Annotated[Setting[str], "of weights that the optimizer updates: nearest or stochastic"] = UNSET
     gather: Annotated[Setting[str], "matrices on the wire as they are gathered: compute, int8 or fp8"] = UNSET
+    quantized_reduce: Annotated[Setting[str], "matrices' gradients on the wire: none, int8 or int4"] = UNSET
     linears: Annotated[Setting[str], "how linear layers multiply: compute, fp8-tensorwise or fp8-rowwise"] = UNSET
     skip: Annotated[Setting[tuple[str, ...]], "globs over names of linear layers that stay in compute"] = UNSET
 

@@ -34,5 +34,5 @@ The life of one bucket under `zero3`:
 Read buffer, what can be at rest, and where; full_memory, weight_gathers and full, a weight's way; unreduced, summed,
 finished and gradient, a gradient's; bucket, unit_weights and unit, which have these; then parameter, edits and aliases,
 what users see and do. The rest are formats: codec, narrow and rounding, states in 8 bits; nf4 and packed, frozen
-weights in 4; wire, weights on their way in 8.
+weights in 4; wire, what is on its way in 8 or 4, and block_sums, sums of gradients that come so.
 """

@@ -16,6 +16,7 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.buckets.block_sums import gather_sums, sum_scattered
 from terrazzo.engine.buckets.buffer import Buffer, Space, StateStore
 from terrazzo.engine.buckets.finished import FinishedGradient
 from terrazzo.engine.buckets.summed import SummedGradient
@@ -230,11 +231,16 @@ class Gradient:
         """
         wire, dtype = self.sharding.precision.reduce, self.sharding.precision.accumulate
         for move in moves:
-            along = self.sharding.axes.along(move.over)
-            if move.kind == "reduce_scatter":
+            along, divisor = self.sharding.axes.along(move.over), denominator if move.divides else 1
+            if move.form is not None:
+                with self.ledger.holding(move.received_bytes):
+                    if move.kind == "reduce_scatter":
+                        data = divide((yield from sum_scattered(along, data, move.form, dtype)), divisor)
+                    else:
+                        data = yield from gather_sums(along, data, move.form)
+            elif move.kind == "reduce_scatter":
                 data = yield from along.reduce_scatter(data.to(wire), dtype)
             else:
-                divisor = denominator if move.divides else 1
                 data = yield from along.all_reduce(data.to(wire), dtype, divisor)
         return data
 

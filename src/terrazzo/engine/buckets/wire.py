@@ -1,9 +1,9 @@
-"""What weights look like on the wire where they are sent in 8 bits: blocks of 256 codes and their scale, in fp32.
+"""What matrices and their gradients look like on the wire where they are sent in blocks: 256 codes and a scale in fp32.
 
-A code is a whole number from -127 to 127 under `int8`, and a floating-point number of 8 bits (e4m3) under `fp8`. The
-scale is that of the largest magnitude of the block, rounded to 16 bits: then a code times its scale is exact in fp32.
-So values that have been sent once are the same when they are sent again, on their way over several axes, in backward,
-and wherever the weights at rest are those that came.
+A code is a whole number from -127 to 127 under `int8` and from -7 to 7 under `int4`, two of which make a byte, and a
+floating-point number of 8 bits (e4m3) under `fp8`. The scale is that of the largest magnitude of the block, rounded to
+16 bits: then a code times its scale is exact in fp32. So values that have been sent once are the same when they are
+sent again, on their way over several axes, in backward, and wherever the weights at rest are those that came.
 
 A value that is not finite makes its block not finite.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 from terrazzo.engine.buckets.buffer import Space
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.layout import WIRE_BLOCKS, Range, tiles, wire_scratch_bytes
+from terrazzo.engine.plan.layout import WIRE_BLOCKS, BlockFormat, Range, tiles, wire_scratch_bytes
 from terrazzo.engine.plan.precision import WireFormat
 
-__all__ = ["BlockMessage", "as_sent", "decode", "encode"]
+__all__ = ["BlockMessage", "as_sent", "block_tiles", "decode", "encode"]
 
-_BLOCK, _PACKED = WIRE_BLOCKS.numel, WIRE_BLOCKS.nbytes
-_LARGEST = {WireFormat.INT8: 127.0, WireFormat.FP8: torch.finfo(torch.float8_e4m3fn).max}
+_BLOCK = WIRE_BLOCKS.numel
+_LARGEST = {WireFormat.INT8: 127.0, WireFormat.INT4: 7.0, WireFormat.FP8: torch.finfo(torch.float8_e4m3fn).max}
 
 
 class BlockMessage:
@@ -55,14 +55,14 @@ class BlockMessage:
         """
         into = self._blocks.narrow(axes).data
         with self._ledger.holding(self._scratch_bytes(own)):
-            for part, packed in _tiles(own):
+            for part, packed in block_tiles(own, self._form.blocks):
                 encode(own[part].to(self._through), self._form, into[packed])
         yield from self._blocks.complete(axes)
 
     def unpack(self, into: Tensor) -> None:
         """Put what has arrived into a tensor of any dtype; this rank's own elements are as the others see them."""
         with self._ledger.holding(self._scratch_bytes(into)):
-            for part, packed in _tiles(into):
+            for part, packed in block_tiles(into, self._form.blocks):
                 values = decode(self._blocks.data[packed], self._form)
                 into[part].copy_(values if into.dtype == self._through else values.to(self._through))
 
@@ -73,11 +73,11 @@ class BlockMessage:
 def as_sent(values: Tensor, form: WireFormat, through: torch.dtype) -> Tensor:
     """What ranks see of `values` that are sent: 1-D, from the beginning of a block, in the dtype `through`."""
     seen = torch.empty_like(values, dtype=through)
-    for part, _ in _tiles(values):
+    for part, _ in block_tiles(values, form.blocks):
         own = values[part].to(through)
         blocks = own.new_zeros(-(-own.numel() // _BLOCK) * _BLOCK)
         blocks[: own.numel()] = own
-        packed = torch.empty(blocks.numel() // _BLOCK * _PACKED, dtype=torch.uint8, device=own.device)
+        packed = torch.empty(form.blocks.size_bytes(blocks.numel()), dtype=torch.uint8, device=own.device)
         encode(blocks, form, packed)
         seen[part] = decode(packed, form)[: own.numel()]
     return seen
@@ -88,24 +88,38 @@ def encode(values: Tensor, form: WireFormat, into: Tensor) -> None:
 
     Args:
         values: 1-D, of whole blocks.
-        into: uint8, 260 for each block.
+        into: uint8, as many bytes for each block as the format has.
     """
-    rows, blocks = values.float().view(-1, _BLOCK), into.view(-1, _PACKED)
+    rows, blocks, coded = values.float().view(-1, _BLOCK), into.view(-1, form.blocks.nbytes), _codes_bytes(form)
     scale = _scale(torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()) / _LARGEST[form])
     codes = rows.div(torch.where(scale == 0, 1.0, scale)).clamp_(-_LARGEST[form], _LARGEST[form])
     if form is WireFormat.INT8:
-        blocks[:, :_BLOCK].view(torch.int8).copy_(codes.round_())
+        blocks[:, :coded].view(torch.int8).copy_(codes.round_())
+    elif form is WireFormat.INT4:
+        low, high = codes.round_().add_(_ZERO).split(coded, 1)
+        blocks[:, :coded] = torch.add(low, high, alpha=16)
     else:
-        blocks[:, :_BLOCK] = codes.to(torch.float8_e4m3fn).view(torch.uint8)
-    blocks.view(torch.float32)[:, _BLOCK // 4 :] = scale
+        blocks[:, :coded] = codes.to(torch.float8_e4m3fn).view(torch.uint8)
+    blocks.view(torch.float32)[:, coded // 4 :] = scale
 
 
 def decode(blocks: Tensor, form: WireFormat) -> Tensor:
-    """The values of whole blocks, 1-D fp32. `blocks`: uint8, 260 for each."""
-    rows = blocks.view(-1, _PACKED)
-    kind = torch.int8 if form is WireFormat.INT8 else torch.float8_e4m3fn
-    codes = rows[:, :_BLOCK].view(kind).float()
-    return codes.mul_(rows.view(torch.float32)[:, _BLOCK // 4 :]).view(-1)
+    """The values of whole blocks, 1-D fp32. `blocks`: uint8, as `encode` fills them."""
+    rows, coded = blocks.view(-1, form.blocks.nbytes), _codes_bytes(form)
+    packed = rows[:, :coded]
+    if form is WireFormat.INT4:
+        codes = torch.cat([packed.bitwise_and(15), packed.bitwise_right_shift(4)], 1).float().sub_(_ZERO)
+    else:
+        codes = packed.view(torch.int8 if form is WireFormat.INT8 else torch.float8_e4m3fn).float()
+    return codes.mul_(rows.view(torch.float32)[:, coded // 4 :]).view(-1)
+
+
+_ZERO = 8
+"""The code of zero in 4 bits, which are without a sign: the first half of a block is in the low ones of its bytes."""
+
+
+def _codes_bytes(form: WireFormat) -> int:
+    return form.blocks.nbytes - torch.float32.itemsize
 
 
 def _scale(exact: Tensor) -> Tensor:
@@ -114,8 +128,8 @@ def _scale(exact: Tensor) -> Tensor:
     return torch.where(exact.isfinite(), rounded, torch.nan)
 
 
-def _tiles(values: Tensor) -> Iterator[tuple[slice, slice]]:
+def block_tiles(values: Tensor, blocks: BlockFormat) -> Iterator[tuple[slice, slice]]:
     """Whole blocks that are encoded or decoded at once: where they are among the elements, and among the bytes."""
     for tile in tiles(Range(0, values.numel()), values.device.type):
-        packed = WIRE_BLOCKS.bytes_of(tile)
+        packed = blocks.bytes_of(tile)
         yield slice(tile.start, tile.stop), slice(packed.start, packed.stop)

@@ -106,7 +106,8 @@ class GlooCollectives(Collectives):
                     source.read(0, chunk)
 
         sizes, times = [chunk.nbytes for chunk in arriving], self.traffic.times_of(self.axis, kind)
-        yield self._exchange("gather", going, arriving, fill, times, sizes)
+        turn = "reduce" if kind == "reduce_scatter" else "gather"
+        yield self._exchange(turn, going, arriving, fill, times, sizes)
 
     def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves[Tensor]:
         """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""

@@ -30,8 +30,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from terrazzo.engine.mesh.family import BESIDE
+from terrazzo.engine.plan.layout import wire_scratch_bytes
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
-from terrazzo.engine.plan.precision import FrozenFormat, Precision
+from terrazzo.engine.plan.precision import FrozenFormat, Precision, WireFormat
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
 __all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "Sums", "When", "resting_bytes"]
@@ -87,6 +89,7 @@ class MoveBytes(NamedTuple):
         received_bytes: memory for what arrives to be summed, in the first of its `steps`.
         sum_bytes: memory of the sum that it makes, if that is memory of its own.
         divides: what it sums is divided there, since nothing is summed behind it.
+        form: of the blocks that are sent; None where they are elements of a dtype.
     """
 
     kind: str
@@ -97,6 +100,7 @@ class MoveBytes(NamedTuple):
     steps: int = 1
     sum_bytes: int = 0
     divides: bool = False
+    form: WireFormat | None = None
 
 
 class Reduction(NamedTuple):
@@ -106,7 +110,8 @@ class Reduction(NamedTuple):
     micro-batch: of it the `finish` follows, and one division, in a move that `divides` or behind them all.
 
     Attributes:
-        partial, finish: reduce-scatters and all-reduces, in their order.
+        partial, finish: reduce-scatters and all-reduces, in their order. An all-reduce of blocks is a reduce-scatter
+            and an all-gather.
         partial_axes, axes: over which the partial sum is split, and the one at the end.
         beside_bytes: the partial sum, in memory of its own while it is finished.
     """
@@ -149,6 +154,7 @@ class BucketSpec:
     Attributes:
         wire: what its weights are sent as.
         updated_in_blocks: whether new weights are sent in blocks of 8 bits: those at rest are what these stand for.
+        reduce_format: what its gradients are sent as along `block_axis`, the outermost data axis; None in a dtype.
         weight_axes, between_axes, optim_axes: over which the states are split.
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
         has_own_master: whether master weights have memory of their own.
@@ -177,12 +183,16 @@ class BucketSpec:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
         self._numels: dict[tuple[str, ...], int] = {}
         self._collectives: dict[When, list[MoveBytes]] = {}
-        on_device = tiers.weight == "device"
+        on_device, self._device_kind = tiers.weight == "device", "cpu" if self.on_host else "cuda"
         self.compute_dtype = self.stored or self.precision.compute
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
         self.optim_axes = plan.optim.axes if trainable else plan.weight.axes
         self.wire = self._wire()
         self.updated_in_blocks = self.wire.rounds and self.weight_axes != self.optim_axes
+        in_blocks = trainable and self.matrices and self.stored is None
+        self.reduce_format = self.precision.quantized_reduce if in_blocks else None
+        data = [axis for axis in self.ranks if axis not in BESIDE]
+        self.block_axis = data[-1] if data and self.reduce_format is not None else None
         stored = self.stored or self.precision.weight
         self.has_own_master = trainable and not self.shares_memory(stored)
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
@@ -277,7 +287,7 @@ class BucketSpec:
     @property
     def scratch_bytes(self) -> int:
         """Memory to encode or decode what is sent of full weights in memory of its own."""
-        return self.wire.scratch_bytes(self.whole, "cpu" if self.on_host else "cuda")
+        return self.wire.scratch_bytes(self.whole, self._device_kind)
 
     @property
     def gathers_into_place(self) -> bool:
@@ -338,24 +348,46 @@ class BucketSpec:
 
     def _scatters(self, source: tuple[str, ...], target: tuple[str, ...]) -> list[MoveBytes]:
         moves, full = list[MoveBytes](), self.numel(source)
-        wire, summed = self.precision.reduce.itemsize, self.precision.accumulate.itemsize
         for cut in range(len(source), len(target)):
-            own, axis = self.numel(target[: cut + 1]), target[cut]
-            received = self.ranks[axis].receive_bytes(full * wire)
-            moves.append(MoveBytes("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, own * summed))
+            own = self.numel(target[: cut + 1])
+            moves.append(self._scatter(target[cut], full, own))
             full = own
         return moves
+
+    def _scatter(self, axis: str, full: int, own: int) -> MoveBytes:
+        """Blocks are summed as they are decoded."""
+        sum_bytes, form = own * self.precision.accumulate.itemsize, self.reduce_format
+        if form is not None and axis == self.block_axis:
+            sent, received = form.blocks.size_bytes(full - own), 2 * form.blocks.size_bytes(full)
+            received += wire_scratch_bytes(full, self._device_kind)
+        else:
+            itemsize = self.precision.reduce.itemsize
+            sent, received, form = (full - own) * itemsize, self.ranks[axis].receive_bytes(full * itemsize), None
+        return MoveBytes("reduce_scatter", "gradients", axis, sent, received, 1, sum_bytes, form=form)
 
     def _all_reduces(self) -> list[MoveBytes]:
         """Over the axes whose ranks keep the same state."""
         moves, full_bytes = list[MoveBytes](), self.precision.reduce.itemsize * self.numel(self.optim_axes)
         replicas = [axis for axis in self.ranks if axis not in self.optim_axes]
         for axis in replicas:
-            along = self.ranks[axis]
+            along, divides = self.ranks[axis], axis == replicas[-1]
+            if axis == self.block_axis:
+                moves += self._all_reduce_in_blocks(axis, divides)
+                continue
             sent, received = 2 * (full_bytes / along.size) * (along.size - 1), along.receive_bytes(full_bytes)
-            steps, divides = along.all_reduce_steps, axis == replicas[-1]
+            steps = along.all_reduce_steps
             moves.append(MoveBytes("all_reduce", "gradients", axis, sent, received, steps, divides=divides))
         return moves
+
+    def _all_reduce_in_blocks(self, axis: str, divides: bool) -> list[MoveBytes]:
+        """Each rank sums a part in fp32, and sends the sum in blocks too."""
+        full, own = self.numel(self.optim_axes), self.numel(self.optim_axes) // self.ranks[axis].size
+        first = self._scatter(axis, full, own)
+        assert first.form is not None, "sums are sent in a dtype"
+        message = first.form.blocks.size_bytes(full)
+        held = first.received_bytes + first.sum_bytes
+        then = MoveBytes("all_gather", "gradients", axis, first.sent_bytes, held - message, form=first.form)
+        return [first._replace(received_bytes=held, divides=divides), then]
 
 
 def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:

@@ -16,6 +16,7 @@ from functools import cached_property
 
 __all__ = [
     "ALIGN",
+    "HALF_WIRE_BLOCKS",
     "PAGE_BYTES",
     "STATE_BLOCKS",
     "WIRE_BLOCKS",
@@ -97,7 +98,9 @@ class BlockFormat:
 STATE_BLOCKS = BlockFormat(256, 256 + 4)
 """Of an optimizer's states in 8 bits: codes, and a scale in fp32."""
 WIRE_BLOCKS = STATE_BLOCKS
-"""Of weights that are sent in 8 bits: likewise."""
+"""Of what is sent in 8 bits: likewise."""
+HALF_WIRE_BLOCKS = BlockFormat(WIRE_BLOCKS.numel, WIRE_BLOCKS.numel // 2 + 4)
+"""Of what is sent in 4 bits: two codes to a byte."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ def tiled_step_bytes(numel: int, device: str) -> int:
 
 
 def travels_in_blocks(shape: Sequence[int]) -> bool:
-    """Whether a parameter of that shape may be sent in 8 bits: matrices, and no norms, biases or few numbers.
+    """Whether a parameter of that shape may be sent in blocks: matrices, and no norms, biases or few numbers.
 
     Args:
         shape: of the whole parameter, so that the answer is the same wherever it is cut.
@@ -219,7 +222,7 @@ def travels_in_blocks(shape: Sequence[int]) -> bool:
 
 
 def wire_scratch_bytes(numel: int, device: str) -> int:
-    """Memory to encode or decode `numel` elements that are sent in 8 bits, a tile at a time."""
+    """Memory to encode or decode `numel` elements that are sent in blocks, a tile at a time."""
     return 12 * min(numel, tile_numel(device))
 
 

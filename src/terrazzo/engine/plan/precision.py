@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
-from terrazzo.engine.plan.layout import ALIGN, STATE_BLOCKS, BlockFormat
+from terrazzo.engine.plan.layout import ALIGN, HALF_WIRE_BLOCKS, STATE_BLOCKS, WIRE_BLOCKS, BlockFormat
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
 
@@ -70,10 +71,22 @@ _NF4_BLOCKS = {
 
 
 class WireFormat(enum.StrEnum):
-    """What weights may be sent as in less than any dtype that modules compute in: see `buckets/wire`."""
+    """What matrices may be sent as in less than any dtype: see `buckets/wire`. Weights as `int8` or `fp8`, gradients as
+    `int8` or `int4`.
+    """
 
     INT8 = "int8"
     FP8 = "fp8"
+    INT4 = "int4"
+
+    @property
+    def blocks(self) -> BlockFormat:
+        """Codes of 8 or 4 bits, and a scale in fp32."""
+        return HALF_WIRE_BLOCKS if self is WireFormat.INT4 else WIRE_BLOCKS
+
+
+_GATHER_FORMATS = (WireFormat.INT8, WireFormat.FP8)
+_REDUCE_FORMATS = (WireFormat.INT8, WireFormat.INT4)
 
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, spelling) for name, spelling in DTYPE_SPELLINGS.items()}
@@ -137,6 +150,9 @@ class Precision:
             What is tied, or in no unit such as embeddings and the head, is kept as other weights.
         gather: weights on the wire, a `WireFormat` (`"int8"`, `"fp8"`): matrices are gathered in blocks of 256 codes of
             8 bits with a scale, and every rank computes with what these stand for. None: in `compute`.
+        quantized_reduce: gradients of matrices on the wire, a `WireFormat` (`"int8"`, `"int4"`): each rank sends blocks
+            of 256 codes with a scale, and what these stand for is summed in fp32, in rank order. On a mesh with
+            `dp_replicate` that axis alone, behind the sums within its groups in `reduce`. None: all in `reduce`.
     """
 
     weight: torch.dtype = torch.float32
@@ -149,6 +165,7 @@ class Precision:
     rounding: Rounding = "nearest"
     frozen: FrozenFormat | None = None
     gather: WireFormat | None = None
+    quantized_reduce: WireFormat | None = None
 
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
@@ -184,28 +201,33 @@ class Precision:
                 f"master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use 'bf16-pure' "
                 "with moments 'int8', or leave rounding out."
             )
-        self._read_gather()
+        self._read_wire("gather", _GATHER_FORMATS, "weights are gathered in the dtype that is computed in")
+        if self.gather is not None and self.compute == torch.float64:
+            raise BadInput(
+                f"precision: gather {self.gather} of weights that are computed with in fp64, all but eight of whose "
+                "bits would be lost. Leave gather out, or compute in bf16 or fp32."
+            )
+        self._read_wire("quantized_reduce", _REDUCE_FORMATS, "gradients are sent in the dtype of reduce")
+        if self.quantized_reduce is not None and self.accumulate == torch.float64:
+            raise BadInput(
+                f"precision: quantized_reduce {self.quantized_reduce} of gradients that are kept in fp64, but what is "
+                "sent in blocks is summed in fp32. Leave quantized_reduce out, or accumulate in fp32."
+            )
         if not isinstance(self.loss_scaling, LossScaling | None):
             raise BadInput(
                 f"precision: loss_scaling is {self.loss_scaling!r}; it must be a tz.LossScaling, such as "
                 "tz.LossScaling() with the usual numbers, or None."
             )
 
-    def _read_gather(self) -> None:
-        if self.gather is None:
+    def _read_wire(self, name: str, formats: Sequence[WireFormat], otherwise: str) -> None:
+        if (value := getattr(self, name)) is None:
             return
-        formats = [form.value for form in WireFormat]
-        if self.gather not in formats:
+        if value not in formats:
             raise BadInput(
-                f"precision: gather is {self.gather!r}.{did_you_mean(str(self.gather), formats)} Use one of "
-                f"{', '.join(formats)}, or leave it out: weights are gathered in the dtype that is computed in."
+                f"precision: {name} is {value!r}.{did_you_mean(str(value), formats)} Use one of {', '.join(formats)}, "
+                f"or leave it out: {otherwise}."
             )
-        object.__setattr__(self, "gather", WireFormat(self.gather))
-        if self.compute == torch.float64:
-            raise BadInput(
-                f"precision: gather {self.gather} of weights that are computed with in fp64, all but eight of whose "
-                "bits would be lost. Leave gather out, or compute in bf16 or fp32."
-            )
+        object.__setattr__(self, name, WireFormat(value))
 
     @classmethod
     def named(cls, name: str | torch.dtype) -> Precision:
@@ -241,7 +263,8 @@ class Precision:
         Args:
             form: in which a bucket keeps its weights.
         """
-        least = ALIGN if self.narrow is None and self.gather is None else STATE_BLOCKS.numel
+        in_blocks = self.narrow or self.gather or self.quantized_reduce
+        least = ALIGN if in_blocks is None else STATE_BLOCKS.numel
         return least if form is None else max(least, form.blocks.numel)
 
     def __str__(self) -> str:
@@ -250,7 +273,12 @@ class Precision:
         rounding = ", stochastic rounding" if self.stochastic else ""
         frozen = f", frozen matrices {self.frozen}" if self.frozen else ""
         gather = f", gathered in {self.gather}" if self.gather is not None else ""
-        return ", ".join(dtypes) + scaling + rounding + frozen + gather
+        reduce = f", gradients sent in {self.quantized_reduce}" if self.quantized_reduce is not None else ""
+        return ", ".join(dtypes) + scaling + rounding + frozen + gather + reduce
+
+    def sends_in_blocks(self, trainable: bool) -> bool:
+        """Whether matrices, trainable or frozen ones, are sent in blocks: they lie apart from what is not."""
+        return self.gather is not None or (trainable and self.quantized_reduce is not None)
 
 
 PRECISIONS = {

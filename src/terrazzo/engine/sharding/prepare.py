@@ -228,7 +228,7 @@ def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, o
     for index, spec in enumerate(specs):
         tiers = sharding.plan.tiers_of(index, len(specs))
         packed = packed_members(spec, sharding.precision)
-        groups = _bucket_groups(spec.members, owners, packed, sharding.precision.gather is not None)
+        groups = _bucket_groups(spec.members, owners, packed, sharding.precision)
         buckets = [
             Bucket(
                 group,
@@ -245,14 +245,14 @@ def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, o
 
 
 def _bucket_groups(
-    members: list[Member], owners: Sequence[int], packed: Container[int], in_blocks: bool
+    members: list[Member], owners: Sequence[int], packed: Container[int], precision: Precision
 ) -> list[list[Member]]:
     """Members that can share a flat space: trainable ones by family and optimizer, in order of their param groups, then
     frozen ones by dtype. What several stages have lies apart: they hold it alike; so do matrices in 4 bits.
 
     Args:
         packed: the places of these.
-        in_blocks: matrices are sent in blocks of 8 bits: they lie apart from what is not.
+        precision: may send matrices in blocks: they lie apart from what is not.
     """
     groups: dict[tuple[bool, str, int, str, tuple[int, ...], bool, bool], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
@@ -260,6 +260,7 @@ def _bucket_groups(
         owner = owners[member.group] if member.trainable and member.group >= 0 else -1
         stored = "" if dtype.is_floating_point else str(dtype)
         is_packed = member.place in packed
+        in_blocks = precision.sends_in_blocks(member.trainable)
         apart = in_blocks and not stored and not travels_in_blocks(member.shape)
         key = (not member.trainable, member.family.value, owner, stored, member.stages, is_packed, apart)
         groups.setdefault(key, []).append(member)

@@ -215,6 +215,9 @@ def _precision(precision: Precision) -> dict[str, Any]:
             return {"name": name}
     if precision.gather is not None:
         return _precision(replace(precision, gather=None)) | {"gather": precision.gather.value}
+    if precision.quantized_reduce is not None:
+        preset = _precision(replace(precision, quantized_reduce=None))
+        return preset | {"quantized_reduce": precision.quantized_reduce.value}
     if precision.narrow is not None:
         preset = _precision(replace(precision, moments=precision.master, rounding="nearest"))
         rounding = {"rounding": precision.rounding} if precision.stochastic else {}

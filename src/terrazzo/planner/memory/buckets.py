@@ -23,15 +23,15 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
     """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
 
     Likewise what tensor-parallel ranks have parts of, and what all of them have whole; what several stages have; what
-    is kept in 4 bits; and, where matrices are sent in 8 bits, what is none.
+    is kept in 4 bits; and, where matrices are sent in blocks, what is none.
     """
     groups: dict[tuple[bool, bool, bool, int, bool, bool], list[int]] = {}
-    in_blocks = placement.precision.gather is not None
     for place, tensor in enumerate(unit.tensors):
         dealt_out = placement.ep > 1 and tensor.role == "expert"
         has_part = (dealt_out and placement.whole_experts) or _is_cut(tensor, unit.block, placement)
         is_shared = placement.padded and placement.tp > 1 and not has_part
         packed = placement.precision.frozen is not None and is_packed(tensor, unit)
+        in_blocks = placement.precision.sends_in_blocks(tensor.trainable)
         apart = in_blocks and not travels_in_blocks(tensor.shape)
         key = (not tensor.trainable, is_shared, dealt_out, tensor.copies, packed, apart)
         groups.setdefault(key, []).append(place)

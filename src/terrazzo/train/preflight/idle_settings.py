@@ -266,6 +266,12 @@ _RULES = (
 
 _OF_ONE_RANK = (
     _Rule(
+        "precision.quantized_reduce",
+        lambda config: True,
+        "one rank alone sums no gradients with others",
+        "start more",
+    ),
+    _Rule(
         "precision.gather",
         lambda config: True,
         "one rank alone has all weights",

@@ -92,8 +92,10 @@ def build_precision(config: Config) -> Precision:
     own = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
     dtypes: dict[str, Any] = {key: own[key] or getattr(base, key) for key in DTYPE_FIELDS}
     further: dict[str, Any] = {key: getattr(config.precision, key) for key in ("rounding", "frozen")}
-    gather = None if config.precision.gather == "compute" else WireFormat(config.precision.gather)
-    return Precision(**dtypes, loss_scaling=base.loss_scaling, gather=gather, **further)
+    for key, plain in (("gather", "compute"), ("quantized_reduce", "none")):
+        value = getattr(config.precision, key)
+        further[key] = None if value == plain else WireFormat(value)
+    return Precision(**dtypes, loss_scaling=base.loss_scaling, **further)
 
 
 def scaled_for_sums(precision: Precision, config: Config) -> Precision:

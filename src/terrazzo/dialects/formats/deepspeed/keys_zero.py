@@ -9,7 +9,7 @@ from terrazzo.dialects.formats.shared.deepspeed_words import DEVICE
 
 __all__ = ["ZERO_ROWS"]
 
-_QUANTIZED = "gradients travel, or weights rest, in 8 bits, which changes the numbers: switch it off"
+_QUANTIZED = "weights rest in 8 bits, which changes the numbers: switch it off"
 _ZENFLOW = "ZenFlow updates most parameters late, which changes the numbers: use plain offload"
 _ELEMENTS = "counted in elements"
 
@@ -33,7 +33,7 @@ _ZERO = {
     "zero_hpz_partition_size": Key(integer(), 1, "ranks that share a second copy of the weights for backward (hpZ)"),
     "zero_quantized_weights": Key(BOOLEAN, False, "stage 3: weights are gathered in int8"),
     "zero_quantized_nontrainable_weights": Key(BOOLEAN, False, "frozen weights rest in int8", "refused", _QUANTIZED),
-    "zero_quantized_gradients": Key(BOOLEAN, False, "gradients are reduced in int8", "refused", _QUANTIZED),
+    "zero_quantized_gradients": Key(BOOLEAN, False, "stage 3: gradients are reduced in int4"),
     "memory_efficient_linear": Key(BOOLEAN, True, "stage 3: linear layers that keep no gathered weight", "harmless"),
     "pipeline_loading_checkpoint": Key(BOOLEAN, False, "stage 3: reading and copying overlap on load", "harmless"),
     "override_module_apply": Key(BOOLEAN, True, "stage 3: Module.apply gathers weights", "harmless"),

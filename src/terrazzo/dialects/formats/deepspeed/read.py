@@ -11,10 +11,10 @@ from terrazzo.dialects.formats.deepspeed.read_schedule import read_schedule
 from terrazzo.dialects.formats.deepspeed.read_training import read_batch, read_optimizer, read_training
 from terrazzo.dialects.formats.deepspeed.read_zero import (
     one_group,
-    read_gather,
     read_mesh,
     read_offload,
     read_prefetch,
+    read_quantized,
     read_removed,
     read_saving,
     read_sharding,
@@ -35,7 +35,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     settings |= read_offload(reader, stage.value) | read_prefetch(reader, stage.value)
     settings |= read_saving(reader, stage.value)
     settings |= read_precision(reader, settings["mesh.sp"].value > 1)
-    settings |= read_gather(reader, stage)
+    settings |= read_quantized(reader, stage)
     settings |= read_batch(reader, apart) | read_optimizer(reader) | read_schedule(reader) | read_training(reader)
     settings["loading.broadcast"] = Setting(True, "default")
     read_removed(reader)

@@ -13,10 +13,10 @@ from terrazzo.dialects.formats.shared.plan_rows import ONE_GROUP, in_one_group, 
 __all__ = [
     "OLD_OFFLOAD",
     "one_group",
-    "read_gather",
     "read_mesh",
     "read_offload",
     "read_prefetch",
+    "read_quantized",
     "read_removed",
     "read_saving",
     "read_sharding",
@@ -24,7 +24,6 @@ __all__ = [
 ]
 
 ZERO = "zero_optimization"
-QUANTIZED = f"{ZERO}.zero_quantized_weights"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 GATHER, PREFETCH = f"{ZERO}.stage3_gather_16bit_weights_on_model_save", f"{ZERO}.stage3_prefetch_bucket_size"
 _ROWS = ("zero0", "zero1", "zero2", "zero3")
@@ -77,16 +76,34 @@ def read_sharding(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPat
     return row_settings(_ROWS[stage.value], stage)
 
 
-def read_gather(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPath:
-    """What weights are gathered in, which is a choice at stage 3 alone."""
-    switch = reader.take(QUANTIZED)
-    if stage.value != 3:
-        if switch.origin == "file":
-            reader.keep_as(QUANTIZED, switch.value, "it has an effect at stage 3 only")
-        return {}
-    if switch.value:
-        reader.mark(QUANTIZED, "applied", "in blocks of 256 elements of matrices; norms and biases stay in `compute`")
-    return {"precision.gather": Setting("int8" if switch.value else "compute", switch.origin, switch.key)}
+def read_quantized(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPath:
+    """What weights are gathered in and gradients sent in, which is a choice at stage 3 alone."""
+    found: SettingsByPath = {}
+    for path, (key, on, off, note) in _QUANTIZED.items():
+        switch = reader.take(key)
+        if stage.value == 3:
+            if switch.value:
+                reader.mark(key, "applied", note)
+            found[path] = Setting(on if switch.value else off, switch.origin, switch.key)
+        elif switch.origin == "file":
+            reader.keep_as(key, switch.value, "it has an effect at stage 3 only")
+    return found
+
+
+_QUANTIZED = {
+    "precision.gather": (
+        f"{ZERO}.zero_quantized_weights",
+        "int8",
+        "compute",
+        "in blocks of 256 elements of matrices; norms and biases stay in `compute`",
+    ),
+    "precision.quantized_reduce": (
+        f"{ZERO}.zero_quantized_gradients",
+        "int4",
+        "none",
+        "in blocks of 256 elements of matrices, each rank's gradient once; under hpz across groups alone",
+    ),
+}
 
 
 def _mics(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPath:

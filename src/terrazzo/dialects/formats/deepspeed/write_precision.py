@@ -28,7 +28,8 @@ def write_precision(draft: DeepSpeedDraft, stage: int, optimizer_on_cpu: bool) -
         brought = dict.fromkeys(EVERY_DTYPE, "fp32")
         _off(draft)
     _wire(draft, wanted, brought, stage)
-    _gather(draft, stage)
+    for path in _QUANTIZED:
+        _quantized(draft, path, stage)
     _rest(draft, wanted, brought)
 
 
@@ -168,21 +169,27 @@ def _wire(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict[st
         brought["buffers"] = wanted["buffers"]
 
 
-def _gather(draft: DeepSpeedDraft, stage: int) -> None:
-    """Weights on the wire."""
-    path, key = "precision.gather", "zero_optimization.zero_quantized_weights"
-    form = draft.value(path, "compute")
-    if form == "compute":
+_QUANTIZED = {  # the key, and what it is where it is off and on
+    "precision.gather": ("zero_optimization.zero_quantized_weights", "compute", "int8"),
+    "precision.quantized_reduce": ("zero_optimization.zero_quantized_gradients", "none", "int4"),
+}
+
+
+def _quantized(draft: DeepSpeedDraft, path: str, stage: int) -> None:
+    """What is sent in blocks."""
+    key, off, on = _QUANTIZED[path]
+    form = draft.value(path, off)
+    if form == off:
         if draft.came_from(path, key):
             draft.put(path, key, False)
         elif draft.is_set(path):
             draft.implied(path)
     elif stage != 3:
-        draft.lossy(path, "DeepSpeed gathers weights in 8 bits at stage 3 only")
-    elif form == "int8":
+        draft.lossy(path, "DeepSpeed sends weights and gradients in fewer bits at stage 3 only")
+    elif form == on:
         draft.put(path, key, True)
     else:
-        draft.put(path, key, True, "DeepSpeed has int8 there, which is the nearer to what is sent", "lossy")
+        draft.put(path, key, True, f"DeepSpeed has {on} there, which is the nearer to what is sent", "lossy")
 
 
 def _rest(draft: DeepSpeedDraft, wanted_dtypes: dict[str, str | None], brought: dict[str, str]) -> None:

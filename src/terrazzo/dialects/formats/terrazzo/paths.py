@@ -26,6 +26,7 @@ PATH_OF: Mapping[str, str] = {
     "parallel.tensor.sequence": "parallel.sequence",
     "precision.rounding": "precision.rounding",
     "precision.gather": "precision.gather",
+    "precision.quantized_reduce": "precision.quantized_reduce",
     "precision.linears": "precision.linears",
     "precision.skip": "precision.skip",
     "launch.ranks": "mesh.world",

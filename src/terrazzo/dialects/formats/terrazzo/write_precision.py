@@ -23,6 +23,7 @@ def write_precision(draft: HubDraft) -> None:
         draft.implied("precision.buffers")
     draft.carry("precision.rounding")
     draft.carry("precision.gather")
+    draft.carry("precision.quantized_reduce")
     draft.carry("precision.linears")
     draft.carry("precision.skip")
     _follows(draft, "output", "compute")

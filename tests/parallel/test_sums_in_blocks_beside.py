@@ -1,0 +1,118 @@
+"""Gradients of matrices and experts that ranks share, sent in blocks: their sums are those of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+import terrazzo as tz
+from terrazzo.engine import WireFormat, engine_of
+from terrazzo.engine.buckets.gradient import Gradient
+from terrazzo.train.model.decoder import Block
+from terrazzo.train.model.experts import auxiliary_loss
+from tests.engine.narrow import as_sent
+from tests.helpers.threads import run_in_threads
+from tests.parallel.oracle import add
+from tests.parallel.test_expert_training import base
+from tests.parallel.test_training_in_parts import ROWS, TOKENS, batches, loss_of
+
+INT4 = replace(tz.Precision.named("bf16"), quantized_reduce=WireFormat.INT4)
+
+
+class Summed(NamedTuple):
+    """A bucket's gradient on one rank.
+
+    Attributes:
+        own: of all elements, before they were summed over `group`: of each micro-batch, or of all.
+        start, sums: what the rank has of the sums, from which element on.
+        slots: first and last element of each parameter's part.
+    """
+
+    own: list[Tensor]
+    group: list[int]
+    start: int
+    sums: Tensor
+    slots: list[tuple[int, int]]
+    form: WireFormat | None
+
+
+def summed(axes: dict[str, int], plan: str, rank: int) -> tuple[float, dict[str, Summed]]:
+    """By the name of a bucket's first parameter."""
+    model: Any = copy.deepcopy(base("pp" not in axes))
+    mesh = tz.mesh(**axes, device="cpu")  # type: ignore[arg-type]
+    tz.parallelize(model, mesh, pipeline=tz.Pipeline() if "pp" in axes else None)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = tz.shard(model, optimizer, plan, units=[Block], precision=INT4, mesh=mesh)
+    taken: dict[Gradient, list[Tensor]] = {}
+    for bucket in engine_of(model).trainable():
+        take = bucket.gradient._take_unreduced
+
+        def taking(dtype: torch.dtype, take: Any = take, of: Gradient = bucket.gradient) -> tuple[Tensor, bool]:
+            data, lent = take(dtype)
+            taken.setdefault(of, []).append(data.to(torch.float32, copy=True))
+            return data, lent
+
+        bucket.gradient._take_unreduced = taking  # type: ignore[method-assign]
+    readers = mesh.size() // (axes.get("tp", 1) * axes.get("pp", 1))
+    tokens, targets, _ = batches()[0]
+    rows, positions = range(rank // axes.get("tp", 1) % readers, ROWS, readers), torch.arange(TOKENS)[None]
+    own = [((tokens[row : row + 1], positions), targets[row : row + 1]) for row in rows]
+    tz.step(model, own, loss_of, denominator=targets.numel(), auxiliary=auxiliary_loss)
+    found = {}
+    for bucket in engine_of(model).trainable():
+        data = [axis for axis in bucket.ranks if axis != "tp"]
+        if list(bucket.ranks) != data or len(data) != 1:
+            continue  # summed over further axes, as without blocks
+        finished = bucket.gradient.finished.sum.wait()
+        found[bucket.slots[0].name] = Summed(
+            taken[bucket.gradient],
+            dist.get_process_group_ranks(bucket.sharding.axes.along(data[0]).group),
+            finished.range.start,
+            finished.data.clone(),
+            [(slot.range.start, slot.range.stop) for slot in bucket.slots],
+            bucket.reduce_format,
+        )
+    engine_of(model).close()
+    return targets.numel(), found
+
+
+def blocks_of(part: Tensor) -> Tensor:
+    return pad(part, (0, -part.numel() % 256)).view(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "axes"),
+    [
+        ("zero3", {"tp": 2}),
+        ("zero1", {"ep": 2}),
+        ("zero0", {"tp": 2}),
+        ("zero2", {"pp": 2}),
+    ],
+    ids=str,
+)
+def test_parts_are_bitwise_the_sums_of_plain_pytorch(plan: str, axes: dict[str, int]) -> None:
+    base("pp" not in axes), batches()  # drawn here: threads share a random generator
+    ranks = run_in_threads(4, lambda rank: summed(axes, plan, rank), timeout_s=60.0)
+    checked = 0
+    for denominator, buckets in ranks:
+        for name, bucket in buckets.items():
+            micro_batches = zip(*(ranks[rank][1][name].own for rank in bucket.group), strict=True)
+            form, terms = bucket.form or "", list(micro_batches)
+            for start, stop in bucket.slots:
+                sums = [add([as_sent(blocks_of(each[start:stop]), form) for each in parts]) for parts in terms]
+                whole = add(sums) / denominator
+                if plan == "zero0":
+                    whole = as_sent(whole, form)
+                first, last = max(start, bucket.start), min(stop, bucket.start + bucket.sums.numel())
+                if first < last:
+                    own = bucket.sums[first - bucket.start : last - bucket.start]
+                    assert torch.equal(own, whole[0, first - start : last - start]), (name, start)
+                    checked += bool(form)
+    assert checked > 8
