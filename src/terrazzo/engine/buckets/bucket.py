@@ -99,6 +99,8 @@ class Bucket(BucketSpec):
         """Whether this rank's copy stands for those of all stages that share it: the first of them has that one."""
         return not self.stages or self.sharding.axes.place_among_stages == self.stages[0]
 
+    # -- gradients ---------------------------------------------------------------------------------------------
+
     def add_gradient(self, index: int, grad: Tensor, this_pass: Pass) -> None:
         """Take the gradient of the parameter `index`, which autograd has not brought."""
         self.gradient.add(index, grad, self.pending_dtype(this_pass))
@@ -106,6 +108,14 @@ class Bucket(BucketSpec):
     def begin_gradient(self, this_pass: Pass) -> None:
         """Have memory for gradients that will come."""
         self.gradient.begin(self.pending_dtype(this_pass))
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
+        self.gradient.zero(set_to_none)
+        if set_to_none:
+            with plainly():
+                for member in self.members:
+                    member.parameter.grad = None
 
     # -- building ----------------------------------------------------------------------------------------------
 
@@ -160,6 +170,8 @@ class Bucket(BucketSpec):
             free = [room for room in free if room != rooms[name]]
         return rooms
 
+    # -- values ------------------------------------------------------------------------------------------------
+
     def states(self) -> list[Resting]:
         """The memories that hold the parameters' values: the weight, and the master where it is another one."""
         return [self.master, self.weight] if self.has_own_master else [self.weight]
@@ -192,6 +204,8 @@ class Bucket(BucketSpec):
 
     def _master_as_seen(self, values: Tensor) -> Tensor:
         return self.as_seen(values) if self.updated_in_blocks else values
+
+    # -- what users write --------------------------------------------------------------------------------------
 
     def adopt_written(self) -> None:
         """Adopt what was written into the gathered weights.
@@ -245,13 +259,7 @@ class Bucket(BucketSpec):
             if has_master:
                 copy_changed(self.master, self.weight, self._master_as_seen)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
-        self.gradient.zero(set_to_none)
-        if set_to_none:
-            with plainly():
-                for member in self.members:
-                    member.parameter.grad = None
+    # -- after an update ---------------------------------------------------------------------------------------
 
     def publish(self, copied: bool = False) -> Moves[None]:
         """Bring the weights at rest in line with the master weights, after an update.

@@ -1,8 +1,16 @@
 """The gradient of a bucket on this rank, on its way from autograd to the optimizer.
 
-It passes through three stages. The unreduced gradient is what backward fills on this rank. A partial sum over ranks is
-kept between micro-batches that are reduced one by one. The finished gradient is the sum of all micro-batches over all
-ranks, divided. Partial sums and the finished gradient rest on the plan's tier.
+It passes through three stages; the second is there only between micro-batches that are reduced one by one:
+
+    stage       what it is                           from                          until
+    unreduced   UnreducedGradient: the whole space,  the first gradient of a pass  `reduce` takes it
+                of this rank's data alone
+    partial     SummedGradient: the plan's `grad`    `reduce` of a micro-batch     the next `reduce` adds it to its own
+                place, summed over ranks             that is not the last
+    finished    FinishedGradient: `optim`'s place,   `reduce` of the last one      an update has it, and `zero`
+                of all micro-batches, divided
+
+Partial sums and the finished gradient rest on the plan's tier.
 """
 
 from __future__ import annotations

@@ -140,13 +140,13 @@ class BackwardPass:
             self._gather(order.backward[step : order.region_ends[step] + 1])
             ahead = order.backward[step + 1 : step + 1 + self._weights.prefetch]
             ahead = tuple(index for index in ahead if units[index].weights.regathered)
-            go_on = self._go_on_in_step if running.comm_streams is None else self._go_on_beside
+            go_on = self._go_on_by_host if running.comm_streams is None else self._go_on_on_streams
             go_on(running, ended, ahead)
             if step < position:
                 running.weights.wait()
         self._cursor = position + 1
 
-    def _go_on_beside(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
+    def _go_on_on_streams(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
         """Reductions run on a stream of their own: the next gathers follow right behind them."""
         running.weights.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
         self._reductions.advance()
@@ -156,7 +156,7 @@ class BackwardPass:
         self._postponed = ahead
         self.halfway()
 
-    def _go_on_in_step(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
+    def _go_on_by_host(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
         """The host waits for reductions: the next gathers wait for half of the running unit's gradient."""
         self.close(ended)
         self._postponed = ahead
