@@ -495,7 +495,7 @@ def test_units_that_were_not_visited_keep_their_place() -> None:
         names,
     )
     assert inner.forward == (0, 1, 2, 3, 4, 5)
-    assert inner.left == ((), (), (1,), (), (3,), (4, 2), (5, 0))
+    assert inner.leaves == ((), (), (1,), (), (3,), (4, 2), (5, 0))
 
 
 class Inner(nn.Module):
