@@ -10,9 +10,11 @@ are marked `long`, and those that are by themselves stay so. An axis is an argum
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -63,10 +65,11 @@ def _met(case: Mapping[str, str], strength: int) -> frozenset[object]:
     return frozenset(combinations(sorted(case.items()), min(strength, len(case))))
 
 
-def places(plan: str | tz.Plan) -> dict[str, object]:
+@functools.cache
+def places(plan: str | tz.Plan) -> Mapping[str, object]:
     """The place of each state."""
     rows = tz.Plan.named(plan) if isinstance(plan, str) else plan
-    return {state: str(getattr(rows, state)) for state in ("weight", "between", "grad", "optim")}
+    return MappingProxyType({state: str(getattr(rows, state)) for state in ("weight", "between", "grad", "optim")})
 
 
 def leave_out_what_is_long(metafunc: pytest.Metafunc) -> None:

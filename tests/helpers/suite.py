@@ -58,11 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Whatever has been imported stays, and need not be looked at whenever garbage is collected."""
+    """Whatever has been imported stays, and need not be looked at whenever garbage is collected: not once, either."""
     if hasattr(session.config, "workerinput"):
         _check_groups(session.items)
         workers.report_less(session.config)
-    gc.collect()
     gc.freeze()
 
 
