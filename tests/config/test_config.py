@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,23 @@ def test_overrides_are_yaml_values_and_reach_into_shorthands(tmp_path: Path) -> 
     assert (config.plan.name, config.plan.mesh.dp_shard, config.train.steps) == ("zero2", 2, 7)
     assert (config.optimizer.lr, config.train.clip) == (1e-3, None)
     assert config.optimizer.options == {"betas": [0.9, 0.95]}
+
+
+@pytest.mark.parametrize("value", ["#3", "run #3", "[a, b] # c", "'run' #3"])
+def test_an_override_of_which_yaml_would_leave_out_a_comment_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train: {steps: 7}\n")
+    with pytest.raises(BadInput, match="comment") as refused:
+        load_config(path, [f"log.note={value}"])
+    (edit,) = re.findall(r"write '(.*)' with both", str(refused.value))
+    assert load_config(path, [edit]).log.note == value
+
+
+@pytest.mark.parametrize(("value", "note"), [("run#3", "run#3"), ("'run #3'", "run #3"), ('"#3"', "#3")])
+def test_a_number_sign_that_is_no_comment_is_text(tmp_path: Path, value: str, note: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train: {steps: 7}\n")
+    assert load_config(path, [f"log.note={value}"]).log.note == note
 
 
 def test_another_name_leaves_the_rest_of_a_files_section(tmp_path: Path) -> None:

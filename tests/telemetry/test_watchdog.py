@@ -346,6 +346,20 @@ def test_a_rank_that_has_left_is_no_dead_one(watched: Watched) -> None:
     assert watched.watch(500) is None
 
 
+def test_a_rank_that_was_stopped_after_it_has_left_is_no_reason_to_end_one_that_computes() -> None:
+    ranks, world = Ranks(3), World()
+    ranks.step(1)
+    ranks.ranks[0].phase(LEFT)
+    ranks.wait(1)
+    dog = Watchdog(numbered(ranks), Patience(20, 600), world, lambda text: None)
+    world.states[0] = "T"
+    for _ in range(400):
+        world.at += S // 4
+        world.used[2] = world.used.get(2, 0.0) + 0.2
+        assert dog.look() is None
+    ranks.close()
+
+
 def test_a_rank_that_has_waited_for_a_drive_now_and_then_is_named_and_not_ended(watched: Watched) -> None:
     watched.world.drive = (1, 3)
     assert watched.watch(100) is None

@@ -38,7 +38,7 @@ def settings(folder: Path, mesh: dict[str, int], ranks: int, plan: str = "zero3"
 
 def measured(values: dict[str, Any]) -> torch.Tensor:
     """Of each step the loss, the gradients' norm, and what is said of experts."""
-    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "router_entropy", "dropped_rows")
+    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "router_entropy")
     return torch.tensor([[line[name] for name in names] for line in lines(run_folder(values), "train")])
 
 
@@ -200,7 +200,7 @@ def test_so_do_models_of_transformers(tmp_path: Path, config: dict[str, Any], me
     first = "checkpoints/step-00000001"
     shutil.copytree(run_folder(whole) / first, run_folder(shared) / first)
     train(shared)
-    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "router_entropy", "dropped_rows")
+    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "router_entropy")
     (found,), (_, expected) = (
         [[line[name] for name in names] for line in lines(run_folder(each), "train")] for each in (shared, whole)
     )

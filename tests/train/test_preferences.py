@@ -19,7 +19,7 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.checkpoints.resume import resume_notes
-from terrazzo.train.data import IGNORED, load_data
+from terrazzo.train.data import IGNORED, Batch, load_data
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
@@ -477,6 +477,18 @@ def test_every_name_of_an_objective_has_a_row_and_a_class() -> None:
     assert names == set(OBJECTIVES) == set(CLASSES)
     kinds = {name: objective_of(config_from_dict({"objective": name})) for name in names}
     assert len({type(each) for each in kinds.values()}) == len(names)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_pair_without_a_reference_is_refused_and_one_that_fills_the_batch_is_not(samples: int) -> None:
+    objective = DPO(config_from_dict({"objective": "dpo"}))
+    tokens, reference = torch.zeros(4, 3, dtype=torch.int64), torch.tensor([[-1.0, -2.0], [torch.nan, -2.0]])
+    batch = Batch(tokens, tokens, valid_tokens=12, samples=samples, reference=reference)
+    if samples == 2:
+        with pytest.raises(RuntimeError, match="error in Terrazzo"):
+            objective.inputs(torch.nn.Linear(1, 1), batch, torch.device("cpu"))
+    else:
+        assert list(objective.inputs(torch.nn.Linear(1, 1), batch, torch.device("cpu"))) == ["input_ids"]
 
 
 def test_smoothing_is_the_expectation_over_flipped_pairs() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from terrazzo.config.files import RANGE, parse_value, read_text
@@ -153,9 +154,16 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
         value = text.strip() if _is_range(key, text) else parse_value(text, "yaml", key)
+        has_comment = _has_comment(text)
     except BadInput as error:
         why = str(error).rstrip(".")
         raise BadInput(f"The value of override '{override}' is not valid YAML: quote it ({why}).") from None
+    if has_comment:
+        quoted = f"{key}={json.dumps(text.strip(), ensure_ascii=False)}"
+        raise BadInput(
+            f"Override '{override}' has a '#' that YAML takes for the beginning of a comment, so that only {value!r}"
+            f" would be set: write '{quoted}' with both kinds of quotes, or leave out what begins with '#'."
+        )
     *parents, last = key.split(".")
     if key in SHORTHANDS and isinstance(value, str) and isinstance(raw.get(key), dict):
         parents, last = [key], "name"  # the rest of the file's section stays
@@ -171,6 +179,15 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         target[name] = inner
         target = inner
     target[last] = value
+
+
+def _has_comment(text: str) -> bool:
+    """Whether YAML leaves a part of a valid value out: a `#` at its beginning, or behind a blank, in no token of it."""
+    places = [found.end() - 1 for found in re.finditer(r"(?:^|\s)#", text)]
+    if not places:
+        return False
+    tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
+    return any(not any(each.start_mark.index <= place < each.end_mark.index for each in tokens) for place in places)
 
 
 def _is_range(key: str, text: str) -> bool:

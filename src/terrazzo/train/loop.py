@@ -16,7 +16,6 @@ from terrazzo.train.checkpoints.run_checkpoints import refuse_lost
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.report import LogWindow, RunReport
-from terrazzo.train.session.dpo_reference import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command
 from terrazzo.train.steps.cadence import Cadence
@@ -131,7 +130,6 @@ class TrainingLoop:
         self.checks.begin_step()
         with self.window.reading(), self.phases.during("input"):
             batch = session.loader.next_step()
-            assert all(map(is_known, batch.micro_batches))
         total, norm = backward_on(session, batch)
         loss = total / max(1, batch.samples)
         if (why := self.judge.objection(loss, norm)) is not None:

@@ -22,7 +22,7 @@ class StepMetrics:
     Shares (`data_wait`, `communication`) are of wall-clock time, from 0 to 1: `communication` is the time this rank
     stood waiting for others, whatever for, not known on CUDA, where the device waits and not the process.
     Of experts, in the newest step: `expert_imbalance` is the rows of the busiest one as a multiple of the mean,
-    `router_entropy` that of tokens' scores in nats, and `dropped_rows` counts rows that no expert computed.
+    `router_entropy` that of tokens' scores in nats.
     """
 
     step: int
@@ -45,7 +45,6 @@ class StepMetrics:
     cpu_step_gparam_s: float | None = None
     expert_imbalance: float | None = None
     router_entropy: float | None = None
-    dropped_rows: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Every known value by name. An overflowing gradient norm is left out: JSON has no infinity."""

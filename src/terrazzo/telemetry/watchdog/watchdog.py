@@ -186,7 +186,7 @@ class Watchdog:
     def _stopped(self, now: int, states: Mapping[int, str]) -> Stall | None:
         """A rank that somebody has stopped, whatever it was at, and that another one waits for."""
         for rank, state in states.items():
-            if state in ("T", "t"):
+            if state in ("T", "t") and not self.progress_of[rank].has_left:
                 self._stopped_since.setdefault(rank, now)
             else:
                 self._stopped_since.pop(rank, None)

@@ -37,6 +37,7 @@ __all__ = [
     "Validation",
     "completion_log_probs",
     "inputs_of",
+    "is_known",
     "objective_of",
 ]
 
@@ -168,6 +169,14 @@ class _Pairs(Objective):
 class DPO(_Pairs):
     """Implicit rewards, β log π / π_ref (Rafailov et al. 2023, arXiv 2305.18290, equation 7)."""
 
+    def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
+        if batch.reference is None or not is_known(batch):
+            raise RuntimeError(
+                "A preference pair was read whose log-probabilities under the model before the first step were not"
+                " computed, so that its loss would be NaN: this is an error in Terrazzo."
+            )
+        return super().inputs(model, batch, device)
+
     def preferences(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         assert batch.reference is not None
         own = completion_log_probs(model, output, batch)
@@ -209,6 +218,11 @@ def inputs_of(model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
     if batch.positions is None:
         return {"input_ids": tokens}
     return {"input_ids": tokens, "position_ids": _placed(model, batch.positions, device)}
+
+
+def is_known(batch: Batch) -> bool:
+    """Whether the pairs of a micro-batch have all that they are compared with; so has one that is not compared."""
+    return batch.reference is None or not bool(batch.reference[: batch.samples].isnan().any())
 
 
 def completion_log_probs(model: nn.Module, output: Any, batch: Batch) -> Tensor:

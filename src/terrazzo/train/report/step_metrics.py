@@ -92,7 +92,6 @@ class StepMetricsBuilder:
             **utilised(flops, self._executed, self.peak_flops),
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,
-            dropped_rows=0 if measured.load else None,
             **_expert_load(measured.load),
             **self._offload_rates(),
         )

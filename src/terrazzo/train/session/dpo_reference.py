@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
-from terrazzo.train.data import Batch, Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
+from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.model.objectives import completion_log_probs, inputs_of
 from terrazzo.train.session.data_share import DataShare
 
@@ -27,7 +27,6 @@ __all__ = [
     "check_same_initial",
     "compute_reference",
     "initial_model",
-    "is_known",
     "reference_due",
     "reference_state",
 ]
@@ -127,11 +126,6 @@ def compute_reference(
                 " objective 'dpo' compares: look for NaN in the weights (model.path), or set precision.name=fp32."
             )
     model.train()
-
-
-def is_known(batch: Batch) -> bool:
-    """Whether the pairs of a micro-batch have all that they are compared with; so has one that is not compared."""
-    return batch.reference is None or not bool(batch.reference[: batch.samples].isnan().any())
 
 
 def reference_state(data: TokenData) -> dict[str, Any]:

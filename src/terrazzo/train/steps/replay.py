@@ -16,7 +16,7 @@ from terrazzo.exchange import gather_json
 from terrazzo.planner.timing.calibration import processor
 from terrazzo.train.data import Cursor
 from terrazzo.train.model.experts import forget_load
-from terrazzo.train.session.dpo_reference import is_known
+from terrazzo.train.model.objectives import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.disagreement import RankAnswer, finding_of
 from terrazzo.train.steps.step import learnt
