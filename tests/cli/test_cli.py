@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.exit_codes import EXIT_CODES, UNREAD
 from tests.helpers import programs
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +100,11 @@ def test_a_reader_that_leaves_ends_a_report_quietly() -> None:
         assert program.stderr.read() == ""
         assert program.wait(60) == 141
         program.close()
+
+
+def test_the_page_of_exit_codes_names_the_verbs_that_outlive_their_reader() -> None:
+    verbs = [row.function.__name__ for row in cli.VERBS if row.outlives_reader]
+    assert re.findall(r"`(\w+)`", EXIT_CODES[UNREAD].edit.partition(" ends so")[0]) == verbs
 
 
 @pytest.mark.long

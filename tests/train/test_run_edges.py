@@ -44,7 +44,7 @@ from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import build_precision, scaled_for_sums
 from terrazzo.train.steps.evaluate import evaluate
-from terrazzo.train.steps.step import step_on
+from terrazzo.train.steps.step import backward_on, update
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
@@ -150,7 +150,8 @@ def test_ranks_with_nothing_to_learn_count_for_nothing(tmp_path: Path, empty: tu
             batch = replace(batch, micro_batches=ignored)
         valid = 0 if len(empty) == 2 else batch.valid_tokens // 2
         before = {piece.name: piece.tensor.clone() for piece in ModelState(session.model).pieces()}
-        total, norm = step_on(session, replace(batch, valid_tokens=valid))
+        total, norm = backward_on(session, replace(batch, valid_tokens=valid))
+        update(session)
         after = {piece.name: piece.tensor for piece in ModelState(session.model).pieces() if piece.kind == "weight"}
         moved = {name: (after[name] - value).abs().max() for name, value in before.items()}
         return float(total), float(norm), moved
@@ -170,7 +171,8 @@ def test_a_batch_that_does_not_divide_is_the_same_on_any_number_of_ranks(tmp_pat
         found = []
         for _ in range(3):
             batch = session.loader.next_step()
-            total, norm = step_on(session, batch)
+            total, norm = backward_on(session, batch)
+            update(session)
             found.append((float(session.share.total(total.clone())) / batch.samples, float(norm)))
         return found
 

@@ -18,23 +18,25 @@ together.
 How a verb is made:
 
 - A function with annotated parameters, of which typer makes the options: its docstring is what `--help` says. It stands
-  in the file of the verb's name, of a folder in `command` or `commands`.
+  in the file of the verb's name, of a folder in `command` or `commands`. `plan` alone has its options in a table,
+  `plan.options`, from which `plan.command` makes the parameters.
 - That file imports no torch, so that `--help` comes at once. What the verb does is imported inside the function, which
   hands on typed values: options that belong together as one object (`PlanArguments`, `ContextOptions`,
-  `HuggingFaceOptions`). Of a folder it is `VERB_checkpoint` or `VERB_config` in the file of the verb's name.
+  `HuggingFaceOptions`). In `checkpoint` and `config` each verb has a file of its name, with one function that does it:
+  `VERB_checkpoint` or `VERB_config`, in the plural where it takes several (`diff_configs`), and `prune_folder`.
 - It raises `BadInput` for what is wrong with its arguments, which `main` prints, and ends by `typer.Exit(code)`; the
   codes are the table of `terrazzo.exit_codes`.
 
-To add one: write the function, add it below with the class of command that answers wrong options (`shared.verb`), and
-name it in the list above. `python -m tools.reference_pages` writes its page.
+To add one: write the function, give it a row in `VERBS`, and name it in the list above. `python -m
+tools.reference_pages` writes its page.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from contextlib import nullcontext
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -47,9 +49,9 @@ from terrazzo.cli.plan.command import plan
 from terrazzo.cli.plan.values import meant_option
 from terrazzo.cli.profile import profile
 from terrazzo.cli.report import report
-from terrazzo.cli.run import SETTINGS, run
+from terrazzo.cli.run import run
 from terrazzo.cli.shared.unread import ending_unread
-from terrazzo.cli.shared.verb import Verb, answering, as_setting, in_the_file, of_torchrun
+from terrazzo.cli.shared.verb import SCRIPTS_OWN, Mend, Verb, answering, as_setting, in_the_file, of_torchrun
 from terrazzo.cli.trace import trace
 from terrazzo.cli.train import train
 from terrazzo.cli.verdict import verdict
@@ -58,7 +60,7 @@ from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, printable
 from terrazzo.exit_codes import FAILED, exit_codes_text
 
-__all__ = ["app", "main"]
+__all__ = ["VERBS", "VerbRow", "app", "main"]
 
 app = typer.Typer(
     name="terrazzo",
@@ -85,25 +87,55 @@ def _root(
     """Options that stand before the verb."""
 
 
-app.command(cls=answering(in_the_file))(init)
-app.command(cls=answering(as_setting), epilog=f"Exit codes: {exit_codes_text()}.")(train)
-app.command(context_settings=SETTINGS, cls=answering(of_torchrun))(run)
-app.command(context_settings=SETTINGS, cls=Verb)(profile)
-app.command(cls=answering(meant_option))(plan)
-app.command(cls=Verb)(verdict)
-app.command(cls=Verb)(report)
-app.command(cls=Verb)(watch)
-app.command(cls=Verb)(trace)
-app.command(cls=Verb)(bench)
+class VerbRow(NamedTuple):
+    """A verb, and what `main` knows of it.
+
+    Attributes:
+        function: its name is the verb's.
+        mend: answers an option that it does not have; None: in typer's words.
+        takes_script: what stands behind its first argument is a script's, options too.
+        outlives_reader: it is not over when nobody reads its lines; others end with `UNREAD`.
+        epilog: what `--help` ends with.
+    """
+
+    function: Callable[..., Any]
+    mend: Mend | None = None
+    takes_script: bool = False
+    outlives_reader: bool = False
+    epilog: str | None = None
+
+
+VERBS = (
+    VerbRow(init, in_the_file),
+    VerbRow(train, as_setting, outlives_reader=True, epilog=f"Exit codes: {exit_codes_text()}."),
+    VerbRow(run, of_torchrun, takes_script=True, outlives_reader=True),
+    VerbRow(profile, takes_script=True, outlives_reader=True),
+    VerbRow(plan, meant_option),
+    VerbRow(verdict),
+    VerbRow(report),
+    VerbRow(watch),
+    VerbRow(trace),
+    VerbRow(bench),
+)
+"""In the order of `--help`."""
+
+for row in VERBS:
+    app.command(
+        cls=Verb if row.mend is None else answering(row.mend),
+        context_settings=SCRIPTS_OWN if row.takes_script else None,
+        epilog=row.epilog,
+    )(row.function)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(config, name="config")
 
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    is_run = sys.argv[1:2] in (["train"], ["run"], ["profile"])  # which is not over when nobody reads its lines
-    with nullcontext() if is_run else ending_unread():
+    if sys.argv[1:2] in [[row.function.__name__] for row in VERBS if row.outlives_reader]:
         _run()
+    else:
+        with ending_unread():
+            _run()
 
 
 def _run() -> None:

@@ -8,10 +8,7 @@ import typer
 
 from terrazzo.errors import BadInput
 
-__all__ = ["SETTINGS", "run"]
-
-SETTINGS = {"allow_interspersed_args": False}
-"""What stands after the script is the script's, options too."""
+__all__ = ["run"]
 
 _RANKS = "--ranks"
 

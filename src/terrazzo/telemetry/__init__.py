@@ -22,7 +22,18 @@ How a measurement goes, from the step to the file and back:
 5. Whoever looks reads the lines by `log.records`, and makes of them `display.verdict`, `display.tables`,
    `display.screen` (`terrazzo watch`) or `display.page` (report.html).
 
-To measure one thing more: count it in `StepRecorder` (2), put it into the dict (3); sinks take any number by its name.
+A run of `terrazzo train` also writes lines of kind `train`, a row of its step table each: the newest loss, and rates
+over the steps since the row before. They go from `LogWindow` (what the loop has measured) to `StepsMeasured` to
+`StepMetricsBuilder`, all in `train.report`, to `steps.metrics.StepMetrics`, a column of which is in
+`display.step_table`.
+
+To measure one thing more:
+
+- Where the time or the traffic of a step goes, on each rank, compared between them, and of a loop of one's own too: a
+  number of kind `step`. Count it in `StepRecorder` (2), put it into the dict (3); sinks take any number by its name.
+- How training itself goes, which needs the session, and which one number tells for all ranks: a number of kind `train`.
+  Measure it in `LogWindow`, hand it on in `StepsMeasured`, make it a field of `StepMetrics` in `StepMetricsBuilder`,
+  and give it a `_Column` if it is to be on screen.
 
 Beside that each rank writes single exchanges, as they happen, into a ring in memory: `flight.recorder.RingRecorder`.
 `terrazzo trace` draws it, and the watchdog reads from it what a rank that stands still waits for.

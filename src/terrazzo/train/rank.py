@@ -89,8 +89,7 @@ class _RankOfRun:
         if not self.launched:
             refuse_restarts(config.launch)
         notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
-        with open_session(config, ranks, notes, lambda: self._claim_folders(config)) as session:
-            session.origin.restart = restart
+        with open_session(config, ranks, notes, restart, lambda: self._claim_folders(config)) as session:
             self._announce_steps(session)
             with _looked_after(session, flight_recorder):
                 code = TrainingLoop(session, self.stop, self.command, flight_recorder.events.step_done).run()

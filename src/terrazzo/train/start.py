@@ -44,7 +44,7 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
     RunConsole().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
     if ranks == 1 and not config.launch.restarts:
         os.environ.update(ALONE)
-        train_as_rank(path, overrides, command)
+        return train_as_rank(path, overrides, command)
     words = ["-m", "terrazzo", "train", str(path), *overrides]
     notices = launcher_notices(config, command)
     patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None

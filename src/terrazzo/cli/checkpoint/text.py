@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from terrazzo.checkpoint.operations.compare import StateDifference
-from terrazzo.cli.shared.terminal import columns, plain
+from terrazzo.cli.shared.terminal import columns, unmistakable
 
 __all__ = ["differences_text", "inspect_text", "listing_text", "tensors_text"]
 
@@ -19,7 +19,7 @@ def inspect_text(description: Mapping[str, Any]) -> str:
     rows = [*_head_rows(description), *_optimizer_rows(description["optimizer"]), *_extra_rows(description["extra"])]
     parts = [columns(rows, "<<"), _states_text(description["states"])]
     parts.append(columns([["largest tensors", "shape", "size"], *map(_tensor_row, description["largest"])], "<<>"))
-    parts += [f"not taken over: {plain(note)}" for note in description["notes"]]
+    parts += [f"not taken over: {unmistakable(note)}" for note in description["notes"]]
     return "\n\n".join(parts)
 
 
@@ -70,7 +70,7 @@ def listing_text(listing: Mapping[str, Any]) -> str:
     """Checkpoints of a folder, a line each."""
     rows = [["name", "step", "run", "ranks", "plan", "size", "metric", "state"]]
     rows += map(_listing_row, listing["checkpoints"])
-    unfinished = [f"not finished: {plain(name)}" for name in listing["unfinished"]]
+    unfinished = [f"not finished: {unmistakable(name)}" for name in listing["unfinished"]]
     return "\n".join([columns(rows, "<><><>><"), *unfinished])
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from terrazzo.errors import printable
 
-__all__ = ["columns", "plain", "say", "say_json"]
+__all__ = ["columns", "say", "say_json", "unmistakable"]
 
 
 def say(text: str, style: str = "", *, stderr: bool = False) -> None:
@@ -24,13 +24,13 @@ def say_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def plain(text: object) -> str:
+def unmistakable(text: object) -> str:
     """`printable`, and in letters of which no two look alike."""
     shown = str(text)
     return shown if shown.isascii() and shown.isprintable() else ascii(shown)[1:-1]
 
 
-def columns(rows: Sequence[Sequence[str]], align: str = "", cell: Callable[[str], str] = plain) -> str:
+def columns(rows: Sequence[Sequence[str]], align: str = "", cell: Callable[[str], str] = unmistakable) -> str:
     """Rows of cells, each as `cell` shows it, as aligned lines; `align` has `<` or `>` for each column, else `<`."""
     cells = [[cell(each) for each in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -12,9 +12,12 @@ from typer.core import TyperCommand
 
 from terrazzo.errors import BadInput
 
-__all__ = ["Verb", "answering", "as_setting", "in_the_file", "of_torchrun"]
+__all__ = ["SCRIPTS_OWN", "Mend", "Verb", "answering", "as_setting", "in_the_file", "of_torchrun"]
 
 Mend = Callable[[str, str, list[str]], str | None]
+
+SCRIPTS_OWN = {"allow_interspersed_args": False}
+"""Of a verb that takes a script: what stands behind that is the script's, options too."""
 
 _FILES = ("-o", "--output", "--out", "--file", "--config", "-c", "-f")
 _CONFIGS = (".yaml", ".yml", ".json", ".toml")

@@ -38,7 +38,7 @@ from terrazzo.telemetry.watchdog.watchdog import Patience
 
 __all__ = ["END", "SHOW_THREADS", "TASK", "look_after"]
 
-TASK = "TERRAZZO_WARD"
+TASK = "TERRAZZO_WARDEN"
 """In the environment of a warden: the ranks it looks after, and how, as JSON."""
 
 SHOW_THREADS, END, _LEAVE = b"?", b"x", b"-"
@@ -73,7 +73,7 @@ def look_after(flight_recorder: FlightRecorder, patience: Patience) -> Callable[
     start = functools.partial(_start, task, listener) if starts else None
     reach = functools.partial(_reach, task) if listener is not None else None
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
-    start_thread("terrazzo-ward", functools.partial(_listen, channel, (reach, start), soon_s), channel.leave)
+    start_thread("terrazzo-warden", functools.partial(_listen, channel, (reach, start), soon_s), channel.leave)
     return Ending(flight_recorder, functools.partial(_leave, channel, flight_recorder.events))
 
 

@@ -29,7 +29,7 @@ from terrazzo.train.launch.process_group import join
 from terrazzo.train.launch.rank_process import RankProcess
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
-from terrazzo.train.steps.step import step_on
+from terrazzo.train.steps.step import backward_on, update
 
 __all__ = ["Trial"]
 
@@ -91,7 +91,8 @@ def _measure(session: Session) -> Trial:
 def _timed_step(session: Session) -> float:
     batch = session.loader.next_step()
     start = time.perf_counter()
-    step_on(session, batch)
+    backward_on(session, batch)
+    update(session)
     devices.synchronize(session.ranks.device)
     return time.perf_counter() - start
 

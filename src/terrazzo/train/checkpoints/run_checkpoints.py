@@ -51,11 +51,6 @@ class RunCheckpoints:
         run: the identity of the run: drawn when it starts, and the checkpoint's when it is resumed.
         sure_step: the newest step up to which nothing was found wrong with what ranks compute and hold; None where
             nobody looks.
-        _begun_step: the step of the newest save in `checkpoint.folder`, which may still be under way; 0 for none.
-        _complete_step: the step of the newest one there that is known to be complete; 0 for none. A save in the
-            background is known to be when it was waited for, as the next one does.
-
-    Both are 0 after a resume from a local checkpoint: an older one in `checkpoint.folder` is not looked for.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -64,6 +59,9 @@ class RunCheckpoints:
         self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
+        # Steps of saves in `checkpoint.folder`, 0 for none: the newest, which may still be under way, and the newest
+        # that is known to be complete. One in the background is when it was waited for, as the next one does. Both are
+        # 0 after a resume from a local checkpoint: an older one there is not looked for.
         self._begun_step = self._complete_step = 0
         self.sure_step: int | None = None
         self._local_folders: Mapping[str, CheckpointFolder] | None = None

@@ -29,6 +29,7 @@ from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_data
 from terrazzo.train.data.sources import named_sources
 from terrazzo.train.launch.process_group import Ranks, agree_on_data
+from terrazzo.train.launch.restarts import Restart
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.expert_load import count_rows
 from terrazzo.train.model.huggingface import weight_files
@@ -63,12 +64,17 @@ __all__ = ["open_session"]
 
 
 def open_session(
-    config: Config, ranks: Ranks, notes: list[str] | None = None, claimed: Callable[[], object] = lambda: None
+    config: Config,
+    ranks: Ranks,
+    notes: list[str] | None = None,
+    restart: Restart | None = None,
+    claimed: Callable[[], object] = lambda: None,
 ) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective.
 
     Args:
         notes: what is to be said of it before its first step.
+        restart: what these ranks were told, where they are not the first of the run.
         claimed: called once no other run may use its folders.
     """
     absent = absent_folders(config) if ranks.is_first else []
@@ -78,7 +84,9 @@ def open_session(
         try:
             claimed()
             before = _before_model(config, ranks, checkpoints)
-            return _build(config, ranks, checkpoints, before, list(notes or ()))
+            session = _build(config, ranks, checkpoints, before, list(notes or ()))
+            session.origin.restart = restart
+            return session
         except BaseException:
             checkpoints.abandon()
             raise

@@ -15,14 +15,7 @@ from terrazzo.train.model.experts import auxiliary_loss
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.session.session import Session
 
-__all__ = ["backward_on", "learnt", "measured", "step_on", "update"]
-
-
-def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-    """One optimizer step, which returns what `backward_on` does."""
-    total, norm = backward_on(session, batch)
-    update(session)
-    return total, norm
+__all__ = ["backward_on", "learnt", "measured", "update"]
 
 
 def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
