@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from terrazzo.config import ObjectiveConfig, config_from_dict, load_config
-from terrazzo.config.task import OBJECTIVES
+from terrazzo.config.sections.objective import OBJECTIVES
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of

@@ -6,16 +6,9 @@ Open to other packages:
 
 In reading order:
 
-    schema     the whole tree of settings
     section    what every section is
-    task       model, adapters, data and objective
-    attention  how far the tokens of the built-in decoder see
-    experts    the built-in decoder's mixture of experts
-    axes       tensor, context and pipeline parallelism
-    precision  every dtype of a run
-    optimizer  what updates the weights
-    guard      what is done about a step that is not like those before it
-    running    how a run is saved, how its ranks start, what it writes
+    sections   the sections, each in the module of its name
+    schema     the whole tree of settings, and what sections say together
     keys       the schema key by key
     secrets    passwords in URLs, which are not printed
     arguments  arguments in a shell script, which is not run
@@ -29,21 +22,19 @@ from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
     from terrazzo.config.keys import KEYS, keys_meant
-    from terrazzo.config.optimizer import MuonConfig, OptimizerConfig
     from terrazzo.config.reading import CheckedKeys, check_keys, config_from_dict, flatten, load_config
-    from terrazzo.config.running import LaunchConfig
-    from terrazzo.config.schema import (
-        BatchConfig,
-        Config,
-        MeshConfig,
-        OffloadConfig,
-        PlanConfig,
-        ScheduleConfig,
-        tier_text,
-    )
+    from terrazzo.config.schema import Config
     from terrazzo.config.secrets import without_passwords
     from terrazzo.config.section import Section
-    from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig, ObjectiveKind
+    from terrazzo.config.sections.batch import BatchConfig
+    from terrazzo.config.sections.data import DataConfig
+    from terrazzo.config.sections.launch import LaunchConfig
+    from terrazzo.config.sections.lora import LoraConfig
+    from terrazzo.config.sections.objective import ObjectiveConfig, ObjectiveKind
+    from terrazzo.config.sections.offload import OffloadConfig, tier_text
+    from terrazzo.config.sections.optimizer import MuonConfig, OptimizerConfig
+    from terrazzo.config.sections.plan import MeshConfig, PlanConfig
+    from terrazzo.config.sections.schedule import ScheduleConfig
 else:
     __getattr__ = lazily(__name__)
 

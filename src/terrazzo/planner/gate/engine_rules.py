@@ -97,7 +97,7 @@ ENGINE_RULES = (
         lambda setup, _: setup.precision.frozen is not None and setup.matmul == "fp8",
         "Frozen matrices in 4 bits are decoded to 16 bits, which products in fp8 would round again.",
         "Use precision bf16, or --lora, whose base stays in 16 bits.",
-        "terrazzo.config.precision",
+        "terrazzo.config.sections.precision",
     ),
     Rule(
         "experts beside 4 bits",

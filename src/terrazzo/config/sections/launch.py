@@ -1,0 +1,76 @@
+"""The section `launch`: how a run's ranks start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticKnownError
+
+from terrazzo.config.files import RANGE
+from terrazzo.config.section import Section, whole_number
+
+__all__ = ["LaunchConfig"]
+
+
+class LaunchConfig(Section):
+    """How many processes this command starts when torchrun or Slurm has not started it."""
+
+    ranks: int | str | None = Field(
+        None,
+        description="default: one per GPU, or one on a CPU; least:most, such as 2:4: as many of these as start, with "
+        "launch.restarts",
+    )
+    restarts: int = Field(
+        0,
+        ge=0,
+        description="so often all ranks are started again after a failure, from the newest checkpoint; not under "
+        "torchrun or Slurm, which do so by --max-restarts and --requeue",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees it")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank, and for a background save that stands still"
+    )
+    stall_s: float = Field(
+        20.0,
+        gt=0,
+        description="seconds in which nothing happens, and five times a phase's longest, after which a run hangs",
+    )
+    threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
+    ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _as_number_or_range(cls, value: Any) -> Any:
+        if value is None or isinstance(value, int | float):
+            return value if value is None else whole_number(value)
+        if isinstance(value, str) and value.isdigit():
+            raise PydanticKnownError("int_type")
+        if not isinstance(value, str) or not RANGE.fullmatch(value):
+            raise ValueError(f"{value!r} is neither a number of ranks nor a range of them, least:most, such as 2:4")
+        least, most = map(int, value.split(":"))
+        if not 0 < least < most:
+            meant = f"{max(1, min(least, most))}:{max(least, most)}" if least != most else str(max(1, most))
+            raise ValueError(f"'{value}' is no range of ranks, which is least:most: write {meant}")
+        return f"{least}:{most}"
+
+    def numbers(self, of: int = 1) -> Sequence[int]:
+        """How many ranks there may be, in ascending order, as multiples `of` so many; none where nothing says so."""
+        if not isinstance(self.ranks, str):
+            return [] if self.ranks is None else [self.ranks]
+        least, most = map(int, self.ranks.split(":"))
+        return range(-(-least // of) * of, most + 1, of)
+
+    def _agrees(self) -> None:
+        if isinstance(self.ranks, str) and not self.restarts:
+            raise ValueError(
+                f"ranks '{self.ranks}' lets ranks become fewer when they are started again, and restarts is 0: set"
+                f" launch.restarts to how often that may be, or launch.ranks to {self.numbers()[-1]}"
+            )
+        if self.stall_s > self.timeout_s and self.stall_s != type(self).model_fields["stall_s"].default:
+            raise ValueError(
+                f"stall_s {self.stall_s:g} is longer than timeout_s {self.timeout_s:g}, after which ranks give up"
+                " waiting for each other: no rank that stands still would be named before. Lower launch.stall_s, or"
+                " raise launch.timeout_s above it"
+            )

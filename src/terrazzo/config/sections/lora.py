@@ -1,0 +1,41 @@
+"""The section `lora`: adapters on a frozen model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from terrazzo.config.section import Section
+
+__all__ = ["LoraConfig"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on a frozen Hugging Face model; off without a rank."""
+
+    rank: int | None = Field(None, gt=0, description="width of the adapters; null: none, all weights are trained")
+    alpha: float = Field(16.0, gt=0, description="adapters count alpha / rank times")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's inputs dropped in training")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="names of linear layers such as q_proj; all-linear: all but the head"
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        "none", description="biases trained too: `none`, `all`, or the targets': `lora_only`"
+    )
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "all-linear":
+            raise ValueError(f"'{value}' is a single word: give a list of names, [{value}], or 'all-linear'")
+        return value
+
+    def _agrees(self) -> None:
+        set_here = sorted(self.model_fields_set - {"rank"})
+        if self.rank is None and set_here and self != LoraConfig():
+            raise ValueError(
+                f"{', '.join(set_here)} without lora.rank: set lora.rank, such as 8, or remove the section"
+            )
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name layers, or leave it out for 'all-linear'")

@@ -1,0 +1,56 @@
+"""The section `model`: which model is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from terrazzo.config.section import Section
+from terrazzo.config.sections.attention import AttentionConfig
+from terrazzo.config.sections.experts import ExpertsConfig
+
+__all__ = ["ModelConfig"]
+
+
+class ModelConfig(Section):
+    """Which model is trained: the built-in decoder by its sizes, or a Hugging Face causal LM by folder."""
+
+    kind: Literal["decoder", "huggingface"] = Field(
+        "decoder", description="`decoder`: the built-in one. `huggingface`: a causal LM of `transformers`"
+    )
+    path: Path | None = Field(None, description="huggingface: local folder with config.json (and safetensors)")
+    weights: Literal["random", "pretrained"] = Field(
+        "random", description="`random`, or for huggingface `pretrained`: the folder's safetensors"
+    )
+    vocab_size: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's")
+    dim: int = Field(256, gt=0, description="decoder: width of the residual stream")
+    layers: int = Field(6, gt=0, description="decoder: number of blocks")
+    heads: int = Field(4, gt=0, description="decoder: query heads per block")
+    kv_heads: int | None = Field(None, gt=0, description="decoder: key and value heads; default: as many as heads")
+    ffn_dim: int | None = Field(None, gt=0, description="decoder: width of the MLP; default: 8/3 dim, in steps of 64")
+    tie_embeddings: bool = Field(True, description="decoder: the head is the embedding matrix")
+    rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
+    dropout: float = Field(0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training")
+    experts: ExpertsConfig = ExpertsConfig()
+    attention: AttentionConfig = AttentionConfig()
+
+    def _agrees(self) -> None:
+        if self.kind == "huggingface" and self.path is None:
+            raise ValueError("kind 'huggingface' needs model.path, a local folder holding config.json")
+        if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
+            raise ValueError("path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random")
+        if self.kind == "huggingface" and self.experts.count is not None:
+            raise ValueError("experts belong to kind 'decoder': a folder's config.json has its own. Remove the section")
+        if self.kind == "huggingface" and self.attention.window is not None:
+            raise ValueError(
+                "attention belongs to kind 'decoder': a folder's config.json says how far its model sees, with"
+                " sliding_window and layer_types where its model_type has them. Remove the section, and edit that file"
+            )
+        full_every = self.attention.full_every
+        if self.kind == "decoder" and full_every is not None and full_every > self.layers:
+            raise ValueError(
+                f"attention.full_every {full_every} with {self.layers} layers has none without a window: lower it, or"
+                " leave it out"
+            )

@@ -1,0 +1,72 @@
+"""The section `plan`: the row of the table, and how the ranks are arranged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from terrazzo.config.section import Named, Section
+
+__all__ = ["MeshConfig", "PlanConfig"]
+
+
+class MeshConfig(Section):
+    """How the ranks are arranged: `pp` times `dp_replicate` groups of `dp_shard` times `cp` times `tp` ranks each.
+
+    `ep` is cut out of these groups, and takes no ranks of its own.
+    """
+
+    pp: int = Field(1, gt=0, description="parts of the ranks that have other layers each (pipeline parallelism)")
+    dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
+    dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by the others")
+    cp: int = Field(1, gt=0, description="ranks that share each sequence (context parallelism)")
+    tp: int = Field(1, gt=0, description="neighbouring ranks that share each matrix (tensor parallelism)")
+    ep: int = Field(1, gt=0, description="neighbouring ranks, of the axes above, that have other experts each")
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Neighbouring ranks that read the same sequences."""
+        return self.cp * self.tp
+
+    @property
+    def fixed(self) -> int:
+        """Ranks that the axes beside `dp_shard` make up: there are so many, or a multiple of it."""
+        return self.pp * self.dp_replicate * self.ranks_per_batch
+
+    def readers(self, world_size: int) -> int:
+        """How many shares there are of all sequences; each is read by the ranks of all stages, too."""
+        return world_size // (self.ranks_per_batch * self.pp)
+
+
+class PlanConfig(Named):
+    """The row of the table: a preset by name, or four custom places such as "-", "D" or "S,R"."""
+
+    name: str | None = Field(
+        None, description="preset, such as zero0, zero1, zero2, zero3, hybrid_shard; zero3@cpu with offload"
+    )
+    weight: str | None = Field(None, description="compute weights, at rest")
+    between: str | None = Field(None, description="compute weights, from the end of forward to backward")
+    grad: str | None = Field(None, description="gradients, once reduced")
+    optim: str | None = Field(None, description="master weights and optimizer state")
+    mesh: MeshConfig = MeshConfig()
+    units: list[str] | None = Field(None, description="class names or name globs; default: found by themselves")
+    prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual(cls, value: Any) -> Any:
+        """`zero3` where neither a name nor a place is given."""
+        keys = ("name", "weight", "between", "grad", "optim")
+        open_ = isinstance(value, Mapping) and all(value.get(key) is None for key in keys)
+        return {**value, "name": "zero3"} if open_ else value
+
+    def _agrees(self) -> None:
+        rows = {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
+        places = [key for key, value in rows.items() if value is not None]
+        if places and self.name is not None:
+            raise ValueError(f"a preset name ('{self.name}') and custom places ({', '.join(places)}): give one of them")
+        if places and len(places) < len(rows):
+            missing = ", ".join(key for key in rows if key not in places)
+            raise ValueError(f"a custom plan names all four places; missing: {missing} ('-' means not split)")
