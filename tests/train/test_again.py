@@ -17,27 +17,34 @@ from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.restart_points import restarts_of
 from terrazzo.train.launch.launcher import launch_with_restarts
 from terrazzo.train.launch.notices import Notices, RunEnd
-from terrazzo.train.launch.restarts import Restart, RestartPoint, Restarts, Start, refuse_restarts, take_restart_note
+from terrazzo.train.launch.restarts import (
+    LaunchSpec,
+    Restart,
+    RestartPoint,
+    RestartPolicy,
+    refuse_restarts,
+    take_restart_note,
+)
 from tests.helpers import programs
 from tests.train.test_loop import command, curve, environment, metrics, one_rank_of
 from tests.train.test_session import config_in, trained
 
 FAILED = RunEnd(1, "Rank 1 was ended by SIGKILL", lasts=False)
-START = Start(2, ["words"])
+START = LaunchSpec(2, ["words"])
 
 
 class Told:
-    """An `Restarts` whose checkpoints are given, one for each failure."""
+    """A `RestartPolicy` whose checkpoints are given, one for each failure."""
 
     def __init__(self, most: int, *steps: int) -> None:
         saved: Iterator[RestartPoint] = iter([RestartPoint(step, f"step-{step}" if step else "") for step in steps])
         self.said: list[str] = []
-        self.again = Restarts(most, lambda: next(saved), self.words, self.said.append)
+        self.again = RestartPolicy(most, lambda: next(saved), self.words, self.said.append)
 
     def words(self, saved: RestartPoint) -> Sequence[str]:
         return [f"from {saved.step}"]
 
-    def after(self, ended: RunEnd = FAILED) -> Start | None:
+    def after(self, ended: RunEnd = FAILED) -> LaunchSpec | None:
         return self.again.after(START, ended)
 
 
@@ -98,8 +105,8 @@ def test_the_end_of_ranks_that_were_started_again_is_heard_of_though_they_have_c
     (tmp_path / "rank.py").write_text(CLAIMS)
     heard: list[int | str] = []
     notices = Notices("", str, on_end=lambda end: heard.append(end.code), on_restart=lambda: heard.append("again"))
-    start = Start(1, [str(tmp_path / "rank.py"), str(tmp_path)])
-    restarts = Restarts(1, lambda: RestartPoint(1, "step-1"), lambda saved: start.words, lambda line: None)
+    start = LaunchSpec(1, [str(tmp_path / "rank.py"), str(tmp_path)])
+    restarts = RestartPolicy(1, lambda: RestartPoint(1, "step-1"), lambda saved: start.words, lambda line: None)
     assert launch_with_restarts(start, restarts, notices, None) == 9
     assert heard == [7, "again", 9]
 
@@ -173,8 +180,8 @@ from terrazzo.train import start
 from terrazzo.train.launch import local_ranks
 
 local_ranks.SIBLING_GRACE_S = 1.0
-Start, again = start.Start, start.restarts_of
-start.Start = lambda ranks, words: Start(ranks, [sys.argv[1], *words[2:]])
+LaunchSpec, again = start.LaunchSpec, start.restarts_of
+start.LaunchSpec = lambda ranks, words: LaunchSpec(ranks, [sys.argv[1], *words[2:]])
 start.restarts_of = lambda config, words: again(config, [sys.argv[1], *words[2:]])
 path, words = Path(sys.argv[3]), sys.argv[4:]
 sys.exit(start.start_training(load_config(path, words), path, words))

@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, counted
 from terrazzo.train.launch.machine import ranks_to_start, slots_of
 from terrazzo.train.launch.notices import RunEnd
 from terrazzo.train.launch.rank_slots import RankSlots
-from terrazzo.train.launch.restarts import RestartPoint, Restarts, Start
+from terrazzo.train.launch.restarts import LaunchSpec, RestartPoint, RestartPolicy
 from terrazzo.train.preflight import check_fewer
 from tests.helpers import programs
 from tests.train.test_again import LAUNCHER, killed_by
@@ -140,8 +140,8 @@ def test_devices_that_cannot_be_seen_any_more_take_ranks_away() -> None:
 def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     places = RankSlots([2, 3], lambda: 3, named=False)
-    again = Restarts(9, lambda: RestartPoint(5, "step-5"), lambda saved: ["words"], said.append, places)
-    start = Start(3, ["words"])
+    again = RestartPolicy(9, lambda: RestartPoint(5, "step-5"), lambda saved: ["words"], said.append, places)
+    start = LaunchSpec(3, ["words"])
     for ranks, ended in ((3, RunEnd(1, "x", lasts=False, unbegun=2)), (2, RunEnd(1, "y", lasts=False, unbegun=2))):
         following = again.after(start, ended)
         assert following is not None and following.ranks == ranks

@@ -7,6 +7,7 @@ Open to other packages:
 In reading order:
 
     section    what every section is
+    rank_range `launch.ranks: 2:4`, which is no number
     sections   the sections, each in the module of its name
     schema     the whole tree of settings, and what sections say together
     keys       the schema key by key

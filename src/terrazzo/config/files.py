@@ -24,13 +24,13 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from terrazzo.config.arguments import parse_arguments
+from terrazzo.config.rank_range import is_range
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import brackets, is_deeper, read_plain
 
 __all__ = [
     "MAX_BYTES",
     "MAX_DEPTH",
-    "RANGE",
     "Format",
     "Loaded",
     "format_of",
@@ -217,8 +217,6 @@ _Loader.add_implicit_resolver(
 _NUMBERS = (":int", ":float")
 _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9_.]+)+)")
 """`010` and `1:30`, which are 8 and 90 to YAML 1.1 alone."""
-RANGE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
-"""`2:4`, which is 124 to YAML 1.1, and text to us where it says how many ranks there are."""
 _PLAIN = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
 )
@@ -305,7 +303,7 @@ class _Nodes:
             seen.add(key.value)
             if key.tag in _PLAIN and not key.tag.endswith(":merge"):
                 key.tag = "tag:yaml.org,2002:str"  # `8:` and `on:` are the keys "8" and "on"
-            if key.value == "ranks" and isinstance(value, yaml.ScalarNode) and RANGE.fullmatch(value.value):
+            if isinstance(value, yaml.ScalarNode) and is_range(key.value, value.value):
                 value.tag = "tag:yaml.org,2002:str"
         return [each for pair in node.value for each in pair]
 

@@ -17,8 +17,9 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from terrazzo.config.files import RANGE, parse_value, read_text
+from terrazzo.config.files import parse_value, read_text
 from terrazzo.config.keys import KEYS, SHORTHANDS, keys_meant
+from terrazzo.config.rank_range import is_range
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE
@@ -153,7 +154,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not key.strip("."):
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
-        value = text.strip() if _is_range(key, text) else parse_value(text, "yaml", key)
+        value = text.strip() if is_range(key, text.strip()) else parse_value(text, "yaml", key)
         has_comment = _has_comment(text)
     except BadInput as error:
         why = str(error).rstrip(".")
@@ -188,10 +189,6 @@ def _has_comment(text: str) -> bool:
         return False
     tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
     return any(not any(each.start_mark.index <= place < each.end_mark.index for each in tokens) for place in places)
-
-
-def _is_range(key: str, text: str) -> bool:
-    return key == "launch.ranks" and RANGE.fullmatch(text.strip()) is not None
 
 
 def _sentences(errors: Sequence[dict[str, Any]]) -> list[str]:

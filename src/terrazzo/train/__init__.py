@@ -10,6 +10,18 @@ From `terrazzo train x.yaml` to the first step and its checkpoint, file by file;
     steps.step                   forward, backward and update
     checkpoints.run_checkpoints  `RunCheckpoints`: when it saves, what it keeps, and what the run goes on from
 
+Names that look alike, and what each is:
+
+    Session         the run in memory; RunProgress is how far it has come
+    RunCheckpoints  its saves, and what it goes on from: `checkpoint.Resumed` is what was read of a checkpoint, and
+                    RestoreOutcome what the session has taken up with it
+    RunReport       what it says while it runs: RunScreen on screen, RunFolder has the names of its files
+    RunReview       what that folder says of a run afterwards, for `terrazzo verdict`, `watch` and `report`
+    RunEnd          how ranks have ended, to the launcher
+    LaunchSpec      what the launcher starts: so many ranks of a command
+    RestartPolicy   decides what is started after a failure: RestartPoint is the checkpoint that is gone on from, and
+                    Restart what the new ranks are told
+
 Each folder imports from those before it in this list, and none from `start`, `rank` and `loop`, which bring them
 together:
 

@@ -12,7 +12,7 @@ from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.checkpoints.restart_points import restarts_of
 from terrazzo.train.launch.launcher import launch_ranks, launch_with_restarts
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device
-from terrazzo.train.launch.restarts import Start
+from terrazzo.train.launch.restarts import LaunchSpec
 from terrazzo.train.launch.trainer_notices import launcher_notices
 from terrazzo.train.preflight import check, check_fewer
 from terrazzo.train.rank import train_as_rank
@@ -49,5 +49,5 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
     notices = launcher_notices(config, command)
     patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
     if config.launch.restarts:
-        return launch_with_restarts(Start(ranks, words), restarts_of(config, words), notices, patience)
+        return launch_with_restarts(LaunchSpec(ranks, words), restarts_of(config, words), notices, patience)
     return launch_ranks(ranks, words, notices=notices, patience=patience)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticKnownError
 
-from terrazzo.config.files import RANGE
+from terrazzo.config.rank_range import checked_range, ends_of_range
 from terrazzo.config.section import Section, whole_number
 
 __all__ = ["LaunchConfig"]
@@ -47,19 +47,13 @@ class LaunchConfig(Section):
             return value if value is None else whole_number(value)
         if isinstance(value, str) and value.isdigit():
             raise PydanticKnownError("int_type")
-        if not isinstance(value, str) or not RANGE.fullmatch(value):
-            raise ValueError(f"{value!r} is neither a number of ranks nor a range of them, least:most, such as 2:4")
-        least, most = map(int, value.split(":"))
-        if not 0 < least < most:
-            meant = f"{max(1, min(least, most))}:{max(least, most)}" if least != most else str(max(1, most))
-            raise ValueError(f"'{value}' is no range of ranks, which is least:most: write {meant}")
-        return f"{least}:{most}"
+        return checked_range(value)
 
     def numbers(self, of: int = 1) -> Sequence[int]:
         """How many ranks there may be, in ascending order, as multiples `of` so many; none where nothing says so."""
         if not isinstance(self.ranks, str):
             return [] if self.ranks is None else [self.ranks]
-        least, most = map(int, self.ranks.split(":"))
+        least, most = ends_of_range(self.ranks)
         return range(-(-least // of) * of, most + 1, of)
 
     def _agrees(self) -> None:

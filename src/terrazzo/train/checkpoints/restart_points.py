@@ -8,12 +8,12 @@ from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.telemetry import RunConsole
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, noted_run
 from terrazzo.train.launch.machine import slots_of
-from terrazzo.train.launch.restarts import RestartPoint, Restarts
+from terrazzo.train.launch.restarts import RestartPoint, RestartPolicy
 
 __all__ = ["restarts_of"]
 
 
-def restarts_of(config: Config, words: list[str]) -> Restarts:
+def restarts_of(config: Config, words: list[str]) -> RestartPolicy:
     """What is done after failures of a run that is about to start as ranks of `python WORDS`."""
     points = _RestartPoints(config)
 
@@ -21,7 +21,7 @@ def restarts_of(config: Config, words: list[str]) -> Restarts:
         goes_on = points.begins_anew and saved.path
         return [*words, "checkpoint.resume=if_exists"] if goes_on else words
 
-    return Restarts(config.launch.restarts, points.newest, words_from, RunConsole().say, slots_of(config))
+    return RestartPolicy(config.launch.restarts, points.newest, words_from, RunConsole().say, slots_of(config))
 
 
 class _RestartPoints:

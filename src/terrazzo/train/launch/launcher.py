@@ -17,7 +17,7 @@ from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.launch.local_ranks import LocalRanks
 from terrazzo.train.launch.notices import Notices, RunEnd, say_now
 from terrazzo.train.launch.outcome import RanksAtEnd, report_end
-from terrazzo.train.launch.restarts import Restarts, Start
+from terrazzo.train.launch.restarts import LaunchSpec, RestartPolicy
 from terrazzo.train.launch.stop_signals import Signals
 
 __all__ = ["environment_of", "launch_ranks", "launch_with_restarts"]
@@ -60,7 +60,9 @@ def launch_ranks(
         signals.restore()
 
 
-def launch_with_restarts(start: Start, restarts: Restarts, notices: Notices, patience: Patience | None) -> int:
+def launch_with_restarts(
+    start: LaunchSpec, restarts: RestartPolicy, notices: Notices, patience: Patience | None
+) -> int:
     """The same of the trainer's ranks, which are started again as `restarts` decides."""
     signals, claimed = Signals(), False
     try:

@@ -18,7 +18,7 @@ from terrazzo.train.launch.environment import starter
 from terrazzo.train.launch.notices import RunEnd
 from terrazzo.train.launch.rank_slots import RankSlots
 
-__all__ = ["Restart", "RestartPoint", "Restarts", "Start", "refuse_restarts", "take_restart_note"]
+__all__ = ["LaunchSpec", "Restart", "RestartPoint", "RestartPolicy", "refuse_restarts", "take_restart_note"]
 
 _NOTE = "TERRAZZO_RESTARTED"
 """What a rank that is started again is told, in its environment."""
@@ -41,7 +41,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchSpec:
     """What is started: so many ranks of `python WORDS`, with more in their environment."""
 
     ranks: int
@@ -49,7 +49,7 @@ class Start:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Restarts:
+class RestartPolicy:
     """Decides after each failure whether all ranks are started again, and says so, or why not.
 
     Args:
@@ -74,7 +74,7 @@ class Restarts:
             None  # at the failure before: what was saved, and what had failed
         )
 
-    def after(self, start: Start, end: RunEnd) -> Start | None:
+    def after(self, start: LaunchSpec, end: RunEnd) -> LaunchSpec | None:
         """What is started next, once `start` has ended in a failure; None where the run has ended."""
         if end.lasts:
             _refuse("it would end so again")
@@ -100,7 +100,7 @@ class Restarts:
             ranks, environment = self._places.ranks, {**environment, **self._places.environment}
         starting = f"starting {counted(ranks, 'rank')}{'' if lost else ' again'}, {where}"
         self._say(f"restart {restart.number} of {restart.most}: {f'{lost}; ' if lost else ''}{starting}")
-        return Start(ranks, self._words(saved), environment)
+        return LaunchSpec(ranks, self._words(saved), environment)
 
     def _lost(self, end: RunEnd) -> str:
         """The places that are no more, in words; a rank has lost its own where it fails at its start again."""

@@ -27,7 +27,7 @@ from terrazzo.train.session.sampling import Sampling
 from terrazzo.train.settings.optimizer import resume_schedule
 from terrazzo.train.settings.plan import empty_rows, micro_batches_per_rank
 
-__all__ = ["Origin", "RestoredRun", "Session"]
+__all__ = ["Origin", "RestoreOutcome", "Session"]
 
 
 @dataclass
@@ -51,7 +51,7 @@ EXTRA = ("step", "tokens", "best", "schedule", "data", "evaluation", "config")
 """What a checkpoint of a run has beside model and optimizer, at the least: earlier versions had no more."""
 
 
-class RestoredRun(NamedTuple):
+class RestoreOutcome(NamedTuple):
     """What was taken up.
 
     Attributes:
@@ -144,7 +144,7 @@ class Session:
             "config": self._config_in_use(),
         }
 
-    def restore(self) -> RestoredRun:
+    def restore(self) -> RestoreOutcome:
         """Have model, optimizer, schedule, data and counters be those of the newest whole checkpoint. Collective."""
         config, resumed = self.config, self.checkpoints.resume(self.model, self.optimizer, EXTRA)
         extra = resumed.extra
@@ -157,7 +157,7 @@ class Session:
         draws_anew = not resumed.generators or tp != config.plan.mesh.tp  # ranks along tp draw alike, and others did
         if draws_anew:
             torch.manual_seed(self.seed_from(self.step))
-        return RestoredRun(resumed, rate, tp, draws_anew)
+        return RestoreOutcome(resumed, rate, tp, draws_anew)
 
     def _config_in_use(self) -> dict[str, Any]:
         config: dict[str, Any] = without_passwords(self.config.model_dump(mode="json"))
