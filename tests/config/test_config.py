@@ -214,6 +214,14 @@ def test_overrides_are_yaml_values_and_reach_into_shorthands(tmp_path: Path) -> 
     assert config.optimizer.options == {"betas": [0.9, 0.95]}
 
 
+@pytest.mark.parametrize("name", ["run.sh", "run.args"])
+def test_a_script_is_refused_by_its_name_whatever_it_holds(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("if $1; then torchrun pretrain_gpt.py --lr 1; fi")
+    with pytest.raises(BadInput, match=r"is a script by its name.*config convert .* --to terrazzo"):
+        load_config(path)
+
+
 @pytest.mark.parametrize("value", ["#3", "run #3", "[a, b] # c", "'run' #3"])
 def test_an_override_of_which_yaml_would_leave_out_a_comment_is_refused(tmp_path: Path, value: str) -> None:
     path = tmp_path / "a.yaml"

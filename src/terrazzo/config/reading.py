@@ -137,6 +137,11 @@ def flatten(config: BaseModel | dict[str, Any]) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     text, kind = read_text(path)
+    if kind == "arguments":
+        raise BadInput(
+            f"'{path}' is a script by its name, and a configuration is a file in YAML, JSON or TOML. If it starts"
+            f" Megatron-LM, `terrazzo config convert {path} --to terrazzo` writes one."
+        )
     raw = parse_value(text, kind, str(path))
     if raw is None or raw == {}:
         raise BadInput(
