@@ -41,7 +41,7 @@ def train(
     if is_rank():  # which says together with the others what is wrong
         from terrazzo.train.rank import train_as_rank
 
-        return train_as_rank(config, overrides or [])
+        train_as_rank(config, overrides or [])  # ends the process
     settings = load_config(config, overrides or [])  # before seconds of imports
     from terrazzo.train.start import start_training
 
