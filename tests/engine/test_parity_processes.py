@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from terrazzo.engine import Precision
 from terrazzo.engine.comm.gloo import GlooCollectives
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
@@ -60,6 +61,14 @@ def test_fp32_is_bitwise_the_single_process(two_processes: Pool, case: Case, var
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3"])
 def test_reduced_precision_is_bitwise_the_casts_by_hand(two_processes: Pool, plan: str, precision: str) -> None:
     case = Case(plan, 2, variant="tied", precision=precision, micro_batches=2)
+    assert_parity(case, two_processes.run(train, case), reference(case.recipe))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", [Case("zero3", 2), Case("hybrid_shard", 1, replicas=2)], ids=plan_id)
+def test_gradients_sent_in_4_bits_are_the_codes_by_hand(two_processes: Pool, case: Case, compiled: bool) -> None:
+    dtypes = replace(Precision.named("bf16"), quantized_reduce="int4")
+    case = replace(case, precision="bf16", dtypes=dtypes, micro_batches=2, compiled=compiled)
     assert_parity(case, two_processes.run(train, case), reference(case.recipe))
 
 

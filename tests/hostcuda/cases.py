@@ -64,6 +64,7 @@ class Case:
         delays: seed of random pauses before collectives and copies; None for no pauses.
         frozen: in which the blocks' matrices are kept, which are not trained; empty: they are.
         gather: in which matrices are sent as they are gathered; empty: as they are computed with.
+        reduce: in which their gradients are sent; empty: in the precision's dtype.
     """
 
     stage: str = "zero3"
@@ -84,6 +85,7 @@ class Case:
     delays: int | None = None
     frozen: str = ""
     gather: str = ""
+    reduce: str = ""
 
     @property
     def allowed(self) -> bool:
@@ -184,6 +186,7 @@ def sharded(case: Case, device: str, folder: str) -> tuple[nn.Module, Any]:
     plan = tz.Plan.named(case.stage + case.tier)
     offload = tz.Offload(threads=1, step=case.step, path=folder, block_mib=0.0625)
     formats: dict[str, Any] = {"frozen": case.frozen or None, "gather": case.gather or None}
+    formats["quantized_reduce"] = case.reduce or None
     options = {"fused": True} if case.optimizer == "fused" else {"foreach": device == "cuda"}
     return tz.shard(
         built(case),

@@ -81,6 +81,14 @@ def test_matrices_sent_in_8_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -
     check(case, two_ranks, tmp_path)
 
 
+REDUCED = [Case(gather="int8", reduce="int8"), Case("zero0", precision="bf16", micro=2, reduce="int8")]
+
+
+@pytest.mark.parametrize("case", REDUCED, ids=lambda case: case.name)
+def test_gradients_sent_in_8_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
+    check(case, two_ranks, tmp_path)
+
+
 RESUMED = [
     Case(optimizer="fused", resumed="zero3"),
     Case(tier="@cpu", meta=True, resumed="zero1"),
