@@ -73,10 +73,15 @@ CONTENDERS: dict[str, Callable[[nn.Module], Parts]] = {
 
 def run(name: str, seed: int, steps: int = STEPS) -> dict[str, Any]:
     """Train one contender; held-out losses by step."""
+    return {"name": name, "seed": seed, **train(CONTENDERS[name], seed, steps)}
+
+
+def train(build: Callable[[nn.Module], Parts], seed: int, steps: int = STEPS) -> dict[str, Any]:
+    """Train the model and optimizer that `build` makes of a plain model; held-out losses by step, an update's time."""
     torch.manual_seed(seed)
     model: nn.Module = Decoder(DecoderConfig(256, 256, 4, 4, 2, 688, LENGTH, tie_embeddings=False))
     text, held_out = _text(), _batches(_text(held_out=True), 64, seed=-1)
-    model, optimizer = CONTENDERS[name](model)
+    model, optimizer = build(model)
     schedule, losses, took = LambdaLR(optimizer, _rate), dict[int, float](), 0.0
     batches, held = _batches(text, BATCH, seed), next(held_out)
     for step in range(1, steps + 1):
@@ -90,7 +95,7 @@ def run(name: str, seed: int, steps: int = STEPS) -> dict[str, Any]:
         if step % 25 == 0 or step == steps:
             with torch.no_grad():
                 losses[step] = _loss(model, held).item()
-    return {"name": name, "seed": seed, "losses": losses, "update_ms": took / steps * 1e3}
+    return {"losses": losses, "update_ms": took / steps * 1e3}
 
 
 def _rate(step: int) -> float:

@@ -86,5 +86,6 @@ CASES = {
     "stages": Case(Shape(8, 512, 1024, 128), 2, "layers in two halves", accumulate=8, sharing=2, stages=True),
     "mixture": Case(Shape(4, 256, 1024, 128, experts=8), 2, "a Mixtral of transformers, top 2 of 8", mixture=True),
     "mixture-small": Case(Shape(4, 128, 512, 64, experts=8), 2, "the same, a small one", mixture=True),
+    "muon": Case(Shape(6, 256, 512, 128), 2, "each update makes all matrices of the blocks orthogonal"),
     "tiny": Case(Shape(3, 64, 128, 32), 2, "for trying the benchmark itself"),
 }

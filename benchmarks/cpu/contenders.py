@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.cpu import axes, mixture, stages
+from benchmarks.cpu import axes, mixture, muon, stages
 from benchmarks.cpu.cases import Case
 from benchmarks.cpu.loops import HYPERPARAMETERS, Contender, Counted, Loop, adamw, autocast, deepspeed_config
 from benchmarks.cpu.models import UNITS
@@ -181,6 +181,7 @@ CONTENDERS = {
     **axes.CONTENDERS,
     **stages.CONTENDERS,
     **mixture.CONTENDERS,
+    **muon.CONTENDERS,
 }
 
 

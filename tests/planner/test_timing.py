@@ -24,6 +24,7 @@ from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
+from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attention_bytes, attention_rate, attention_seconds
@@ -327,6 +328,16 @@ def test_what_an_update_adds_is_what_a_simulation_waits_for(units: list[tuple[in
 def test_an_update_takes_as_long_as_its_slowest_part() -> None:
     assert UnitUpdate(3, 2, 1, 0, 0).seconds == 3
     assert UnitUpdate(1, 2, 5, 0, 0).seconds == 5
+
+
+def test_the_step_waits_for_units_whose_matrices_are_updated_whole() -> None:
+    """3 s of such a unit, and 2 s of the first, which nothing hides; the last one's 4 s are hidden behind 10 s."""
+    units = [UnitUpdate(2, 0, 0, 5, 5), UnitUpdate(3, 0, 0, 5, 5, at_once=True), UnitUpdate(4, 0, 0, 5, 5)]
+    assert exposed_s(units, "overlapped") == 3 + 2
+    terms = timed(setup(plan=Plan.named("zero3@cpu"), optimizer=OPTIMIZERS["muon"])).terms
+    assert not any(term.formula == "time.optimizer" for term in terms)  # no state is on the device
+    offloaded = next(term for term in terms if term.formula == "time.host")
+    assert offloaded.inputs["hidden_s"] < 0.1 * offloaded.inputs["total_s"]  # of the root alone
 
 
 def test_enough_tokens_hide_the_update() -> None:

@@ -4,7 +4,8 @@ The CPU updates unit after unit, while reads, writes and copies of others are un
 slowest part takes. `overlapped`: in the order of forward, in which each unit waits for its own update alone; what is
 hidden is hidden behind the first forward of the next step, and with clipping and loss scaling nothing is lost.
 `backward`: in the order of backward, each as soon as its gradient is final; the first layers' come last, and find none
-of it left. `synchronous`: nothing is hidden. All three update the same way.
+of it left. `synchronous`: nothing is hidden. All three update the same way. Matrices that are updated whole are
+exchanged between ranks, and the step waits for them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FORMULAS = {
     "time.host": Formula(
         "total_s - hidden_s; total_s sums max(elements / rate, pcie_s, disk_s) over units, elements of all ranks of a "
         "host; hidden_s is what the next step's first forward (overlapped), or the rest of backward (backward), is "
-        "long enough for",
+        "long enough for, and nothing of units with matrices that are updated whole",
         "ZeRO-Offload, arXiv 2101.06840, table 4; ZeRO-Infinity, arXiv 2104.07857; GreedySnake, arXiv 2512.17570",
     ),
 }
@@ -33,6 +34,7 @@ class UnitUpdate:
     Attributes:
         host_s: that the CPUs update for; pcie_s, disk_s: that its copies take.
         forward_s, backward_s: of its computation in one micro-batch.
+        at_once: it has matrices that are updated whole, for which the step waits.
     """
 
     host_s: float
@@ -40,6 +42,7 @@ class UnitUpdate:
     disk_s: float
     forward_s: float
     backward_s: float
+    at_once: bool = False
 
     @property
     def seconds(self) -> float:
@@ -57,7 +60,7 @@ def exposed_s(updates: Sequence[UnitUpdate], step: str) -> float:
         return sum(each.seconds for each in updates)
     longest = updated = computed = 0.0
     for each in updates:
-        updated += each.seconds
+        updated += each.seconds * (not each.at_once)
         longest = max(longest, updated - computed)
         computed += each.forward_s if step == "overlapped" else each.backward_s
-    return longest
+    return longest + sum(each.seconds for each in updates if each.at_once)
