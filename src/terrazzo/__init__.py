@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from terrazzo import nn, optim, parallel, telemetry
     from terrazzo.engine import (
         EMA,
+        DiLoCo,
         LossScaling,
         Offload,
         Place,
@@ -55,7 +56,7 @@ else:
         __name__,
         {
             "terrazzo.engine": (
-                *("EMA", "LossScaling", "Offload", "Place", "Plan", "Precision"),
+                *("EMA", "DiLoCo", "LossScaling", "Offload", "Place", "Plan", "Precision"),
                 *("accumulate", "attach", "clip_grad_norm_", "gathered", "register_forward_method", "shard"),
             ),
             "terrazzo.integrations.deepspeed": ("initialize",),
@@ -78,6 +79,7 @@ __all__ = [
     "BadInput",
     "Corrupted",
     "Damaged",
+    "DiLoCo",
     "Diverged",
     "LossScaling",
     "Misuse",

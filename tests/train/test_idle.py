@@ -123,8 +123,9 @@ ALWAYS = """
     checkpoint.resume checkpoint.save_format data.cache data.chat_template data.max_bytes data.source data.tokenizer
     data.validation_source guard.action guard.memory_every guard.replay_every launch.device launch.ignore_planner
     launch.restarts launch.threads launch.timeout_s log.* objective.name offload.grad offload.optim offload.weight
-    optimizer.lr optimizer.name optimizer.options plan.between plan.grad plan.mesh.* plan.name plan.optim plan.units
-    plan.weight precision.[!gq]* schedule.name schedule.warmup_steps train.activation_checkpointing train.clip
+    optimizer.lr optimizer.name optimizer.options plan.between plan.grad plan.mesh.* plan.name plan.optim
+    plan.sync_every plan.units plan.weight
+    precision.[!gq]* schedule.name schedule.warmup_steps train.activation_checkpointing train.clip
     train.compile train.seed train.steps
 """
 """These do something in every run, whatever else is set."""

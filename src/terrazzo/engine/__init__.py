@@ -88,6 +88,7 @@ from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
 from terrazzo.engine.plan.absent import as_one, give_up
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import Units, find_units, parameter_names
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.engine.plan.precision import (
@@ -129,6 +130,7 @@ __all__ = [
     "PRECISIONS",
     "STAGES_OF",
     "Box",
+    "DiLoCo",
     "Engine",
     "Family",
     "FrozenFormat",

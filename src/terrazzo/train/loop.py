@@ -64,10 +64,13 @@ class TrainingLoop:
         while session.step < train.steps and not stopped:
             before = session.step
             self.train_step()
-            stopped = self.agree_to_stop()
+            joined = self.engine.outer is None or self.engine.outer.begins
+            stopped = joined and self.agree_to_stop()
             self.window.step_ended()
             self.recorder.step_done()
             self.on_step_end(session.step)
+            if not joined:
+                continue  # groups of ranks train by themselves: there is nothing that all have alike
             if session.step > before:
                 self.after_step(stopped=stopped)
             else:  # back at a checkpoint, which has all that is due there
@@ -193,7 +196,7 @@ class TrainingLoop:
         session, train = self.session, self.session.config.train
         with self.cadence.apart():
             self.checks.after_step()
-        if finished or _due(session.step, train.eval_every):
+        if finished or self.due(train.eval_every):
             with self.phases.during("evaluate"), self.cadence.apart():
                 self.validate()
         if last or self.cadence.due(session.step):
@@ -211,11 +214,11 @@ class TrainingLoop:
                 copied = session.save_locally()
             if copied is not None:
                 self.report.copied(copied)
-        if session.sampling.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
+        if session.sampling.prompt and (finished or self.due(train.sample_every)):  # nothing is lost to it
             with self.phases.during("evaluate"), self.cadence.apart():
                 text = sample_text(session)
             self.report.sample(text)
 
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+    def due(self, every: int | None) -> bool:
+        """Whether something is due after the current step that is to be done every so many."""
+        return self.session.config.plan.is_due(self.session.step, every)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
 from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, TreePath
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, StateInfo, TensorInfo
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica
 from terrazzo.errors import BadInput
 
 __all__ = ["export_dcp"]
@@ -163,7 +164,8 @@ def _add_states(writer: _Writer, root: TreePath, source: Source) -> None:
 
 
 def _optimizer_states(info: TensorInfo) -> dict[str, StateInfo]:
-    return {kind: state for kind, state in info.states.items() if kind not in (AVERAGE, WEIGHT, BUFFER)}
+    not_its = (AVERAGE, WEIGHT, BUFFER, OUTER_MOMENTUM)
+    return {kind: state for kind, state in info.states.items() if kind not in not_its and not is_of_replica(kind)}
 
 
 def _reader(source: Source, name: str, kind: str) -> Callable[[int, int], Tensor]:

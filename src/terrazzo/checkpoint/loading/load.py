@@ -22,7 +22,17 @@ from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.shard import shard_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder
-from terrazzo.engine import Listed, ModelState, Owned, Read, as_one, listing, parameter_names, persistent_buffers
+from terrazzo.engine import (
+    Listed,
+    ModelState,
+    Owned,
+    Read,
+    as_one,
+    engine_of,
+    listing,
+    parameter_names,
+    persistent_buffers,
+)
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
@@ -202,4 +212,10 @@ def _restore_groups(source: Source, model: torch.nn.Module, known: Sequence[List
             else:  # JSON has no tuples
                 group[key] = tuple(value) if isinstance(current, tuple) else value
     if saved.scaler and (holder := scaler_of(model)) is not None:
-        holder.load_scaler_state(saved.scaler)
+        holder.load_scaler_state(_scaler_of_replica(source, model) or saved.scaler)
+
+
+def _scaler_of_replica(source: Source, model: torch.nn.Module) -> Any:
+    """That of this rank's replica, where replicas train by themselves and are as many as they were."""
+    axes, own = engine_of(model).axes, _generators(source) or {}
+    return own.get("scaler") if axes.replicas and own.get("replicas") == axes.size(axes.replicas) else None

@@ -11,11 +11,12 @@ import torch
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
 from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica, kind_of_replica
 
 __all__ = ["fitted_groups", "misfits", "unstepped"]
 
 MOST = 3
-_OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE}
+_OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM}
 
 
 def misfits(
@@ -110,6 +111,8 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
     """What is wrong with the states of each parameter, seen from what they are to become."""
     averages = engine_of(model).average.buffers if with_optimizer else ()
     averaged = {slot.name for bucket in averages for slot in bucket.slots}
+    replica, outer = engine_of(model).axes.replica, engine_of(model).outer
+    momentum = outer is not None and outer.settings.momentum
     for parameter in ModelState(model).parameters():
         if (name := source.resolve(parameter.names)) is None:
             continue
@@ -117,7 +120,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
         if info.shape != parameter.shape:
             continue
         wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (parameter.numel, parameter.dtype)}
-        there = info.states.keys() - _OF_NO_OPTIMIZER
+        there = {kind for kind in info.states.keys() - _OF_NO_OPTIMIZER if not is_of_replica(kind)}
         if parameter.name in averaged:
             wanted[AVERAGE] = (parameter.numel, parameter.dtype)
             if AVERAGE not in info.states and parameter.numel:  # of what has no elements none is saved
@@ -126,7 +129,10 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
             yield from (f"{_shown(name)} has no {kind}" for kind in sorted(parameter.states.keys() - there))
             yield from (f"{_shown(name)} has {kind}, which this optimizer does not keep"
                         for kind in sorted(there - parameter.states.keys()))  # fmt: skip
-            wanted |= parameter.states
+            wanted.update(parameter.states)
+            wanted.update((kind_of_replica(kind, replica), state) for kind, state in parameter.states.items())
+            if momentum:
+                wanted[OUTER_MOMENTUM] = (parameter.numel, torch.float32)
         for kind, (numel, dtype) in wanted.items():
             if (state := info.states.get(kind)) is not None:
                 yield from _misfit(f"{_shown(name)}, {kind}", state, numel, dtype, cast)

@@ -96,7 +96,7 @@ def take(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         entries=arrange([entry for entry, _ in owned]),
-        alone={"rng": capture_rng()},
+        alone={"rng": capture_rng(), **_scaler_of_replica(model)},
         common=together(describe, BadInput),
     )
     return Snapshot(job, {entry.key: read for entry, read in owned})
@@ -125,7 +125,7 @@ def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[S
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
         whole |= {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
     axes = engine_of(model).axes
-    if axes.is_first(axes.every):  # of those that have the same stage
+    if axes.is_first((*axes.every, *axes.replicas)):  # of those that have the same stage
         none = [parameter for parameter in ModelState(model).parameters() if not parameter.numel]
         whole |= {(parameter.name, WEIGHT): torch.empty(parameter.shape, dtype=parameter.dtype) for parameter in none}
     return owned + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]
@@ -151,7 +151,7 @@ def _common(model: torch.nn.Module, listed: Sequence[Listed], values: dict[str, 
         "topology": {
             "world_size": dist.get_world_size(),
             "plan": {"name": engine.plan.name, **{state: str(place) for state, place in engine.plan.places().items()}},
-            "mesh": {axis: engine.axes.along(axis).size for axis in engine.axes.with_stages},
+            "mesh": {axis: engine.axes.along(axis).size for axis in (*engine.axes.with_stages, *engine.axes.replicas)},
             "precision": {field: name_of(getattr(engine.precision, field)) for field in DTYPE_FIELDS},
         },
         "tensors": {each.name: list(each.shape) for each in listed},
@@ -175,6 +175,14 @@ def _optimizer(model: torch.nn.Module, listed: Sequence[Listed]) -> dict[str, An
     ]
     scaler = scaler_of(model)
     return {"name": optimizer_name(model), "groups": groups, "scaler": scaler.scaler_state() if scaler else {}}
+
+
+def _scaler_of_replica(model: torch.nn.Module) -> dict[str, Any]:
+    """The loss scaler's counters where each replica trains by itself; else all ranks have those of the first."""
+    axes, scaler = engine_of(model).axes, scaler_of(model)
+    if not axes.replicas or scaler is None:
+        return {}
+    return {"replicas": axes.size(axes.replicas), "scaler": scaler.scaler_state()}
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,16 @@ class MeshConfig(Section):
         return world_size // (self.ranks_per_batch * self.pp)
 
 
+class OuterConfig(Section):
+    """The outer step of replicas that train by themselves, DiLoCo's by default: see `plan.sync_every`."""
+
+    lr: float = Field(0.7, gt=0, allow_inf_nan=False, description="its learning rate; 1 for local SGD")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov's; 0 for local SGD")
+    traffic: Literal["fp32", "int8"] = Field(
+        "fp32", description="what weights' differences are sent as; `int8`: blocks of 256 codes with a scale"
+    )
+
+
 class PlanConfig(Named):
     """The row of the table: a preset by name, or four custom places such as "-", "D" or "S,R"."""
 
@@ -53,6 +63,21 @@ class PlanConfig(Named):
     mesh: MeshConfig = MeshConfig()
     units: list[str] | None = Field(None, description="class names or name globs; default: found by themselves")
     prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
+    sync_every: int | None = Field(
+        None,
+        gt=0,
+        description="optimizer steps that the groups of plan.mesh.dp_replicate take by themselves before an outer step "
+        "joins their weights (DiLoCo, local SGD); null: gradients are summed over the groups in every step",
+    )
+    outer: OuterConfig = OuterConfig()
+
+    def is_due(self, step: int, every: int | None) -> bool:
+        """Whether what is to be done every so many steps is due after a step.
+
+        Where groups of ranks train by themselves it waits for the end of a round, when all have the same weights; only
+        such a step is asked about.
+        """
+        return every is not None and step // every > (step - (self.sync_every or 1)) // every
 
     @model_validator(mode="before")
     @classmethod

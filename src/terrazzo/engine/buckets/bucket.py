@@ -47,6 +47,7 @@ class Bucket(BucketSpec):
         moments: what the optimizer keeps for each element away from the device or in 8 bits, by its own names.
         changes: counts those of the weights.
         weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
+        outer: the states of the outer step, likewise: weights that a round began with, and momentum; see `DiLoCo`.
         full: the weights that the parameters are views of, from `build` on.
     """
 
@@ -63,7 +64,7 @@ class Bucket(BucketSpec):
         tiers: Tiers = ON_DEVICE,
         packed: FrozenFormat | None = None,
     ) -> None:
-        axes, first, align = sharding.axes, members[0].parameter, sharding.precision.align(packed)
+        axes, first, align = sharding.axes, members[0].parameter, sharding.align(packed)
         layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), align)
         super().__init__(
             layout.numel,
@@ -78,10 +79,12 @@ class Bucket(BucketSpec):
             stages=members[0].stages,
             packed=packed,
             matrices=travels_in_blocks(members[0].shape),
+            diloco=sharding.diloco,
         )
         self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
         self.gradient = Gradient(self.space, sharding, members, ledger, self.sums, tiers.grad)
         self.moments: dict[str, Resting] = {}
+        self.outer: list[Resting] = []
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
         self._moment_places: list[tuple[Range, Resting]] = []
@@ -134,6 +137,8 @@ class Bucket(BucketSpec):
             self.master = self.weight.narrow(self.optim_axes) if isinstance(self.weight, Buffer) else self.weight
         if self.trainable:
             self.gradient.build(store)
+        for _ in range(self.outer_states):
+            self.outer.append(store.state(self.space, self.outer_axes, torch.float32, self.outer_tier))
         for slot, member in zip(self.slots, self.members, strict=True):
             self._fill(slot, member.parameter.detach())
         self.full = FullWeights(self.members, self, self.space, self.weight, self.ledger)

@@ -42,6 +42,7 @@ class Purpose(IntEnum):
     EXPERTS_BACK = 12
     CALL = 13
     MATRICES = 14
+    OUTER = 15
 
 
 _WORDS = {
@@ -60,6 +61,7 @@ _WORDS = {
     Purpose.EXPERTS_BACK: "gradients of what the experts of {name!r} gave",
     Purpose.CALL: "{call}",
     Purpose.MATRICES: "matrices that an optimizer updates whole",
+    Purpose.OUTER: "outer step {number}",
 }
 CALLS = (
     "model.state_dict()", "model.load_state_dict(state)", "optimizer.state_dict()", "optimizer.load_state_dict(state)",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes, moment_names, need_of
 from terrazzo.engine.offload.options import Offload
@@ -34,6 +35,7 @@ class MemoryBill:
         moments_bytes: what the optimizer keeps after its first step.
         transient_bytes: the most ever held at once beside these: gathered weights, unreduced gradients, receive
             buffers, weights kept between forward and backward; of a model in stages also copies of its buffers.
+        outer_bytes: what replicas that train by themselves keep for their outer step; see `DiLoCo`.
         host_bytes: states in the host's memory, and buffers for those in files.
         disk_bytes: states in files.
     """
@@ -43,13 +45,15 @@ class MemoryBill:
     grad_bytes: int
     moments_bytes: int
     transient_bytes: int
+    outer_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All bytes on the device."""
-        return self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.transient_bytes
+        states = self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.outer_bytes
+        return states + self.transient_bytes
 
     def table(self) -> str:
         rows = {
@@ -57,6 +61,7 @@ class MemoryBill:
             "master weights": self.master_bytes,
             "gradients": self.grad_bytes,
             "optimizer state": self.moments_bytes,
+            **({"outer step": self.outer_bytes} if self.outer_bytes else {}),
             "transient peak": self.transient_bytes,
             "total": self.total_bytes,
         }
@@ -78,12 +83,14 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     updated_here = [bucket for bucket in trainable if not bucket.updated_off_device]
     need = need_of(buckets, templates, offload.cell_numel)
     resting, reduces_each = resting_bytes(buckets), step.micro_batches > 1 and not step.local_sums
+    tallies = dry_run(units, step, templates), dry_run_outer_step(buckets)
     return MemoryBill(
         weight_bytes=resting["weight"],
         master_bytes=resting["master"],
         grad_bytes=resting["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
-        transient_bytes=dry_run(units, step, templates).ledger.peak_bytes,
+        transient_bytes=max(tally.ledger.peak_bytes for tally in tallies),
+        outer_bytes=resting["outer"],
         host_bytes=host_bytes(need, offload) + (sum(map(host_sum_bytes, trainable)) if reduces_each else 0),
         disk_bytes=disk_bytes(need),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
+from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
@@ -49,7 +50,7 @@ class Promise:
             micro_batches = 1 if self.stages is None else self.stages.ranks
         return memory_bill(self.units, self.templates(), self.offload, self._step(micro_batches, local))
 
-    def traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
+    def traffic(self, micro_batches: int = 1, local: bool | None = None, *, ends_round: bool = False) -> Traffic:
         """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
 
         What modules send of activations, and stages each other, is beside this: see `Traffic`.
@@ -57,8 +58,18 @@ class Promise:
         Args:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
+            ends_round: with the outer step that comes behind it, where replicas train by themselves.
         """
-        return dry_run(self.units, self._step(micro_batches, local), self.templates()).traffic
+        sent = dry_run(self.units, self._step(micro_batches, local), self.templates()).traffic
+        if ends_round:
+            outer = self.outer_traffic()
+            sent.count.update(outer.count)
+            sent.bytes.update(outer.bytes)
+        return sent
+
+    def outer_traffic(self) -> Traffic:
+        """What an outer step sends from this rank beside that, in every `sync_every`-th step; see `DiLoCo`."""
+        return dry_run_outer_step([bucket for unit in self.units for bucket in unit.buckets]).traffic
 
     def _step(self, micro_batches: int, local: bool | None) -> StepSpec:
         adds = self.stages is not None or self.units[0].sharding.pass_of(False, local) is Pass.ADDS

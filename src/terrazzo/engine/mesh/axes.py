@@ -16,7 +16,7 @@ from terrazzo.engine.comm.backends import backend_of, collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.comm_streams import comm_streams_of
 from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES, Family
+from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, REPLICAS, STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
 from terrazzo.engine.runtime import device as devices
 
@@ -43,12 +43,15 @@ class Axes:
     | `names`, of experts | `dp_replicate` alone | no | yes | no |
     | `summed_beside` | no | where `names` has it | no | no |
 
+    Where replicas train by themselves (see `DiLoCo`), `dp_replicate` is none of these axes, but in `replicas`.
+
     Args:
         tally: where what goes through them is counted.
 
     Attributes:
         names: those over which gradients are summed: the data axes, or those of a family, as `of` gives them.
         every: all of the mesh, but for that of a pipeline's stages.
+        replicas: the axis along which ranks train by themselves, if there is one.
         has_experts: whether there are `edp` and `ep`.
         tally: as given.
         device: the device whose memory holds every state.
@@ -58,6 +61,7 @@ class Axes:
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
         groups, experts = groups_of(mesh), expert_mesh(mesh)
         self.every, self.tally = tuple(axis for axis in groups if axis != STAGES), tally
+        self.replicas: tuple[str, ...] = ()
         self.has_experts = experts is not None
         self.names = tuple(axis for axis in self.every if axis in DATA_AXES)
         if experts is not None:
@@ -69,6 +73,14 @@ class Axes:
         }
         backends = [backend_of(group, self.device) for group in groups.values()]
         self.comm_streams = comm_streams_of(self.device, backends)
+
+    def with_replicas_apart(self) -> Axes:
+        """The same mesh where groups along `dp_replicate` train by themselves: the axes of one of them."""
+        apart = copy.copy(self)
+        apart.replicas = tuple(axis for axis in self.every if axis == REPLICAS)
+        apart.every = tuple(axis for axis in self.every if axis != REPLICAS)
+        apart.names = tuple(axis for axis in self.names if axis != REPLICAS)
+        return apart
 
     def of(self, family: Family) -> Axes:
         """The same mesh for parameters of a family; axes that it lacks are left out."""
@@ -106,6 +118,11 @@ class Axes:
     def place_among_stages(self) -> int:
         """This rank's number along the axis of stages; 0 where there is none."""
         return self.cuts(self.stages)[0][0] if self.stages else 0
+
+    @property
+    def replica(self) -> int:
+        """Which of those that train by themselves this rank's is; 0 where gradients are summed over them."""
+        return self.cuts(self.replicas)[0][0] if self.replicas else 0
 
     @property
     def with_stages(self) -> tuple[str, ...]:

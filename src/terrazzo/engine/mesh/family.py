@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["BESIDE", "DATA_AXES", "STAGES", "Family"]
+__all__ = ["BESIDE", "DATA_AXES", "REPLICAS", "STAGES", "Family"]
 
 DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 """Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
+REPLICAS = "dp_replicate"
+"""Of these, the one whose groups of ranks may train by themselves."""
 BESIDE = ("tp",)
 """Mesh axes along which ranks see the same data."""
 STAGES = "pp"

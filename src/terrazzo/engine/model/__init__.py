@@ -6,6 +6,7 @@
     loss.backward()                       hooks             the engine is not asked
     tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
     optimizer.step()                      engine            prepare_step before it, publish behind it; see `optim`
+                                          outer_step        behind the last of a round: OuterSteps.run
     tz.EMA(model).update()                average           Average.update: the average follows the master weights
     with tz.gathered(model, write=True)   engine, blocks    settle, full weights of all units, written ones are adopted
     model.state_dict(), a checkpoint      engine            settle: all is at rest; then `states` reads it
@@ -17,6 +18,7 @@
     blocks        blocks inside which users have full weights
     average       a moving average of master weights
     drivers       what steps the model: put on it, and let go of
+    outer_step    rounds of replicas that train by themselves, and the step that joins their weights
     accumulation  micro-batches that are not a step's last
     together      what ranks do as one, or all raise
     digest        what they compare in the place of tensors

@@ -23,6 +23,12 @@ def described(plan: Plan, sharding: ShardingSpec, units: Sequence[Unit], why: st
     sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in named)
     lines = [f"plan {plan.name} on {sizes} ({axes.device})"]
     lines += [f"  {state:<8}{place!s:<24}" for state, place in plan.places().items()]
+    if sharding.diloco is not None:
+        replicas, settings = axes.size(axes.replicas), sharding.diloco
+        lines.append(
+            f"replicas: {replicas} (dp_replicate) train by themselves, outer step every {settings.sync_every} steps, "
+            f"lr {settings.lr:g}, momentum {settings.momentum:g}, in {settings.traffic}"
+        )
     lines += [f"precision: {sharding.precision}", f"{len(units)} units ({why}):"]
     lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements{_elsewhere(unit)}" for unit in units]
     return "\n".join(line.rstrip() for line in lines)

@@ -26,6 +26,7 @@ from terrazzo.engine.model.blocks import GatheredBlocks, Write
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
 from terrazzo.engine.model.gradients import ModelGradients
+from terrazzo.engine.model.outer_step import OuterSteps
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -64,6 +65,7 @@ class Engine:
         gradients: all of them, between backwards and steps.
         promise: what steps will need and send.
         blocks: of `tz.gathered`.
+        outer: rounds of replicas that train by themselves; None where gradients are summed over them.
     """
 
     plan: Plan
@@ -83,6 +85,7 @@ class Engine:
     gradients: ModelGradients = field(init=False)
     promise: Promise = field(init=False)
     blocks: GatheredBlocks = field(init=False)
+    outer: OuterSteps | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """What this builds must not hold the engine: a model is freed with the last who has it."""
@@ -93,6 +96,8 @@ class Engine:
         settings, templates = self.store.settings, lambda: drivers.templates
         self.promise = Promise(units, schedule, templates, settings, self.stages, self.buffer_bytes)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes)
+        if (diloco := self.sharding.diloco) is not None:
+            self.outer = OuterSteps(diloco, self.trainable(), self.axes, self.tally)
 
     @property
     def axes(self) -> Axes:
@@ -136,6 +141,21 @@ class Engine:
         self.gradients.require_whole("optimizer.step()")
         self._adopt_edits()
         self.hooks.before_use()
+        if self.outer is not None and self.outer.begins:
+            self.drivers.catch_up()
+            self.outer.begin()
+
+    def end_step(self) -> None:
+        """An optimizer has stepped: behind the last step of a round replicas agree on weights."""
+        if self.outer is not None and self.outer.count_step():
+            self.settle()
+            self.outer.run()
+            self.publish()
+
+    def restart_round(self) -> None:
+        """Other weights have been loaded: replicas that train by themselves begin a round with these."""
+        if self.outer is not None:
+            self.outer.restart()
 
     def have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""
@@ -165,7 +185,7 @@ class Engine:
             bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_off_device
         ]
         on_device = [bucket for bucket in buckets if not bucket.updated_off_device]
-        nbytes += [state.nbytes for bucket in on_device for state in bucket.moments.values()]
+        nbytes += [state.nbytes for bucket in on_device for state in (*bucket.moments.values(), *bucket.outer)]
         return sum(nbytes) + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:

@@ -197,6 +197,7 @@ class OptimizerDriver:
         self._note_hyper_parameters(optimizer)
         self._publish()  # skipped alike on all ranks
         self.off_device.end_step()
+        self.model.end_step()
         self.sharding.axes.tally.phases.begin("other")
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:

@@ -33,6 +33,9 @@ class Driven(Protocol):
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring compute weights of some buckets in line with updated master weights."""
 
+    def end_step(self) -> None:
+        """The optimizer has stepped, and its updates are made or under way."""
+
 
 class Uses(NamedTuple):
     """Which states of segments something uses: master weights, and weights that follow; moments, and the gradient."""

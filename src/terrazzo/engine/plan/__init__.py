@@ -5,6 +5,7 @@
     place          a plan: over which ranks each state is split, and on which tier it rests
     precision      the dtype of every tensor
     weight_wire    what weights are sent as
+    diloco         replicas that train by themselves, and their outer step
     bucket_spec    what follows from all of these for one bucket: its states, their memory, its moves
     bucket_memory  what a bucket allocates and frees at each event of a step
     box            the part of a parameter that a rank holds along `tp` or `ep`

@@ -31,6 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from terrazzo.engine.mesh.family import BESIDE
+from terrazzo.engine.plan.diloco import DiLoCo, OuterShare
 from terrazzo.engine.plan.layout import wire_scratch_bytes
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import FrozenFormat, Precision, WireFormat
@@ -71,7 +72,7 @@ class Axis(Protocol):
 
 
 class StateBytes(NamedTuple):
-    """A state at rest on one rank: `weight`, `master`, `grad` or `moments`."""
+    """A state at rest on one rank: `weight`, `master`, `grad`, `moments` or `outer`."""
 
     state: str
     tier: str
@@ -134,7 +135,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(eq=False)
-class BucketSpec:
+class BucketSpec(OuterShare):
     """Parameters of one unit that share a flat index space.
 
     Args:
@@ -143,13 +144,13 @@ class BucketSpec:
         ranks: the axes with more than one rank over which gradients are summed, innermost first; data axes come first.
         tiers: where its states rest.
         trainable: or frozen.
-        keep: hold full weights between forward and backward whatever the plan says (the root unit, which would be
-            gathered again at once).
+        keep: hold full weights from forward to backward whatever the plan says: the root unit would be gathered again.
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
         stages: the ranks along the axis of stages that have these parameters, where several do: all hold them alike.
         packed: in which frozen weights rest and are gathered; None: in a dtype.
         matrices: whether its parameters are matrices, which may be sent in 8 bits; see `travels_in_blocks`.
+        diloco: how replicas train by themselves, if they do.
 
     Attributes:
         wire: what its weights are sent as.
@@ -178,6 +179,7 @@ class BucketSpec:
     stages: tuple[int, ...] = ()
     packed: FrozenFormat | None = None
     matrices: bool = False
+    diloco: DiLoCo | None = None
 
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
@@ -246,8 +248,8 @@ class BucketSpec:
             yield StateBytes("master", tiers.optim, owned * precision.master.itemsize)
         if self.trainable:
             yield StateBytes("grad", tiers.grad, owned * precision.accumulate.itemsize)
-            for nbytes in moments:
-                yield StateBytes("moments", tiers.optim, math.ceil(nbytes))
+            yield from (StateBytes("moments", tiers.optim, math.ceil(nbytes)) for nbytes in moments)
+            yield from (StateBytes("outer", self.outer_tier, nbytes) for nbytes in self.outer_bytes)
 
     @property
     def full_bytes(self) -> int:

@@ -10,8 +10,9 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.place import Plan
-from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.precision import FrozenFormat, Precision
 from terrazzo.errors import BadInput
 
 __all__ = ["ShardingSpec"]
@@ -25,12 +26,14 @@ class ShardingSpec:
         axes: of the mesh, and over which gradients are summed.
         mesh_plan: the plan in the data axes of the mesh, whichever the family.
         family: of the parameters.
+        diloco: how replicas train by themselves; None: gradients are summed over them.
     """
 
     axes: Axes
     mesh_plan: Plan
     precision: Precision
     family: Family = Family.DENSE
+    diloco: DiLoCo | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -40,6 +43,11 @@ class ShardingSpec:
     def _over(self, family: Family) -> Plan:
         axes = self.axes.of(family)
         return self.mesh_plan.along(family.renamed).over(axes.live(axes.names))
+
+    def align(self, form: FrozenFormat | None = None) -> int:
+        """Parameters and shards begin on multiples of so many elements; argument as of `Precision.align`."""
+        least = self.precision.align(form)
+        return least if self.diloco is None else max(least, self.diloco.align)
 
     def pass_of(self, last: bool, local: bool | None = None) -> Pass:
         """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.

@@ -18,15 +18,16 @@
 One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the `Layout` of a `Bucket`, elements of the
 `Resting` that holds this rank's part, and a view of `FullWeights`.
 
-    shard          `tz.shard` and the functions that act on a sharded model
-    prepare        all that precedes a change
-    checks         what must hold of model, precision, offload and optimizers
-    mesh_checks    parts of parameters and sequences that ranks share: whether they fit the mesh
-    matrix_checks  whether matrices that an optimizer updates whole can be
-    packed_checks  which frozen matrices are kept in 4 bits
-    compared       what ranks have alike
-    attach         puts optimizers on a sharded model
-    forwards       activation checkpointing and compilation of units, applied before `tz.shard`
+    shard           `tz.shard` and the functions that act on a sharded model
+    prepare         all that precedes a change
+    checks          what must hold of model, precision, offload and optimizers
+    mesh_checks     parts of parameters and sequences that ranks share: whether they fit the mesh
+    matrix_checks   whether matrices that an optimizer updates whole can be
+    replica_checks  whether replicas can train by themselves
+    packed_checks   which frozen matrices are kept in 4 bits
+    compared        what ranks have alike
+    attach          puts optimizers on a sharded model
+    forwards        activation checkpointing and compilation of units, applied before `tz.shard`
 
 Read them in that order.
 """

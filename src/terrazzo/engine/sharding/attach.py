@@ -50,7 +50,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
             raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
         check_optimizer(optimizer, axes.device)
-        check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
+        check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision, engine.sharding.diloco)
         check_narrow([type(optimizer)], engine.precision)
         templates = [OptimizerProbe(optimizer, group, axes.device).template() for group in optimizer.param_groups]
         assign_groups([optimizer], members, first)

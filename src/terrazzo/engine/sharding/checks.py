@@ -21,6 +21,7 @@ from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES, STATE_BLOCKS
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -272,7 +273,7 @@ def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
             )
 
 
-def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
+def check_several(count: int, buckets: Sequence[Bucket], precision: Precision, diloco: DiLoCo | None) -> None:
     """Refuse several optimizers where only one can be.
 
     Raises:
@@ -280,6 +281,11 @@ def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -
     """
     if count < 2:
         return
+    if diloco is not None:
+        raise BadInput(
+            f"{count} optimizers for one model with diloco: a round counts the steps of one optimizer. Use one "
+            "optimizer with several param groups."
+        )
     if precision.loss_scaling:
         raise BadInput(
             f"{count} optimizers for one model with fp16: its loss scale follows the steps of one optimizer. Use "

@@ -27,6 +27,7 @@ from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.absent import as_one
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.plan.place import Plan
@@ -53,6 +54,7 @@ from terrazzo.engine.sharding.compared import check_versions, model_facts, optim
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
 from terrazzo.engine.sharding.packed_checks import check_packed, packed_members
+from terrazzo.engine.sharding.replica_checks import check_diloco
 from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.errors import BadInput
 
@@ -72,6 +74,7 @@ class Options:
     mesh: DeviceMesh | None
     prefetch: int
     offload: Offload
+    diloco: DiLoCo | None = None
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,12 @@ class Prepared:
     """What `shard` is about to do; nothing has been allocated or changed yet.
 
     Attributes:
+        everyone: the axes of the mesh, also where replicas train by themselves.
         drawn: the units of the whole model, in whose order initial values are drawn.
     """
 
     plan: Plan
+    everyone: Axes
     sharding: ShardingSpec
     tally: Tally
     units: list[Unit]
@@ -117,6 +122,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     all_or_none(axes, functools.partial(_check_model, model, mesh))
     arguments = all_or_none(axes, functools.partial(_read, model, optimizer, plan, options, axes))
     facts = {"plan": str(arguments.plan), "precision": repr(arguments.precision), "prefetch": options.prefetch}
+    facts["diloco"] = repr(options.diloco)
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
     facts["optimizer"] = [optimizer_facts(each) for each in arguments.optimizers]
     # Units that are compiled reduce at other points of a step.
@@ -126,8 +132,9 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_agreement(axes, {**facts, **of_stage})
     check_agreement(axes, facts, along=axes.stages)
     check_parts([member for spec in arguments.specs for member in spec.members], axes)
-    sharding = ShardingSpec(axes, arguments.plan, arguments.precision)
-    return all_or_none(axes, lambda: _plan(arguments, options, sharding, tally))
+    replica = axes if options.diloco is None else axes.with_replicas_apart()
+    sharding = ShardingSpec(replica, arguments.plan, arguments.precision, diloco=options.diloco)
+    return all_or_none(axes, lambda: _plan(arguments, options, sharding, axes, tally))
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -148,8 +155,11 @@ def _read(
             "plan='zero3@cpu'."
         )
     check_device(model, axes.device)
-    plan = _one_of(Plan, plan, "plan").resolve(axes.names)
-    precision = _one_of(Precision, options.precision, "precision")
+    plan, precision = _one_of(Plan, plan, "plan"), _one_of(Precision, options.precision, "precision")
+    if options.diloco is not None:
+        check_diloco(options.diloco, plan, precision, axes, options.offload)
+        axes = axes.with_replicas_apart()
+    plan = plan.resolve(axes.names)
     check_precision(precision, axes)
     check_dtypes(model, precision)
     with as_one(model) as elsewhere:
@@ -172,7 +182,9 @@ def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
             member.assign_stages(holders if len(holders) > 1 else ())
 
 
-def _plan(arguments: _ShardArguments, options: Options, sharding: ShardingSpec, tally: Tally) -> Prepared:
+def _plan(
+    arguments: _ShardArguments, options: Options, sharding: ShardingSpec, everyone: Axes, tally: Tally
+) -> Prepared:
     axes, built = sharding.axes, arguments.optimizers
     owners = [number for number, each in enumerate(built) for _ in each.param_groups]
     planned = _plan_units(arguments.specs, sharding, tally.ledger, owners)
@@ -181,11 +193,12 @@ def _plan(arguments: _ShardArguments, options: Options, sharding: ShardingSpec, 
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, arguments.precision, options.offload)
     warn_of_unused(arguments.plan, options.offload, arguments.offloads_activations)
     trainable = [bucket for unit in planned for bucket in unit.trainable()]
-    check_several(len(built), trainable, arguments.precision)
+    check_several(len(built), trainable, arguments.precision, options.diloco)
     check_narrow(map(type, built), arguments.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     check_matrices(trainable, templates, built)
-    return Prepared(arguments.plan, sharding, tally, planned, arguments.drawn, arguments.why, built, templates)
+    plan, drawn, why = arguments.plan, arguments.drawn, arguments.why
+    return Prepared(plan, everyone, sharding, tally, planned, drawn, why, built, templates)
 
 
 def _one_of(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:

@@ -29,6 +29,7 @@ from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock import orphans
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -64,6 +65,7 @@ def shard(  # structure: signature fixed by the design
     mesh: DeviceMesh | None = None,
     prefetch: int = 1,
     offload: Offload | None = None,
+    diloco: DiLoCo | None = None,
 ) -> tuple[M, Any]:
     """Place a model's weights, gradients and optimizer state over ranks as `plan` says.
 
@@ -86,11 +88,13 @@ def shard(  # structure: signature fixed by the design
             `tz.mesh`. By default all ranks on one `dp_shard` axis.
         prefetch: how many units ahead of the running one are gathered; 0 for none. Nothing where weights are whole.
         offload: how states that the plan places on `cpu` or `nvme` are kept and updated; see `tz.Offload`.
+        diloco: have the groups along `dp_replicate` train by themselves, each under the plan, and agree on weights
+            every so many optimizer steps; see `tz.DiLoCo`. None: gradients are summed over them.
 
     Raises:
         BadInput, Misuse: on every rank, before anything is changed.
     """
-    options = Options(units, precision, mesh, prefetch, offload or Offload())
+    options = Options(units, precision, mesh, prefetch, offload or Offload(), diloco)
     prepared = prepare(model, optimizer, plan, options)
     _warn_of_orphans(prepared.units, prepared.optimizers)
     store = _open_store(model, prepared, options.offload)
@@ -116,12 +120,13 @@ def estimate(  # structure: signature fixed by that of shard
     mesh: DeviceMesh | None = None,
     prefetch: int = 1,
     offload: Offload | None = None,
+    diloco: DiLoCo | None = None,
 ) -> MemoryBill:
     """The memory that `shard` with the same arguments would need on this rank; nothing is allocated or changed.
 
     The model may be on the meta device, and the process group may be torch's `fake` one of any size.
     """
-    options = Options(units, precision, mesh, prefetch, offload or Offload())
+    options = Options(units, precision, mesh, prefetch, offload or Offload(), diloco)
     prepared = prepare(model, optimizer, plan, options)
     stages = stages_of(model)
     step = StepSpec(prefetch)
@@ -212,7 +217,7 @@ def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store
         activations.keep_pinned(offload.pin)
     axes, buckets = prepared.sharding.axes, [bucket for unit in prepared.units for bucket in unit.buckets]
     need = need_of(buckets, prepared.templates, offload.cell_numel)
-    store = all_or_none(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
+    store = all_or_none(prepared.everyone, lambda: Store(axes.device, offload, need, dist.get_rank()))
     if store.drive is not None:
         return_freed()  # before anything large is built
     return store
@@ -221,7 +226,7 @@ def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # what came in place of meta parameters
-    initialize, axes = initializer_of(model), prepared.sharding.axes
+    initialize, axes = initializer_of(model), prepared.everyone
     bare = materialize_buffers(model, axes.device)
     units = {unit.name: unit for unit in prepared.units}
     for spec in prepared.drawn:
@@ -232,7 +237,7 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
         known = set(fresh.values())
         for bucket in unit.buckets:
             loaded = [member.parameter for member in bucket.members if member.parameter not in known]
-            synchronize(loaded, axes, bucket.sharding.axes.names)
+            synchronize(loaded, axes, (*bucket.sharding.axes.names, *bucket.sharding.axes.replicas))
             bucket.build(store)
     for module in bare:
         initialize(module, ())

@@ -33,7 +33,7 @@ class EMA:
     Raises:
         BadInput: a decay that is not from 0 to 1, or 16-bit master weights, whose average would stand still; on every
             rank, where ranks give different ones.
-        Misuse: a model that is not sharded, or has an average.
+        Misuse: a model that is not sharded, or has an average, or whose replicas train by themselves.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
@@ -42,6 +42,11 @@ class EMA:
         def made() -> Average:
             if engine.average.current is not None:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
+            if engine.outer is not None:
+                raise Misuse(
+                    "tz.EMA of a model whose replicas train by themselves (diloco): each would have another average. "
+                    "Leave the average out; the weights behind an outer step are a mean already."
+                )
             return Average(decay, engine.precision.master)
 
         self._average = all_or_none(engine.axes, made)

@@ -27,9 +27,10 @@ from terrazzo.engine.states.pieces import (
     copied_pieces,
     model_pieces,
     optimizer_pieces,
+    outer_pieces,
     require_known_states,
 )
-from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer
+from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer, restore_outer
 from terrazzo.errors import BadInput, RanksApart, listed
 
 __all__ = ["ModelState", "ParameterInfo"]
@@ -71,7 +72,8 @@ class ParameterInfo:
 
     def per_element(self, kind: str) -> bool:
         """Whether a state has a value for each element; weights and their averages have."""
-        return self.states is None or self.states.get(kind, (self.numel, self.dtype))[1] is not None
+        of_first = kind.partition("@")[0]
+        return self.states is None or self.states.get(of_first, (self.numel, self.dtype))[1] is not None
 
 
 class ModelState:
@@ -112,9 +114,12 @@ class ModelState:
             with_optimizer: whether states of those optimizers come too that `Drivers.drop_gone` has left.
 
         Raises:
-            Misuse: for states that nothing would restore; `BadInput` on ranks that have none.
+            Misuse: for states that nothing would restore; `BadInput` on ranks that have none. Within a round of
+                replicas that train by themselves, whose weights differ.
         """
         engine = self._engine
+        if engine.outer is not None:
+            engine.outer.require_round_ended("Saving a checkpoint")
         if with_optimizer:
             engine.average.require_own_weights("Saving the optimizer's state")
             if engine.average.current is not None:
@@ -127,6 +132,7 @@ class ModelState:
         for driver in drivers:
             yield from optimizer_pieces(driver)
         yield from average_pieces(engine.average.buffers) if with_optimizer else ()
+        yield from outer_pieces(engine.trainable()) if with_optimizer else ()
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
@@ -153,6 +159,8 @@ class ModelState:
         with torch.no_grad():
             restore_model(engine.buckets(), read)
             restore_averages(engine.average.buffers if with_optimizer else {}, read)
+            restore_outer(engine.trainable() if with_optimizer else [], read)
+            engine.restart_round()
             for driver in engine.drivers:
                 driver.off_device.begin_restoring()
                 if with_optimizer and driver.reference() is not None:
@@ -213,6 +221,7 @@ class ModelState:
 
         with torch.no_grad():
             hashes = all_or_none(engine.axes, write)
+        engine.restart_round()
         engine.blocks.show_changed()
         stages, differing = engine.axes.stages, engine.axes.differing(hashes)
         if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), stages).item():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.plan.box import Owned
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, kind_of_replica
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
 from terrazzo.errors import Misuse, listed
@@ -31,6 +32,7 @@ __all__ = [
     "held_pieces",
     "model_pieces",
     "optimizer_pieces",
+    "outer_pieces",
     "require_known_states",
 ]
 
@@ -71,7 +73,14 @@ class Piece:
 
 
 def _own_share(bucket: Bucket) -> Range:
-    """What this rank gives of the states it holds: replicas of one range give a part of it each."""
+    """What this rank gives of the states it holds: ranks that hold the same give a part of it each. Of replicas that
+    train by themselves the first one does.
+    """
+    return _share_in_replica(bucket) if not bucket.sharding.axes.replica else Range(0, 0)
+
+
+def _share_in_replica(bucket: Bucket) -> Range:
+    """The same of states that each of such replicas has of its own."""
     axes = bucket.sharding.axes
     if not bucket.is_primary:
         return Range(0, 0)
@@ -95,18 +104,20 @@ def model_pieces(buckets: list[Bucket], share: Callable[[Bucket], Range] = _own_
         yield from _pieces(bucket, "weight", bucket.master if bucket.trainable else bucket.weight, share(bucket))
 
 
-def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
+def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = _share_in_replica) -> Iterator[Piece]:
     """This rank's share of the optimizer's state; what is not per element comes with a parameter's first element."""
+    replica = driver.sharding.axes.replica
     for segment in driver.segments:
         state = driver.optimizer.state.get(segment.parameter) or {}
         for slot, part in segment.slots():
             if not (own := share(segment.bucket).intersect(part)).numel:
                 continue
             for kind, value in state.items():
+                name = kind_of_replica(kind, replica)
                 if segment.keeps_per_element(kind, value):
-                    yield from _moment(segment, slot, kind, own, value)
+                    yield from (replace(piece, kind=name) for piece in _moment(segment, slot, kind, own, value))
                 elif _has_first(segment.bucket, slot, own):
-                    yield _undivided(segment.bucket, slot, kind, torch.as_tensor(value).reshape(-1))
+                    yield _undivided(segment.bucket, slot, name, torch.as_tensor(value).reshape(-1))
 
 
 def require_known_states(drivers: Iterable[OptimizerDriver]) -> None:
@@ -130,6 +141,16 @@ def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
     """This rank's share of the weights' moving averages."""
     for bucket, average in averages.items():
         yield from _pieces(bucket, "average", average, _own_share(bucket))
+
+
+def outer_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
+    """This rank's share of the momentum of outer steps, where there is any. The weights that they go on from are the
+    model's, between two rounds.
+    """
+    for bucket in buckets:
+        for momentum in bucket.outer[1:]:
+            if bucket.is_primary and not bucket.sharding.axes.replica:
+                yield from _pieces(bucket, OUTER_MOMENTUM, momentum, momentum.range)
 
 
 def copied_pieces(

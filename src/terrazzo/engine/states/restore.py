@@ -14,9 +14,10 @@ from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.template import Template
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, kind_of_replica
 from terrazzo.engine.plan.layout import Range, Slot
 
-__all__ = ["Read", "reading", "restore_averages", "restore_model", "restore_optimizer"]
+__all__ = ["Read", "reading", "restore_averages", "restore_model", "restore_optimizer", "restore_outer"]
 
 Read = Callable[[str, str, int, int], Tensor | None]
 """(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent.
@@ -56,8 +57,29 @@ def restore_averages(averages: Mapping[Bucket, Buffer], read: Read) -> None:
             _restore(average, slot, "average", average.range, read)
 
 
+def restore_outer(buckets: list[Bucket], read: Read) -> None:
+    """Set the momentum of outer steps, to zero where `read` has none."""
+    for bucket in buckets:
+        for momentum in bucket.outer[1:]:
+            with momentum.opened(momentum.range, "replace") as data:
+                data.zero_()
+            for slot in bucket.slots:
+                _restore(momentum, slot, OUTER_MOMENTUM, momentum.range, read)
+
+
+def _of_replica(read: Read, replica: int) -> Read:
+    """What a replica that trains by itself reads: states of its own where there are any, or those of the first."""
+
+    def read_own(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+        own = read(name, kind_of_replica(kind, replica), start, stop)
+        return read(name, kind, start, stop) if own is None else own
+
+    return read_own if replica else read
+
+
 def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
     """Set the optimizer's state; parameters for which `read` has none go back to having none."""
+    read = _of_replica(read, driver.sharding.axes.replica)
     optimizer, parts = driver.optimizer, []
     earlier = {segment.parameter: optimizer.state.pop(segment.parameter, {}) for segment in driver.segments}
     for segment in driver.segments:

@@ -12,6 +12,7 @@ and the moment at which most is held is the answer. Read the modules in this ord
     unit_events    what a unit adds and takes off at each event of a step: the sum over its buckets
     step_settings  what a walk is asked, and its answer: `StepUnit`, `StepSettings`, `Peak`
     walk           the events of a step in order, and the fullest moment
+    outer_memory   what an outer step of replicas that train by themselves holds
     matrices       what updates of whole matrices hold, send and compute
     overheads      the allocator's reserve, the device's context, communicators, and the upper bound
     peak           all of these for one setup: `memory_of`

@@ -80,7 +80,8 @@ class PlannedBucket(BucketSpec):
         self._whole_experts = placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         packed = precision.frozen if precision.frozen is not None and is_packed(tensors[0], unit) else None
-        align = precision.align(packed) if self.padded else 1
+        self._align = precision.align() if placement.diloco is None else max(precision.align(), placement.diloco.align)
+        align = max(self._align, precision.align(packed)) if self.padded else 1
         self.end = sum(round_up(self.share(tensor), align) for tensor in tensors)
         axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())
@@ -96,6 +97,7 @@ class PlannedBucket(BucketSpec):
             stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
             packed=packed,
             matrices=travels_in_blocks(tensors[0].shape),
+            diloco=placement.diloco,
         )
         each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
         self.moments, self.matrix_moments = [each] * recipe.moments, [each] * (recipe.matrix_moments or 0)
@@ -134,7 +136,7 @@ class PlannedBucket(BucketSpec):
     @cached_property
     def runs(self) -> tuple[int, int, int]:
         """Of these, those of each group: runs of parameters that share settings."""
-        ends, held, align = list[int](), 0, self.precision.align()
+        ends, held, align = list[int](), 0, self._align
         for group in range(3):
             held += sum(round_up(self.share(each), align) for each in self.tensors if self.group_of(each) == group)
             ends.append(min(self.updated_numel, held))

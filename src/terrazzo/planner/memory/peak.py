@@ -10,6 +10,7 @@ from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.matrices import matrix_updates
+from terrazzo.planner.memory.outer_memory import outer_held_bytes
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.stages import blocks_of_chunks, in_flight, last_turns, stage_units
@@ -202,7 +203,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         whole=setup.as_megatron,
         gradual=not setup.compile,
         with_gradients=not states_only,
-        update=float(matrix_updates(setup, stage).held_bytes),
+        update=max(float(matrix_updates(setup, stage).held_bytes), outer_held_bytes(setup, stage)),
         buffers=_buffer_bytes(setup, stage) if setup.staged else 0.0,
     )
     rows = list(_rows(setup, stage))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from terrazzo.engine import Place, Plan, Precision
+from terrazzo.engine import DiLoCo, Place, Plan, Precision
 from terrazzo.engine.comm.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
@@ -34,7 +34,7 @@ class Placement:
         padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
         host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
         cell: elements of states on drives that are handled at once.
-        whole_experts: as `Setup.whole_experts`.
+        whole_experts, diloco: as of `Setup`.
     """
 
     plan: Plan
@@ -50,6 +50,7 @@ class Placement:
     whole_experts: bool
     expert_plan: Plan
     expert_sizes: tuple[tuple[str, int, int], ...]
+    diloco: DiLoCo | None
 
     def __hash__(self) -> int:
         return self._hash
@@ -124,7 +125,7 @@ def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
         setup.precision,
         setup.optimizer,
         (not setup.model.bare, host, setup.offload.cell_numel),
-        setup.whole_experts,
+        (setup.whole_experts, setup.diloco),
     )
 
 
@@ -138,9 +139,13 @@ def _placement(  # structure: what a setup's placement follows from, as a cache 
     precision: Precision,
     optimizer: OptimizerRecipe,
     as_rank: tuple[bool, int, int],
-    whole_experts: bool,
+    apart: tuple[bool, DiLoCo | None],
 ) -> Placement:
-    """`as_rank`: whether it pads, the ranks of its CPU host, and elements of a cell on drives."""
+    """`as_rank`: whether it pads, the ranks of its CPU host, and elements of a cell on drives. `apart`: the setup's
+    `whole_experts` and `diloco`.
+    """
+    whole_experts, diloco = apart
+    mesh = mesh if diloco is None else replace(mesh, dp_replicate=1)  # the axes of one replica
     sizes, experts = mesh.sizes(), tuple(_dealt(mesh, whole_experts))
 
     def among(names: Container[str]) -> Plan:
@@ -160,6 +165,7 @@ def _placement(  # structure: what a setup's placement follows from, as a cache 
         whole_experts,
         among([axis for axis, _, _ in experts]).regathered_as(plan),
         experts,
+        diloco,
     )
 
 

@@ -21,6 +21,7 @@ from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
+from terrazzo.planner.memory.outer_memory import outer_held_bytes
 from terrazzo.planner.memory.peak import fullest_memory
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.trace import ActivationTrace, TraceEvent
@@ -76,7 +77,11 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Trace
     count = min(setup.micro_batches, 3)  # the first, one in the middle, and the last, which finishes the gradients
     for index in range(count):
         player.play(last=index == count - 1)
-    update = {"gradients": grads, "activations": trace.buffer_bytes, "update": update_bytes}
+    update = {
+        "gradients": grads,
+        "activations": trace.buffer_bytes,
+        "update": max(update_bytes, round(outer_held_bytes(setup, 0))),
+    }
     candidates = [*player.peaks.items(), ("update", update)]
     moment, parts = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return TracedPeak(moment, {**states, **parts})
@@ -120,7 +125,8 @@ def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
     here = resting_bytes(found)
     updated = [bucket for bucket in found if bucket.trainable and not bucket.updated_off_device]
     moments = round(sum(bucket.moments_bytes for bucket in updated))
-    return {"weights": here["weight"], "master": here["master"], "moments": moments}, here["grad"]
+    states = {"weights": here["weight"], "master": here["master"], "moments": moments}
+    return states | ({"outer": here["outer"]} if here["outer"] else {}), here["grad"]
 
 
 class _Player:

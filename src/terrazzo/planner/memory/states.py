@@ -31,6 +31,11 @@ FORMULAS = {
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, unless it is the weight",
         "arXiv 1710.03740; terrazzo/engine/plan/bucket_spec.py",
     ),
+    "memory.outer": Formula(
+        "4 bytes x padded trainable elements / ranks of a replica for the weights that a round of steps begins with, "
+        "and as many for momentum",
+        "DiLoCo, arXiv 2311.08105; terrazzo/engine/plan/diloco.py",
+    ),
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "
         "every run of parameters that share settings",
@@ -38,7 +43,7 @@ FORMULAS = {
     ),
 }
 
-STATE_OF = {"weights": "weight", "gradients": "grad", "master": "master", "moments": "moments"}
+STATE_OF = {"weights": "weight", "gradients": "grad", "master": "master", "moments": "moments", "outer": "outer"}
 """The state that each term counts."""
 
 
@@ -84,9 +89,11 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
     if setup.model.bare:
         return _bare_terms(setup, tier)
     values, rows = dict.fromkeys(STATE_OF, 0.0), placed_units(setup, stage)
+    if setup.diloco is None:
+        del values["outer"]
     for unit, count, placement in rows:
         for bucket in buckets(unit, placement):
-            for name, state in STATE_OF.items() if bucket.trainable or not updated else ():
+            for name, state in ((name, STATE_OF[name]) for name in values) if bucket.trainable or not updated else ():
                 if state in bucket.resting and tier in (None, bucket.resting[state][0]):
                     values[name] += count * bucket.resting[state][1]
     elements, placement = float(sum(unit.numel * count for unit, count, _ in rows)), placement_of(setup)

@@ -52,7 +52,7 @@ FORMULAS = {
     ),
 }
 
-_STATE_OF = {"weights": "weight", "gradients": "grad", "master": "optim", "moments": "optim"}
+_STATE_OF = {"weights": "weight", "gradients": "grad", "master": "optim", "moments": "optim", "outer": "optim"}
 
 
 def on_device(setup: Setup, stage: int) -> tuple[Term, ...]:

@@ -7,12 +7,31 @@ from collections.abc import Mapping
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.memory import activations, overheads, peak, replay, states, tiers
 from terrazzo.planner.timing import bubble, step, update
-from terrazzo.planner.traffic import exchanges, volumes
+from terrazzo.planner.traffic import exchanges, outer_moves, volumes
 
 __all__ = ["FORMULAS"]
 
+_MODULES = (
+    *(states, activations, peak, tiers, overheads, replay),
+    *(exchanges, outer_moves, volumes),
+    *(step, bubble, update),
+)
+
 FORMULAS: Mapping[str, Formula] = {
     key: formula
-    for module in (states, activations, peak, tiers, overheads, replay, exchanges, volumes, step, bubble, update)
+    for module in (
+        states,
+        activations,
+        peak,
+        tiers,
+        overheads,
+        replay,
+        exchanges,
+        outer_moves,
+        volumes,
+        step,
+        bubble,
+        update,
+    )
     for key, formula in module.FORMULAS.items()
 }

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, Literal, TypeVar, TypeVarTuple
 
-from terrazzo.engine import Offload, Plan, Precision
+from terrazzo.engine import DiLoCo, Offload, Plan, Precision
+from terrazzo.engine.mesh.family import REPLICAS
 from terrazzo.parallel import Balance, Mode
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
@@ -60,6 +61,8 @@ class Setup:
         offload: how states that the plan has put on other tiers are kept and updated. offload_activations: what
             checkpointing keeps of a block goes to host memory.
         adapters: rank of the LoRA adapters that the model has; `freeze`: globs by which tensors of it are frozen.
+        diloco: the groups of `dp_replicate` train by themselves, each under the plan; None: gradients are summed over
+            them.
         coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
     """
 
@@ -93,6 +96,7 @@ class Setup:
     optimizer_kernel: Kernel | None = None
     adapters: int | None = None
     freeze: tuple[str, ...] = ()
+    diloco: DiLoCo | None = None
 
     @cached_property
     def known(self) -> dict[tuple[Any, ...], Any]:
@@ -102,7 +106,13 @@ class Setup:
     @property
     def sums_locally(self) -> bool:
         """Whether micro-batches only add up on each rank: asked for, gradients are not split, or in stages."""
-        return self.accumulate_locally or self.staged or not self.plan.grad.among(self.mesh.sizes())
+        return self.accumulate_locally or self.staged or not self.plan.grad.among(self.axis_sizes)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Of the data axes that states are split and gradients summed over, as `Mesh.sizes`."""
+        sizes = self.mesh.sizes()
+        return sizes if self.diloco is None else {axis: size for axis, size in sizes.items() if axis != REPLICAS}
 
     @property
     def staged(self) -> bool:

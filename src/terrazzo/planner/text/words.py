@@ -33,6 +33,7 @@ __all__ = [
 LABELS = {
     "master": "master weights",
     "moments": "optimizer moments",
+    "outer": "outer weights and momentum",
     "gathered": "gathered weights",
     "unreduced": "unreduced gradients",
     "receive": "receive buffers",
@@ -186,7 +187,7 @@ def blocker(memory: MemoryFigures) -> str:
     )
 
 
-STATES = ("weights", "master", "moments", "gradients")
+STATES = ("weights", "master", "moments", "outer", "gradients")
 PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}
 
 

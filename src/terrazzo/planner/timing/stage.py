@@ -28,6 +28,7 @@ from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, bloc
 from terrazzo.planner.timing.rates import memory_rate, sustained_rate
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
+from terrazzo.planner.traffic.outer_moves import outer_moves
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
 
 __all__ = ["PCIE_COPY_SHARE", "Stage", "slowest_stage"]
@@ -153,6 +154,8 @@ class Stage:
                 root += Exposure(alone, alone)
             rows.append(BlockRow(part.count, *part.passes, moves))
         exchanged = sum(map(self._network.move_s, matrix_moves(self._setup, self._index)))
+        if (diloco := self._setup.diloco) is not None:
+            exchanged += sum(map(self._network.move_s, outer_moves(self._setup, self._index))) / diloco.sync_every
         root += Exposure(exchanged, exchanged)
         beside = self._setup.cluster.device.kind != "cpu"
         return root + block_exposure(rows, self._repeats, self._setup.prefetch, beside)

@@ -5,6 +5,7 @@ runs. Read the modules in this order:
 
     copies       what a bucket moves between the device, host memory and disks
     exchanges    activations along tp, cp, ep and pp
+    outer_moves  an outer step of replicas that train by themselves
     volumes      all of that for one setup: `traffic_of`
 
 The gathered weights that a rank sends go through these functions:

@@ -19,6 +19,7 @@ from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves, shared_gradients
+from terrazzo.planner.traffic.outer_moves import outer_moves
 
 __all__ = [
     "FORMULAS",
@@ -114,6 +115,8 @@ def _collect(setup: Setup, stage: int) -> Collected:
         add(move, setup.micro_batches)
     for move in matrix_moves(setup, stage):
         add(move, 1)
+    for move in outer_moves(setup, stage):
+        add(move, 1 / setup.diloco.sync_every if setup.diloco is not None else 0)
     return found
 
 

@@ -71,7 +71,7 @@ class StepRecorder:
         self._tally, self._device = engine.tally, engine.axes.device
         self._on_cuda, self._peak = devices.is_cuda(self._device), PeakMemory(self._device)
         bill = engine.promise.memory(micro_batches)
-        sent = engine.promise.traffic(micro_batches).by_name()
+        sent = engine.promise.traffic(micro_batches, ends_round=True).by_name()
         self._at_rest = {
             "weight": bill.weight_bytes,
             "master": bill.master_bytes,

@@ -123,7 +123,7 @@ class LocalCheckpoints:
 
     def due(self, step: int) -> bool:
         """Whether one is to be taken after a step."""
-        return self._folder is not None and step % self._settings.every == 0
+        return self._folder is not None and self._config.plan.is_due(step, self._settings.every)
 
     def save(
         self, model: nn.Module, optimizer: Any, extra: dict[str, Any], run: str, complete_step: int = 0

@@ -66,11 +66,17 @@ class GlobalOrder:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One step's data: this rank's micro-batches, and over all ranks the targets, and the samples of the mean loss."""
+    """One step's data: this rank's micro-batches, and over all ranks the targets, and the samples of the mean loss.
+
+    Attributes:
+        learnt: of these samples, those that gradients are summed over: of the rank's own replica where each trains by
+            itself.
+    """
 
     micro_batches: tuple[Batch, ...]
     valid_tokens: int
     samples: int
+    learnt: int
 
 
 _SAME = "Resume with the data, tokenizer, sequence_length, split, seed and numpy of the saved run."
@@ -103,6 +109,7 @@ class Loader:
             )
         self.dataset, self.batch, self.rank, self.world_size = dataset, config.batch, rank, world_size
         self.part = part
+        self.replicas = config.plan.mesh.dp_replicate if config.plan.sync_every is not None else 1
         self.order = GlobalOrder(len(dataset), config.train.seed)
         self.cursor = Cursor()
         self.thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data")
@@ -121,7 +128,15 @@ class Loader:
         indices, following = self.order.take(cursor, self.batch.global_batch)
         micro_batches = tuple(self.part(self.dataset.batch(one)) for one in self._share(indices, self.rank))
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
-        return GlobalBatch(micro_batches, *totals), following
+        return GlobalBatch(micro_batches, *totals, self._learnt(indices, totals[1])), following
+
+    def _learnt(self, indices: Indices, samples: int) -> int:
+        """Of a step's samples those of this rank's replica."""
+        if self.replicas == 1:
+            return samples
+        of_replicas = filled(indices, self.batch.micro_batch * self.world_size).reshape(self.replicas, -1)
+        rows = of_replicas[self.rank * self.replicas // self.world_size]
+        return self.dataset.samples(rows[rows != NO_SEQUENCE])
 
     def first_of(self, rank: int, cursor: Cursor | None = None) -> Batch:
         """The first micro-batch that another rank reads of the step at a cursor, or at this one; this rank's part."""

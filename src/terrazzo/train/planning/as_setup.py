@@ -26,6 +26,7 @@ from terrazzo.train.model.parallel import leaves_logits_apart
 from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.settings.optimizer import division_of, optimizer_class, steps_matrices
 from terrazzo.train.settings.plan import (
+    build_diloco,
     build_offload,
     build_plan,
     build_precision,
@@ -75,6 +76,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         virtual_stages=config.parallel.pipeline.chunks if mesh.pp > 1 else 1,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
+        diloco=build_diloco(config),
         offload_activations=config.offload.activations == "cpu",
     )
 

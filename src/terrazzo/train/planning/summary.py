@@ -54,7 +54,7 @@ def summarize(
     """
     engine = engine_of(session.model)
     bill = engine.promise.memory(session.micro_batches)
-    expected = engine.promise.traffic(micro_batches=session.micro_batches)
+    expected = engine.promise.traffic(micro_batches=session.micro_batches, ends_round=True)
     usage = engine.store.usage()
     estimate, why = _promise(session)
     sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
@@ -62,7 +62,7 @@ def summarize(
         for name, count in exchanges_of(session.config, estimate.setup, session.ranks.rank).items():
             sent[name] = sent.get(name, 0) + count
     return {
-        "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
+        "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes + bill.outer_bytes,
         "state_bytes_measured": engine.state_bytes(),
         "transient_bytes_promised": bill.transient_bytes,
         "transient_bytes_measured": engine.peak_transient_bytes,

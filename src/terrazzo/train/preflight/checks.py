@@ -21,6 +21,7 @@ from terrazzo.train.preflight.idle_settings import idle_notes
 from terrazzo.train.preflight.local_checkpoints import check_local
 from terrazzo.train.preflight.names_in_model import check_named
 from terrazzo.train.preflight.offload_room import check_folders
+from terrazzo.train.preflight.replica_settings import check_replicas_apart
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.preflight.written_folders import check_written
 from terrazzo.train.settings.optimizer import check_settings, optimizer_class
@@ -43,6 +44,7 @@ def check(config: Config, world_size: int) -> list[str]:
     Returns lines for the header of the run: what in `config` does nothing, and what the planner has to say.
     """
     _check_filled_in(config)
+    check_replicas_apart(config)
     build_plan(config)
     precision = build_precision(config)
     build_offload(config)

@@ -100,6 +100,12 @@ _RULES = (
         "take a plan that splits weights, such as plan.name=zero3",
     ),
     _Rule(
+        "plan.outer.lr plan.outer.momentum plan.outer.traffic",
+        lambda config: config.plan.sync_every is None,
+        "plan.sync_every is null: gradients are summed over all ranks, and there are no outer steps",
+        "set plan.sync_every, such as 100",
+    ),
+    _Rule(
         "precision.gather",
         lambda config: not (build_plan(config).weight.axes or build_plan(config).optim.axes),
         "under this plan every rank has all states, and no weights are gathered",

@@ -52,6 +52,7 @@ from terrazzo.train.session.warm_kernels import load_kernels
 from terrazzo.train.settings.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
 from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, division_of, steps_matrices
 from terrazzo.train.settings.plan import (
+    build_diloco,
     build_offload,
     build_plan,
     build_precision,
@@ -188,6 +189,7 @@ def _shard(model: nn.Module, optimizer: Any, config: Config, mesh: Any) -> tuple
         mesh=mesh,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
+        diloco=build_diloco(config),
     )
 
 

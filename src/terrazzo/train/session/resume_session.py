@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.config import Config
 from terrazzo.train.checkpoints.resume import is_restored, resume_notes, seeded_anew
 from terrazzo.train.session.session import Session
+from terrazzo.train.settings.plan import check_rounds
 
 __all__ = ["resume_session"]
 
@@ -15,6 +16,7 @@ __all__ = ["resume_session"]
 def resume_session(session: Session) -> None:
     """Continue from the newest whole checkpoint, and note what is not as in there. Collective."""
     config, restored = session.config, session.restore()
+    check_rounds(config, session.step)
     resumed, extra = restored.resumed, restored.resumed.extra
     notes, origin, goes_on = session.notes, session.origin, session.step < config.train.steps
     where = "" if resumed.path.startswith(f"{config.checkpoint_folder}/") else f", from {resumed.path}"

@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
-from terrazzo.engine import OFFLOADS, PLANS, Offload, Plan, Precision, WireFormat
+from terrazzo.engine import OFFLOADS, PLANS, DiLoCo, Offload, Plan, Precision, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.parallel import mesh_sizes
 from terrazzo.words import DTYPE_FIELDS
 
 __all__ = [
+    "build_diloco",
     "build_offload",
     "build_plan",
     "build_precision",
+    "check_rounds",
     "empty_rows",
     "evaluation_limit",
     "filling_note",
@@ -37,14 +39,46 @@ def build_plan(config: Config) -> Plan:
     except BadInput as error:
         raise BadInput(f"plan{'' if plan.name is None else '.name'}: {error}") from None
     built = _with_tiers(built, config.offload)
+    if built.groups and plan.sync_every is not None:
+        raise BadInput(
+            f"plan {built.name} splits states inside of groups of ranks, and with plan.sync_every {plan.sync_every}"
+            " these groups train by themselves: take plan=zero3, which splits over the ranks of one group."
+        )
     if built.groups and plan.mesh.dp_replicate == 1:
         raise BadInput(
             f"plan {built.name} splits states inside of groups of ranks, and the groups hold copies of each other, but"
             " this run has one group: set plan.mesh.dp_replicate to the number of groups, such as"
             " plan.mesh.dp_replicate=2, or take a plan that needs none, such as plan=zero3."
         )
-    built.resolve(("dp_replicate", "dp_shard") if plan.mesh.dp_replicate > 1 else ("dp_shard",))
+    replicated = plan.mesh.dp_replicate > 1 and plan.sync_every is None
+    built.resolve(("dp_replicate", "dp_shard") if replicated else ("dp_shard",))
     return built
+
+
+def build_diloco(config: Config) -> DiLoCo | None:
+    """How groups of ranks train by themselves; None where gradients are summed over them."""
+    plan, outer = config.plan, config.plan.outer
+    return None if plan.sync_every is None else DiLoCo(plan.sync_every, outer.lr, outer.momentum, outer.traffic)
+
+
+def check_rounds(config: Config, step: int) -> None:
+    """Refuse a run whose last step ends no round: the weights of all groups are the same behind an outer step alone.
+
+    Args:
+        step: that it goes on from.
+
+    Raises:
+        BadInput: there.
+    """
+    every, steps = config.plan.sync_every, config.train.steps
+    if every is None or steps <= step or not (over := (steps - step) % every):
+        return
+    begun = f", from step {step}" if step else ""
+    options = [str(number) for number in (steps - over, steps - over + every) if number > step]
+    raise BadInput(
+        f"plan.sync_every {every} does not divide the steps of the run, train.steps {steps}{begun}: the last {over}"
+        f" would end without an outer step. Set train.steps={' or '.join(options)}, or another plan.sync_every."
+    )
 
 
 def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
@@ -67,11 +101,12 @@ def build_offload(config: Config) -> Offload:
     scaled = build_precision(config).loss_scaling is not None
     obstacle = "clips gradients (train.clip)" if config.train.clip else "scales the loss (precision)" if scaled else ""
     obstacle = obstacle or ("judges each step before its update (guard)" if config.guard.acts else "")
+    obstacle = obstacle or ("notes the weights that rounds begin with (plan.sync_every)" * bool(config.plan.sync_every))
     if section.step == "backward" and obstacle:
         raise BadInput(
             f"offload.step is 'backward', which updates each unit before the others' gradients exist, but this run"
             f" {obstacle}, which needs all of them first: use offload.step=overlapped, which is exact too, or"
-            f" {'train.clip=null' if config.train.clip else 'another precision' if scaled else 'no guard'}."
+            f" {'train.clip=null' if config.train.clip else 'another precision' if scaled else 'a run without it'}."
         )
     step = ("overlapped" if obstacle else "backward") if section.step == "auto" else section.step
     return Offload(

@@ -85,6 +85,7 @@ class Cadence:
 
     def __init__(self, session: Session) -> None:
         self._session, self._every = session, session.config.checkpoint.every
+        self._plan = session.config.plan
         self.begin()
 
     def begin(self) -> None:
@@ -106,8 +107,10 @@ class Cadence:
         if self._every is None:
             return False
         if isinstance(self._every, int):
-            return step % self._every == 0
-        return step - self._first in (FIRST, 2 * FIRST) if (choice := self.choice) is None else step % choice.every == 0
+            return self._plan.is_due(step, self._every)
+        if (choice := self.choice) is not None:
+            return self._plan.is_due(step, choice.every)
+        return self._plan.is_due(step - self._first, FIRST)
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -93,8 +93,14 @@ class StepJudge:
         self._newest = self._session.step + 1
         self._steps.append(self._newest)
         if not self._settings.acts and not self._scales and not math.isfinite(self._known(norm)):
-            self.check()
+            self._refuse_norm(norm)
         return None
+
+    def _refuse_norm(self, norm: Tensor) -> None:
+        """Raise `Diverged`; on the ranks of one replica alone where each trains by itself, since the others go on."""
+        if self._session.config.plan.sync_every is not None:
+            self.refuse(f"gradients' norm of a replica, near step {self._newest},", float("nan"))
+        self.check()
 
     def _unlike(self, loss: Tensor, norm: Tensor) -> str | None:
         judged = self._session.progress.judged

@@ -24,7 +24,7 @@ def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
-    total = learnt(session, batch.micro_batches, denominator=max(1, batch.samples))
+    total = learnt(session, batch.micro_batches, denominator=max(1, batch.learnt))
     return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
 
 
@@ -38,7 +38,7 @@ def learnt(session: Session, batches: Sequence[Batch], denominator: float) -> Te
     """Forward and backward of all micro-batches of a step; the sum of their losses. Collective.
 
     Args:
-        denominator: what gradient sums over all ranks are divided by.
+        denominator: what gradient sums over all ranks, or those of a replica that trains by itself, are divided by.
     """
     objective = objective_of(session.config)
     return _run(session, batches, lambda output, batch: objective.loss_of(session.model, output, batch), denominator)

@@ -1,0 +1,54 @@
+"""A dry run of the outer step of replicas that train by themselves: what `model/outer_step` does, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
+from terrazzo.engine.plan.layout import round_up
+
+__all__ = ["dry_run_outer_step"]
+
+_ITEMSIZE = torch.float32.itemsize
+
+
+def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
+    """Transient memory and traffic of one outer step on this rank; nothing where there is none.
+
+    Args:
+        buckets: all of the model; they need not be built.
+    """
+    tally, trained = Tally(), [bucket for bucket in buckets if bucket.outer_states]
+    if not trained:
+        return tally
+    axes, settings = trained[0].sharding.axes, trained[0].diloco
+    assert settings is not None, "an outer step has settings"
+    along, traffic, ledger = axes.along(axes.replicas[0]), tally.traffic, tally.ledger
+    for axis in axes.live((*axes.replicas, *axes.with_stages)):  # whether the round began alike
+        traffic.record("control", (2 if axis in axes.replicas else 1) * torch.int64.itemsize)
+    for numel in settings.messages(sum(bucket.numel(bucket.outer_axes) for bucket in trained)):
+        with ledger.holding(settings.held_bytes(numel, along.size, axes.device.type)):
+            if along.size > 1 and settings.traffic == "int8":
+                traffic.record("all_gather", settings.sent_bytes(numel, along.size))
+            elif along.size > 1:
+                with ledger.holding(along.receive_bytes(round_up(numel, along.size) * _ITEMSIZE)):
+                    traffic.record("all_reduce", settings.sent_bytes(numel, along.size))
+    for bucket in trained:
+        apart = bucket.outer_axes != bucket.optim_axes and bucket.updated_off_device and not bucket.on_host
+        with ledger.holding(apart * bucket.numel(bucket.optim_axes) * _ITEMSIZE):
+            _gather_masters(bucket, tally)
+        CountingBucket(bucket, StepCounts(traffic, ledger), beside=axes.comm_streams is not None).publish()
+    return tally
+
+
+def _gather_masters(bucket: Bucket, tally: Tally) -> None:
+    """From the ranks of the outer step to where the optimizer's weights are."""
+    axes, own = bucket.outer_axes, bucket.numel(bucket.outer_axes)
+    for cut in range(len(axes) - 1, len(bucket.optim_axes) - 1, -1):
+        wider = bucket.numel(axes[:cut])
+        tally.traffic.record("all_gather", (wider - own) * _ITEMSIZE)
+        own = wider

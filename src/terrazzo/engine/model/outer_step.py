@@ -1,0 +1,211 @@
+"""The outer step of replicas that train by themselves: see `DiLoCo`.
+
+Each rank has a part of the weights that a round began with, and of their momentum, cut over the ranks of its replica.
+It exchanges outer gradients of that part with the ranks of the other replicas that have the same part. They are summed
+in the order of the replicas, and all take the same bytes: so all replicas go on from the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Buffer, Resting
+from terrazzo.engine.buckets.wire import decode, encode
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.model.digest import digest
+from terrazzo.engine.plan.diloco import MESSAGE_NUMEL, DiLoCo
+from terrazzo.engine.plan.layout import WIRE_BLOCKS, Range, round_up, tiles
+from terrazzo.engine.plan.precision import WireFormat
+from terrazzo.engine.runtime.device import HOST
+from terrazzo.errors import Misuse, RanksApart
+
+__all__ = ["OuterSteps"]
+
+
+class _Part(NamedTuple):
+    """Elements of one bucket, and where they are in the message that carries them."""
+
+    bucket: Bucket
+    elements: Range
+    place: Range
+
+
+class OuterSteps:
+    """The rounds of one model: optimizer steps of each replica by itself, and then an outer step.
+
+    Args:
+        buckets: the trained ones, built.
+        axes: of this rank's replica.
+
+    Attributes:
+        steps: of the optimizer in this round.
+        number: outer steps that there were.
+    """
+
+    def __init__(self, settings: DiLoCo, buckets: Sequence[Bucket], axes: Axes, tally: Tally) -> None:
+        self.settings, self.steps, self.number = settings, 0, 0
+        self._buckets, self._axes, self._ledger = buckets, axes, tally.ledger
+        self._along = axes.along(axes.replicas[0])
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next optimizer step is the first of a round."""
+        return not self.steps
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Note the weights that a round begins with: master weights, which nothing updates now. Collective once."""
+        for bucket in self._buckets:
+            first = bucket.outer[0]
+            for cut in bucket.master.cuts(first.range):
+                with bucket.master.opened(cut) as weights, first.opened(cut, "replace") as noted:
+                    noted.copy_(weights)
+        if not self.number:
+            self._compare()
+
+    def restart(self) -> None:
+        """The next optimizer step is the first of a round, of weights that have been loaded. On all replicas alike."""
+        self.steps = 0
+
+    def require_round_ended(self, what: str) -> None:
+        """Refuse `what` within a round, where each replica has weights of its own.
+
+        Raises:
+            Misuse: there.
+        """
+        if self.steps:
+            every = self.settings.sync_every
+            raise Misuse(
+                f"{what} {self.steps} optimizer steps into a round of {every}, where each replica (dp_replicate) has "
+                f"weights of its own: do it behind an outer step, {every - self.steps} steps later."
+            )
+
+    def count_step(self) -> bool:
+        """The optimizer has stepped; whether an outer step is due."""
+        self.steps += 1
+        return self.steps == self.settings.sync_every
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Set the master weights to those of the outer step; weights at rest have to follow. Collective.
+
+        Raises:
+            RanksApart: on every rank, where replicas began the round with other weights.
+        """
+        self._compare()
+        label = Label(Purpose.OUTER, number=self.number + 1)
+        for parts in _messages(self._buckets):
+            numel, device = parts[-1].place.stop, self._axes.device.type
+            with self._ledger.holding(self.settings.held_bytes(numel, self._along.size, device)):
+                self._exchange(parts, label)
+        for bucket in self._buckets:
+            _set_master(bucket, label)
+        self.steps, self.number = 0, self.number + 1
+
+    def _compare(self) -> None:
+        checksum = torch.zeros((), dtype=torch.int64, device=HOST)
+        for bucket in self._buckets:
+            with bucket.outer[0].opened(bucket.outer[0].range) as noted:
+                checksum = checksum * 31 + digest(noted).to(HOST)
+        apart = self._axes.differing({"weights": checksum}, self._axes.replicas)
+        if self._axes.maximum(torch.tensor([len(apart)], device=HOST), self._axes.with_stages).item():
+            raise RanksApart(
+                f"The replicas (dp_replicate) began round {self.number + 1} with other weights than each other, and an "
+                "outer step would mix them. Load the same checkpoint on all of them; what is written into weights "
+                "between two rounds must be the same on all."
+            )
+
+    def _exchange(self, parts: Sequence[_Part], label: Label) -> None:
+        """Have the mean of outer gradients, and take the step."""
+        numel, along, device = parts[-1].place.stop, self._along, self._axes.device
+        message = torch.zeros(round_up(numel, along.size), device=device)
+        for bucket, tile, place in _tiles(parts, device):
+            with bucket.outer[0].opened(tile) as first, bucket.master.opened(tile) as weights:
+                message[place].copy_(first - weights)
+        mean = _mean_of_blocks if self.settings.traffic == "int8" else _mean
+        Transfer(mean(message, numel, along), label).finish()
+        for bucket, tile, place in _tiles(parts, device):
+            self._step(bucket.outer, tile, message[place])
+
+    def _step(self, states: Sequence[Resting], tile: Range, gradient: Tensor) -> None:
+        """Each product is rounded by itself: the bits are those of any way to cut, and of plain PyTorch."""
+        lr, momentum = self.settings.lr, self.settings.momentum
+        with states[0].opened(tile, "change") as weights:
+            step = gradient.to(weights.device)
+            if momentum:
+                with states[1].opened(tile, "change") as kept:
+                    step = kept.mul_(momentum).add_(step).mul(momentum).add_(step)
+            weights.sub_(step.mul(lr))
+
+
+def _messages(buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
+    """What is exchanged at once: this rank's parts of the buckets, one behind the other."""
+    parts, end = list[_Part](), 0
+    for bucket in buckets:
+        own = bucket.space.range(bucket.outer_axes)
+        start = own.start
+        while start < own.stop:
+            stop = min(own.stop, start + MESSAGE_NUMEL - end)
+            parts.append(_Part(bucket, Range(start, stop), Range(end, end + stop - start)))
+            start, end = stop, end + stop - start
+            if end == MESSAGE_NUMEL:
+                yield parts
+                parts, end = [], 0
+    if parts:
+        yield parts
+
+
+def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucket, Range, slice]]:
+    """The same a little at a time, as states in files are read."""
+    for bucket, elements, place in parts:
+        for cut in bucket.master.cuts(elements):
+            for tile in tiles(cut, device.type):
+                start = place.start + tile.start - elements.start
+                yield bucket, tile, slice(start, start + tile.numel)
+
+
+def _mean(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
+    """Replace the outer gradients of this replica by the mean of all."""
+    if along.size > 1:
+        message.copy_((yield from along.all_reduce(message, message.dtype, along.size)))
+
+
+def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
+    """The same, of what blocks of 8 bits stand for; so are those of this replica itself."""
+    kind, size = message.device.type, along.size
+    blocks = torch.empty(size, WIRE_BLOCKS.size_bytes(numel), dtype=torch.uint8, device=message.device)
+    packed = [(tile, WIRE_BLOCKS.bytes_of(tile)) for tile in tiles(Range(0, numel), kind)]
+    for tile, own in packed:
+        encode(message[tile.start : tile.stop], WireFormat.INT8, blocks[along.rank, own.start : own.stop])
+    if size > 1:
+        yield from along.all_gather(blocks.view(-1))
+    for tile, own in packed:
+        total = decode(blocks[0, own.start : own.stop], WireFormat.INT8)
+        for row in blocks[1:]:
+            total.add_(decode(row[own.start : own.stop], WireFormat.INT8))
+        message[tile.start : tile.stop] = total.div_(size)
+
+
+def _set_master(bucket: Bucket, label: Label) -> None:
+    """Bring the new weights to where the optimizer's are; ranks that have more of these get the others' parts."""
+    first, master, device = bucket.outer[0], bucket.master, bucket.sharding.axes.device
+    if bucket.outer_axes == bucket.optim_axes:
+        for cut in master.cuts(master.range):
+            with master.opened(cut, "replace") as weights, first.opened(cut) as new:
+                weights.copy_(new)
+    elif isinstance(master, Buffer) and master.data.device == device:
+        Transfer(master.gather(first), label).finish()
+    else:
+        with bucket.ledger.holding(master.nbytes):
+            whole = bucket.space.empty(bucket.optim_axes, master.dtype)
+            Transfer(whole.gather(first), label).finish()
+            master.save(whole)

@@ -1,0 +1,149 @@
+"""Replicas that train by themselves, and what an outer step makes of them: DiLoCo (arXiv 2311.08105) and local SGD."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from terrazzo.engine.mesh.family import BESIDE
+from terrazzo.engine.plan.layout import ALIGN, WIRE_BLOCKS, round_up, wire_scratch_bytes
+from terrazzo.engine.plan.place import Tiers
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = [
+    "MESSAGE_NUMEL",
+    "OUTER_MOMENTUM",
+    "OUTER_TRAFFIC",
+    "DiLoCo",
+    "OuterShare",
+    "is_of_replica",
+    "kind_of_replica",
+]
+
+OuterTraffic = Literal["fp32", "int8"]
+OUTER_TRAFFIC: tuple[str, ...] = get_args(OuterTraffic)
+
+OUTER_MOMENTUM = "outer_momentum"
+"""What checkpoints call b."""
+
+MESSAGE_NUMEL = 4 << 20
+"""Elements of outer gradients that are exchanged at once: 16 MiB, beside which the time of one exchange is little."""
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """The groups of a mesh's axis `dp_replicate` train by themselves, and agree every `sync_every` optimizer steps.
+
+    Then an outer step follows, of SGD with Nesterov's momentum on the weights θ that the round began with:
+
+        Δ = mean over replicas of (θ − their weights),  b = momentum · b + Δ,  θ = θ − lr · (Δ + momentum · b)
+
+    All replicas go on from θ. With `lr=1` and `momentum=0`, θ becomes the mean of their weights: local SGD.
+
+    Attributes:
+        sync_every: optimizer steps of a round.
+        lr, momentum: of the outer step.
+        traffic: what Δ is sent as: `fp32`, or `int8`, in blocks of 256 codes with a scale. Of the blocks every replica
+            takes the same mean, its own among them.
+
+    Raises:
+        BadInput: for values that cannot work.
+    """
+
+    sync_every: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    traffic: OuterTraffic = "fp32"
+
+    def __post_init__(self) -> None:
+        every = self.sync_every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise BadInput(f"diloco: sync_every is {every!r}; it counts optimizer steps: give an int, 1 or more.")
+        if not _is_number(self.lr) or not 0 < self.lr < math.inf:
+            raise BadInput(f"diloco: lr is {self.lr!r}; give a positive number, such as 0.7.")
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise BadInput(f"diloco: momentum is {self.momentum!r}; give a number from 0 to below 1, such as 0.9.")
+        if self.traffic not in OUTER_TRAFFIC:
+            raise BadInput(
+                f"diloco: traffic {self.traffic!r} does not exist.{did_you_mean(str(self.traffic), OUTER_TRAFFIC)} "
+                f"Use one of {', '.join(OUTER_TRAFFIC)}."
+            )
+
+    @property
+    def states(self) -> int:
+        """States in fp32 that are kept for each element: θ, and b where there is momentum."""
+        return 2 if self.momentum else 1
+
+    @property
+    def align(self) -> int:
+        """Parameters and shards begin on multiples of so many elements: a block has one scale, wherever it lies."""
+        return WIRE_BLOCKS.numel if self.traffic == "int8" else ALIGN
+
+    def messages(self, numel: int) -> list[int]:
+        """Elements of each message, of all that a rank has a part of."""
+        return [min(MESSAGE_NUMEL, numel - start) for start in range(0, numel, MESSAGE_NUMEL)]
+
+    def held_bytes(self, numel: int, replicas: int, device: str) -> int:
+        """Memory of one message, and to make it and take its step a tile at a time.
+
+        Args:
+            device: its kind.
+        """
+        blocks = WIRE_BLOCKS.size_bytes(numel) * replicas if self.traffic == "int8" else 0
+        return round_up(numel, replicas) * 4 + blocks + wire_scratch_bytes(numel, device)
+
+    def sent_bytes(self, numel: int, replicas: int) -> int:
+        """What a rank sends of so many elements."""
+        if self.traffic == "int8":
+            return WIRE_BLOCKS.size_bytes(numel) * (replicas - 1)
+        return 2 * (round_up(numel, replicas) * 4 // replicas) * (replicas - 1)
+
+
+class OuterShare:
+    """What a rank has of one bucket for outer steps: part of a `BucketSpec`, whose fields these are."""
+
+    tiers: Tiers
+    ranks: Mapping[str, Any]
+    trainable: bool
+    diloco: DiLoCo | None
+    optim_axes: tuple[str, ...]
+
+    def numel(self, axes: tuple[str, ...]) -> int:
+        """Elements of one rank when the space is split over `axes`."""
+        raise NotImplementedError
+
+    @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """Over which its states are split: all axes of a replica along which ranks see other data."""
+        return (*self.optim_axes, *(axis for axis in self.ranks if axis not in (*self.optim_axes, *BESIDE)))
+
+    @property
+    def outer_states(self) -> int:
+        """How many there are, in fp32."""
+        return 0 if self.diloco is None or not self.trainable else self.diloco.states
+
+    @property
+    def outer_bytes(self) -> Sequence[int]:
+        """Of each."""
+        return [self.numel(self.outer_axes) * 4] * self.outer_states
+
+    @property
+    def outer_tier(self) -> str:
+        """Where they rest: on the device, or in host memory where the optimizer's state is off it."""
+        return "device" if self.tiers.optim == "device" else "cpu"
+
+
+def kind_of_replica(kind: str, replica: int) -> str:
+    """What checkpoints call a state of the optimizer of one replica; that of the first has the optimizer's own name."""
+    return f"{kind}@{replica}" if replica else kind
+
+
+def is_of_replica(kind: str) -> bool:
+    """Whether that is what they call one of another than the first."""
+    return "@" in kind
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,48 @@
+"""What must hold before a model is sharded whose replicas train by themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.family import REPLICAS
+from terrazzo.engine.offload.options import Offload
+from terrazzo.engine.plan.diloco import DiLoCo
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.precision import DTYPE_NAMES, Precision
+from terrazzo.errors import BadInput
+
+__all__ = ["check_diloco"]
+
+
+def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, offload: Offload) -> None:
+    """Refuse replicas that train by themselves where there are none, or where their weights have no common place.
+
+    Args:
+        axes: all of the mesh.
+
+    Raises:
+        BadInput: there.
+    """
+    if not isinstance(diloco, DiLoCo):
+        raise BadInput(f"diloco is {diloco!r}; pass a tz.DiLoCo, such as tz.DiLoCo(sync_every=10).")
+    if REPLICAS not in axes.names or len(axes.names) < 2:
+        raise BadInput(
+            "diloco needs a mesh with the axes dp_replicate, whose groups train by themselves, and dp_shard, the ranks "
+            f"of one group; this mesh has {', '.join(axes.every)}. Pass mesh=tz.mesh(dp_replicate=2), which has both."
+        )
+    if plan.groups:
+        raise BadInput(
+            f"diloco with plan {plan.name}, which tells the ranks of a group from its copies in other groups "
+            "(dp_replicate): these train by themselves. Take zero3, which splits over the ranks of one group."
+        )
+    if precision.master != torch.float32:
+        raise BadInput(
+            f"diloco with master weights in {DTYPE_NAMES[precision.master]}: outer steps are in fp32. Shard the "
+            "model with precision='bf16', which has fp32 masters."
+        )
+    if offload.step == "backward" and plan.optim.offloaded:
+        raise BadInput(
+            "diloco with offload step='backward', which updates weights before optimizer.step() notes those that a "
+            "round begins with. Use step='overlapped', the default."
+        )

@@ -1,0 +1,64 @@
+"""What ranks exchange in an outer step of replicas that train by themselves: see the engine's `DiLoCo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from terrazzo.engine.mesh.family import REPLICAS
+from terrazzo.engine.plan.bucket_spec import When
+from terrazzo.planner.formulas import Formula
+from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
+from terrazzo.planner.memory.buckets import PlannedBucket, buckets
+from terrazzo.planner.memory.outer_memory import outer_numel
+from terrazzo.planner.memory.placement import placed_units
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["FORMULAS", "outer_moves"]
+
+FORMULAS = {
+    "traffic.outer": Formula(
+        "of n replicas, in every sync_every-th step: elements / ranks of a replica * 2 * 4 bytes * (n - 1) / n, or in "
+        "blocks of 8 bits 260 / 256 bytes * (n - 1); and new weights within a replica once more",
+        "DiLoCo, arXiv 2311.08105; terrazzo/engine/model/outer_step.py; equals the engine's count",
+    ),
+}
+
+
+def outer_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
+    """The collectives of one outer step of a rank; none where there are no outer steps."""
+    settings, numel = setup.diloco, outer_numel(setup, stage)
+    if settings is None or not numel:
+        return
+    group, replicas = group_of(setup.mesh, REPLICAS), setup.mesh.dp_replicate
+    messages = settings.messages(numel)
+    if replicas > 1:
+        kind = "all_gather" if settings.traffic == "int8" else "all_reduce"
+        sent = sum(settings.sent_bytes(message, replicas) for message in messages)
+        yield _move(setup, kind, "outer gradients", sent, group, len(messages))
+    for unit, count, placement in placed_units(setup, stage):
+        for bucket in buckets(unit, placement):
+            if bucket.outer_states:
+                for _ in range(count):
+                    yield from _within(setup, bucket)
+
+
+def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
+    """From the parts of the outer step to master weights, and from these to weights."""
+    axes, own = bucket.outer_axes, bucket.numel(bucket.outer_axes)
+    for cut in range(len(axes) - 1, len(bucket.optim_axes) - 1, -1):
+        wider = bucket.numel(axes[:cut])
+        yield _move(setup, "all_gather", "outer weights", 4 * (wider - own), _group(setup, bucket, axes[cut]))
+        own = wider
+    for move in bucket.collectives(When.UPDATE):
+        yield _move(setup, move.kind, "outer weights", move.sent_bytes, _group(setup, bucket, move.over))
+
+
+def _group(setup: Setup, bucket: PlannedBucket, axis: str) -> RankGroup:
+    whole = group_of(setup.mesh, axis)
+    size = bucket.ranks[axis].size
+    return RankGroup(axis, size, whole.stride * whole.size // size)
+
+
+def _move(setup: Setup, kind: str, what: str, sent: float, group: RankGroup, messages: int = 1) -> UnitTransfer:
+    link = Network(setup.cluster.device).link(group)
+    return UnitTransfer(kind, what, "outer", "update", sent, group, link, messages)

@@ -1,0 +1,430 @@
+"""Replicas that train by themselves and take outer steps, against copies of the model in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import terrazzo as tz
+from terrazzo.engine import engine_of, estimate
+from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from tests.engine.narrow import as_sent
+from tests.engine.toys import (
+    VOCABULARY,
+    Net,
+    assert_close,
+    assert_equal,
+    batch,
+    full_parameters,
+    loss_of,
+    on_ranks,
+    train,
+)
+from tests.helpers.cover import places
+from tests.helpers.fake import fake_group
+
+
+class Even(nn.Module):
+    """A table, two blocks and a head, of sizes that fill vectors: fused kernels round the rest of others otherwise."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)  # what states off the device are stepped by, too
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def mesh_of(replicas: int, shards: int) -> Any:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def masters(model: Any) -> dict[str, Tensor]:
+    return tz.full_state_dict(model, keep=True)
+
+
+def as_received(delta: Tensor, traffic: str) -> Tensor:
+    """What all replicas see of one's outer gradient."""
+    if traffic == "fp32":
+        return delta
+    blocks = torch.nn.functional.pad(delta.flatten(), (0, -delta.numel() % 256)).view(-1, 256)
+    return as_sent(blocks, traffic).flatten()[: delta.numel()].view(delta.shape)
+
+
+def plain_diloco(
+    base: nn.Module, settings: tz.DiLoCo, replicas: int, shards: int, steps: int
+) -> list[dict[str, Tensor]]:
+    """The weights of each replica behind `steps` steps: everything by hand, in one process."""
+    models = [copy.deepcopy(base) for _ in range(replicas)]
+    optimizers = [adamw(model.parameters()) for model in models]
+    first = {name: value.detach().clone() for name, value in base.named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in first.items()}
+    for step in range(steps):
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            total: dict[str, Tensor] = {}
+            for shard in range(shards):  # summed in the order of ranks
+                loss_of(model, batch(step, replica * shards + shard)).backward()
+                for name, parameter in model.named_parameters():
+                    grad = parameter.grad
+                    total[name] = total[name] + grad if shard else grad.clone()
+                optimizer.zero_grad()
+            for name, parameter in model.named_parameters():
+                parameter.grad = total[name].div_(shards)
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % settings.sync_every:
+            continue
+        each = [dict(model.named_parameters()) for model in models]
+        with torch.no_grad():
+            for name, weights in first.items():
+                deltas = [as_received(weights - own[name], settings.traffic) for own in each]
+                delta = deltas[0]
+                for other in deltas[1:]:
+                    delta = delta + other
+                delta = delta / replicas
+                momentum[name] = momentum[name] * settings.momentum + delta
+                step_of = momentum[name] * settings.momentum + delta
+                first[name] = weights - step_of * settings.lr
+                for own in each:
+                    own[name].copy_(first[name])
+    return [{name: value.detach() for name, value in model.named_parameters()} for model in models]
+
+
+@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.parametrize(
+    ("plan", "replicas", "shards", "every"),
+    [
+        ("zero0", 2, 2, 3), ("zero1", 2, 2, 1), ("zero2", 2, 2, 3), ("zero3", 2, 2, 3), ("zero3", 3, 1, 1),
+        ("zero0", 3, 1, 3), ("zero3", 3, 2, 2), ("zero3@cpu-all", 2, 2, 3), ("zero2@cpu", 2, 1, 1),
+        ("zero3@nvme-all", 2, 2, 2), ("zero0@cpu", 2, 2, 2), ("shard_grad_op", 2, 2, 1),
+    ],
+)  # fmt: skip
+def test_each_bit_is_that_of_plain_copies(plan: str, replicas: int, shards: int, every: int, tmp_path: Path) -> None:
+    base, settings, steps = Even(), tz.DiLoCo(every, lr=0.6), 2 * every + 1
+    wanted = plain_diloco(base, settings, replicas, shards, steps)
+    offload = tz.Offload(path=tmp_path, direct=False) if "nvme" in plan else None
+
+    def body(rank: int) -> None:
+        model = copy.deepcopy(base)
+        mesh = mesh_of(replicas, shards)
+        model, optimizer = tz.shard(model, adamw, plan, mesh=mesh, offload=offload, diloco=settings)
+        train(model, optimizer, steps, rank)
+        assert_equal(masters(model), wanted[rank // shards])
+        assert_equal(full_parameters(model), wanted[rank // shards])
+
+    on_ranks(replicas * shards, body)
+
+
+@pytest.mark.parametrize(("plan", "replicas", "shards"), [("zero3", 2, 2), ("zero0", 3, 1), ("zero2", 2, 1)])
+def test_blocks_of_8_bits_have_the_bits_of_plain_copies_whatever_the_cut(plan: str, replicas: int, shards: int) -> None:
+    base, settings, steps = Even(), tz.DiLoCo(2, lr=0.6, traffic="int8"), 5
+    wanted = plain_diloco(base, settings, replicas, shards, steps)
+
+    def body(rank: int) -> None:
+        mesh = mesh_of(replicas, shards)
+        model, optimizer = tz.shard(copy.deepcopy(base), adamw, plan, mesh=mesh, diloco=settings)
+        train(model, optimizer, steps, rank)
+        assert_equal(masters(model), wanted[rank // shards])
+
+    on_ranks(replicas * shards, body)
+
+
+def test_local_sgd_ends_a_round_at_the_mean_of_the_weights() -> None:
+    base = Net()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        alone = copy.deepcopy(base)
+        optimizer = sgd(alone.parameters())
+        train(alone, optimizer, 2, rank)
+        settings = tz.DiLoCo(2, lr=1, momentum=0)
+        model, optimizer = tz.shard(copy.deepcopy(base), sgd, mesh=mesh_of(2, 1), diloco=settings)
+        train(model, optimizer, 2, rank)
+        engine = engine_of(model)
+        assert len(engine.trainable()[0].outer) == 1
+        return {"found": masters(model), "alone": dict(alone.named_parameters())}
+
+    both = on_ranks(2, body)
+    means = {name: (both[0]["alone"][name] + both[1]["alone"][name]) / 2 for name in both[0]["alone"]}
+    for each in both:
+        assert_close(each["found"], means, 1e-6)
+
+
+def test_a_round_sends_nothing_between_replicas_and_an_outer_step_what_is_promised() -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        for traffic, plan in (("fp32", "zero2"), ("int8", "zero3"), ("fp32", "zero0")):
+            settings = tz.DiLoCo(2, traffic=traffic)
+            model, optimizer = tz.shard(copy.deepcopy(base), adamw, plan, mesh=mesh_of(2, 2), diloco=settings)
+            engine = engine_of(model)
+            train(model, optimizer, 2, rank)  # to the first outer step
+            engine.tally.traffic.reset()
+            tz.clip_grad_norm_(model, 1.0)
+            engine.tally.traffic.reset()
+            train(model, optimizer, 1, rank, 2)
+            between = {kind: times.count for (axis, kind), times in engine.traffic.times.items() if "replicate" in axis}
+            assert not any(between.values())
+            assert engine.traffic.bytes == engine.promise.traffic().bytes
+            engine.tally.traffic.reset()
+            train(model, optimizer, 1, rank, 3)
+            assert engine.traffic.bytes == engine.promise.traffic().bytes + engine.promise.outer_traffic().bytes
+            numel = sum(bucket.numel(bucket.outer_axes) for bucket in engine.trainable())
+            sent = numel * 4 if traffic == "fp32" else numel // 256 * 260
+            promised = engine.promise.outer_traffic()
+            assert promised.bytes["all_reduce" if traffic == "fp32" else "all_gather"] >= sent
+
+    on_ranks(4, body)
+
+
+@pytest.mark.parametrize("traffic", ["fp32", "int8"])
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero0@cpu", "zero3@cpu-all"])
+def test_the_bill_has_what_an_outer_step_keeps_and_needs(plan: str, traffic: Any) -> None:
+    def body(rank: int) -> None:
+        model = Even()
+        model, optimizer = tz.shard(model, adamw, plan, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(1, traffic=traffic))
+        engine = engine_of(model)
+        bill = engine.bill
+        train(model, optimizer, 2, rank)
+        assert engine.state_bytes() == bill.weight_bytes + bill.master_bytes + bill.moments_bytes + bill.outer_bytes
+        assert engine.peak_transient_bytes == bill.transient_bytes
+        outer = [state for bucket in engine.trainable() for state in bucket.outer]
+        kept = sum(state.nbytes for state in outer)
+        whole = sum(bucket.whole for bucket in engine.trainable())
+        assert kept == 8 * whole // 2
+        if "@cpu" in plan:
+            assert not bill.outer_bytes
+            assert bill.host_bytes == engine.store.usage()["host_bytes"] > kept
+        else:
+            assert bill.outer_bytes == kept
+        without = estimate(Even(), adamw, plan, mesh=mesh_of(2, 2))
+        assert without.outer_bytes == 0
+
+    on_ranks(4, body)
+
+
+def test_beside_tensor_parallelism_each_replica_is_a_whole_one() -> None:
+    """An outer step after every step of SGD, at the mean of the weights, is a step by the mean of the gradients."""
+    torch.manual_seed(0)
+    base = Decoder(DecoderConfig(VOCABULARY, 16, 2, 4, 2, 26, 8))
+    alone = copy.deepcopy(base)
+    for step in range(2):
+        torch.stack([loss_of(alone, batch(step, replica)) for replica in range(2)]).mean().backward()
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+    def body(rank: int) -> None:
+        mesh = tz.mesh(dp_replicate=2, tp=2, device="cpu")
+        model = tz.parallelize(copy.deepcopy(base), mesh, sequence=False)
+        model, optimizer = tz.shard(model, sgd, mesh=mesh, diloco=tz.DiLoCo(1, lr=1, momentum=0), units=[Block])
+        train(model, optimizer, 2, rank // 2)
+        assert_close(masters(model), dict(alone.named_parameters()), 1e-5)
+        assert "replicas: 2 (dp_replicate) train by themselves" in engine_of(model).describe()
+
+    on_ranks(4, body)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_replicas_begin_with_the_weights_of_the_first(device: str) -> None:
+    def body(rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(rank)
+        with torch.device(device):
+            model = Net()
+        model, _ = tz.shard(model, adamw, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(3))
+        return masters(model)
+
+    first, second = on_ranks(2, body)
+    assert_equal(first, second)
+
+
+def test_what_is_written_between_rounds_is_where_the_next_begins() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), sgd, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2, lr=0.5, momentum=0))
+        train(model, optimizer, 2, rank)
+        with tz.gathered(model, write=True) as parameters, torch.no_grad():
+            parameters["head.bias"].fill_(7)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        train(model, optimizer, 2, rank)
+        assert masters(model)["head.bias"].eq(7).all()
+
+    on_ranks(2, body)
+
+
+def test_replicas_that_begin_a_round_with_other_weights_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), adamw, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
+        train(model, optimizer, 2, rank)
+        with tz.gathered(model, write=True) as parameters, torch.no_grad():
+            parameters["head.bias"].fill_(rank // 2)
+        with pytest.raises(tz.RanksApart, match=r"began round 2 with other weights"):
+            train(model, optimizer, 2, rank)
+
+    on_ranks(4, body)
+
+
+def test_clipping_takes_the_norm_of_the_replica() -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        alone = copy.deepcopy(base)
+        losses = [loss_of(alone, batch(0, 2 * (rank // 2) + each)) for each in range(2)]
+        torch.stack(losses).mean().backward()
+        wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        model, _ = tz.shard(copy.deepcopy(base), adamw, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
+        loss_of(model, batch(0, rank)).backward()
+        torch.testing.assert_close(tz.clip_grad_norm_(model, 1.0), wanted)
+
+    on_ranks(4, body)
+
+
+def test_a_step_that_overflows_in_one_replica_is_a_step_of_its_round() -> None:
+    """fp16: each replica has a loss scale of its own."""
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = tz.shard(Net(), adamw, precision="fp16", mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        for step in range(2):
+            loss = loss_of(model, batch(step, rank))
+            (loss * (float("inf") if rank and not step else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == rank
+        assert engine_of(model).outer.number == 1
+        return masters(model)
+
+    assert_equal(*on_ranks(2, body))
+
+
+REFUSED = {
+    "no replicas": ({"mesh": (None, 2)}, r"mesh with the axes dp_replicate"),
+    "hybrid": ({"plan": "hybrid_shard"}, r"Take zero3, which splits over the ranks of one group"),
+    "masters": ({"precision": "bf16-pure"}, r"master weights in bf16"),
+    "in backward": ({"plan": "zero3@cpu", "offload": tz.Offload(step="backward")}, r"step='backward'"),
+    "several": ({"several": True}, r"one optimizer with several param groups"),
+    "no settings": ({"diloco": 10}, r"pass a tz\.DiLoCo"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused(case: str) -> None:
+    changed, why = REFUSED[case]
+    changed = dict(changed)
+
+    def body(rank: int) -> None:
+        options: dict[str, Any] = {"plan": "zero3", "diloco": tz.DiLoCo(2), **changed}
+        several = options.pop("several", False)
+        mesh = options.pop("mesh", None)
+        options["mesh"] = mesh_of(2, 1) if mesh is None else init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = Net()
+        optimizer: Any = adamw(model.parameters())
+        if several:
+            optimizer = [adamw(model.head.parameters()), adamw(model.blocks.parameters())]
+        with pytest.raises(tz.BadInput, match=why):
+            tz.shard(model, optimizer, **options)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"sync_every": 0}, {"sync_every": True}, {"lr": 0}, {"lr": "1"}, {"momentum": 1}, {"traffic": "int4"}]
+)
+def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(tz.BadInput, match=f"diloco: {next(iter(wrong))}"):
+        tz.DiLoCo(**{"sync_every": 10, **wrong})
+
+
+def test_an_average_of_replicas_that_differ_is_refused() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), adamw, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        with pytest.raises(tz.Misuse, match=r"tz\.EMA of a model whose replicas"):
+            tz.EMA(model)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("zero3", "zero2"), ("zero0", "zero3@cpu"), ("zero3@nvme-all", "zero0")])
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(saved: str, loaded: str, tmp_path: Path) -> None:
+    settings = tz.DiLoCo(2, lr=0.6)
+
+    def made(plan: str, base: nn.Module) -> Any:
+        offload = tz.Offload(path=tmp_path, direct=False) if "nvme" in plan else None
+        return tz.shard(copy.deepcopy(base), adamw, plan, mesh=mesh_of(2, 2), offload=offload, diloco=settings)
+
+    def body(rank: int) -> None:
+        model, optimizer = made(saved, Even())
+        train(model, optimizer, 3, rank)
+        with pytest.raises(tz.Misuse, match=r"1 optimizer steps into a round of 2.*1 steps later"):
+            tz.checkpoint.save(tmp_path / "within", model, optimizer, {})
+        train(model, optimizer, 1, rank, 3)
+        tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
+        train(model, optimizer, 3, rank, 4)
+        other, others = made(loaded, Even())
+        train(other, others, 1, rank)  # within a round of its own
+        tz.checkpoint.load(tmp_path / "a", other, others)
+        train(other, others, 3, rank, 4)
+        assert_equal(masters(other), masters(model))
+        plain, its = tz.shard(Even(), adamw, "zero3")  # one that sums gradients takes the first one's states
+        tz.checkpoint.load(tmp_path / "a", plain, its)
+
+    on_ranks(4, body)
+
+
+def test_a_checkpoint_of_two_replicas_begins_three_from_the_shared_weights_and_momentum(tmp_path: Path) -> None:
+    settings = tz.DiLoCo(2)
+
+    def save(rank: int) -> tuple[dict[str, Tensor], Tensor]:
+        model, optimizer = tz.shard(Even(), adamw, mesh=mesh_of(2, 1), diloco=settings)
+        train(model, optimizer, 2, rank)
+        tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
+        return masters(model), momentum_of(model)
+
+    def load(rank: int) -> tuple[dict[str, Tensor], Tensor]:
+        model, optimizer = tz.shard(Even(), adamw, mesh=mesh_of(3, 1), diloco=settings)
+        tz.checkpoint.load(tmp_path / "a", model, optimizer)
+        found = masters(model), momentum_of(model)
+        train(model, optimizer, 2, rank)
+        return found
+
+    weights, momentum = on_ranks(2, save)[0]
+    assert momentum.any()
+    for found, its in on_ranks(3, load):
+        assert_equal(found, weights)
+        assert torch.equal(its, momentum)
+
+
+def momentum_of(model: Any) -> Tensor:
+    return torch.cat([bucket.outer[1].data.clone() for bucket in engine_of(model).trainable()])
+
+
+def test_each_replica_goes_on_with_its_own_loss_scale(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), adamw, precision="fp16", mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        for step in range(2):
+            loss = loss_of(model, batch(step, rank))
+            (loss * (float("inf") if rank and not step else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
+        other, others = tz.shard(Net(), adamw, precision="fp16", mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        tz.checkpoint.load(tmp_path / "a", other, others)
+        assert others.loss_scale == optimizer.loss_scale == 2.0 ** (16 - rank)
+
+    on_ranks(2, body)

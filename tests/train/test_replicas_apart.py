@@ -1,0 +1,104 @@
+"""Groups of ranks that train by themselves (`plan.sync_every`), in a run of the command line."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from terrazzo.config import config_from_dict
+from terrazzo.errors import BadInput
+from terrazzo.train.data import Loader
+from terrazzo.train.preflight import check
+from terrazzo.train.settings.plan import build_offload, check_rounds
+from tests.helpers import programs
+from tests.train.test_data_loader import make_dataset
+from tests.train.test_loop import command, curve, environment, metrics
+
+APART = ("plan.mesh.dp_replicate=2", "plan.sync_every=3", "plan.outer.traffic=int8", "train.steps=9")
+
+
+@pytest.mark.processes
+def test_a_run_saves_at_the_ends_of_rounds_and_goes_on_from_there_bit_for_bit(tmp_path: Path) -> None:
+    done = programs.run(*command(tmp_path, *APART, "checkpoint.every=4"), env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "rounds    2 groups (plan.mesh.dp_replicate) train by themselves, an outer step every 3 steps" in done.stdout
+    expected, validation = curve(tmp_path), metrics(tmp_path, "validation")
+    assert [point[0] for point in expected] == [3, 6, 9]
+    assert expected[-1][1] < expected[0][1]
+    assert [line["step"] for line in validation] == [0, 3, 6, 9]
+    summary = metrics(tmp_path, "summary")[0]
+    assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
+    assert summary["transient_bytes_measured"] == summary["transient_bytes_promised"]
+    assert summary["state_bytes_measured"] == summary["state_bytes_promised"]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000006", "step-00000009"]
+    shutil.rmtree(checkpoints / "step-00000009")
+
+    first, second = programs.on_ranks(2, *command(tmp_path, *APART, "checkpoint.resume=required"))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "resumed at step 6" in first.stdout
+    assert curve(tmp_path) == expected
+    assert metrics(tmp_path, "validation") == validation
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"plan": {"mesh": {"dp_replicate": 1}}}, r"there is one group of ranks: set plan\.mesh\.dp_replicate"),
+        ({"train": {"steps": 100}}, r"the last 1 would end without an outer step. Set train\.steps=99 or 102"),
+        ({"plan": {"name": "hybrid_shard"}}, r"take plan=zero3, which splits over the ranks of one group"),
+        ({"precision": "bf16-pure"}, r"master weights are bfloat16: set precision\.master=fp32"),
+        ({"guard": {"spike": 8}}, r"guard judges each step by the gradients of all ranks: set guard\.action=stop"),
+        ({"guard": {"replay_every": 5}}, r"set guard\.replay_every=null"),
+        ({"train": {"check_replicas_every": 5}}, r"set train\.check_replicas_every=null"),
+        ({"model": {"experts": {"count": 4}}}, r"train a model without experts"),
+        ({"plan": {"mesh": {"pp": 2}}}, r"plan\.mesh\.pp is 2, which has not been tried"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused_before_the_start(tmp_path: Path, raw: dict[str, Any], said: str) -> None:
+    plan = {"mesh": {"dp_replicate": 2}, "sync_every": 3}
+    plan |= raw.get("plan", {})
+    plan["mesh"] = {"dp_replicate": 2, **raw.get("plan", {}).get("mesh", {})}
+    base = {"log": {"folder": str(tmp_path / "run")}, "launch": {"device": "cpu"}, "train": {"steps": 99}}
+    with pytest.raises(BadInput, match=said):
+        check(config_from_dict({**base, **raw, "plan": plan}), 4)
+    assert not any(tmp_path.iterdir())
+
+
+def test_rounds_are_counted_from_where_a_run_goes_on() -> None:
+    config = config_from_dict({"plan": {"mesh": {"dp_replicate": 2}, "sync_every": 3}, "train": {"steps": 100}})
+    check_rounds(config, 40)
+    check_rounds(config, 100)
+    with pytest.raises(BadInput, match=re.escape("train.steps 100, from step 41: the last 2 would end")):
+        check_rounds(config, 41)
+
+
+def test_weights_that_a_round_begins_with_are_noted_before_they_are_updated() -> None:
+    raw = {"plan": {"name": "zero3@cpu", "mesh": {"dp_replicate": 2}, "sync_every": 3}, "train": {"clip": None}}
+    assert build_offload(config_from_dict(raw)).step == "overlapped"
+    del raw["plan"]["sync_every"]
+    assert build_offload(config_from_dict(raw)).step == "backward"
+
+
+def test_a_replica_divides_by_its_own_samples(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, 29)  # the last sequence is half full
+    batch = {"global_batch": 12, "micro_batch": 2}
+    plan = {"mesh": {"dp_replicate": 2}, "sync_every": 3}
+    config = config_from_dict({"batch": batch, "plan": plan})
+    loaders = [Loader(dataset, config, rank, 4) for rank in range(4)]
+    unlike = False
+    for _ in range(5):
+        steps = [loader.next_step() for loader in loaders]
+        own = [sum(part.samples for part in step.micro_batches) for step in steps]
+        assert np.sum(own) == steps[0].samples
+        assert [step.learnt for step in steps] == [own[0] + own[1]] * 2 + [own[2] + own[3]] * 2
+        unlike |= own[0] + own[1] != own[2] + own[3]
+    assert unlike
+    for loader in loaders:
+        loader.close()
