@@ -12,6 +12,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.engine import Plan, Precision
 from terrazzo.errors import BadInput
+from terrazzo.integrations import deepspeed
 from terrazzo.integrations.fsdp2 import fully_shard
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
@@ -30,7 +31,18 @@ def by_setup(model: nn.Module, mesh: Any) -> None:
     EngineSetup(Plan.named("zero3"), Precision(), mesh).shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("integration", [by_fully_shard, by_setup])
+def by_deepspeed(model: nn.Module, mesh: Any) -> None:
+    try:
+        deepspeed.initialize(
+            model=model,
+            config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}},
+            dist_init_required=False,
+        )
+    finally:
+        assert {each.dtype for each in model.parameters()} == {torch.float32}, "a refusal leaves the model as it was"
+
+
+@pytest.mark.parametrize("integration", [by_fully_shard, by_setup, by_deepspeed])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_a_model_that_went_through_parallelize_is_refused(
     axis: str, integration: Callable[[nn.Module, Any], None]

@@ -47,6 +47,7 @@ def settled(path: Path) -> bool:
 def replaced_by(folder: Path) -> Any:
     """The old one under its name, the new one complete beside it; and how the one takes the other's place."""
     save(folder / "tag", 1)
+    (folder / f".tag.saving-{NONCE}").touch()
     save(folder / f"tag.new-{NONCE}", 2)
     return lambda: saving._take_place(str(folder / "tag"), NONCE)
 
@@ -86,9 +87,10 @@ def test_a_kill_at_any_point_leaves_one_under_the_name(tmp_path: Path) -> None:
         assert faults.in_child(killed) == -signal.SIGKILL
         assert settled(folder / "tag")
         found.append(step_of(folder / "tag"))
-        assert not faults.hidden(folder)
+        assert not [name for name in faults.hidden(folder) if ".replaced-" in name]
         save(folder / "tag", 3)
         assert step_of(folder / "tag") == 3
+        assert os.listdir(folder) == ["tag"], "the complete one that never got the name is gone too"
     assert found[0] == 1, "killed before anything was renamed"
     assert found == sorted(found)
     assert found[-1] == 2
@@ -174,7 +176,14 @@ def test_rank_0_says_whose_checkpoint_lightning_gets(tmp_path: Path, monkeypatch
 def test_nothing_but_its_own_is_removed(tmp_path: Path) -> None:
     """Names much like those that are made meanwhile, and what had the name of one that was removed since."""
     save(tmp_path / "tag", 1)
-    for stranger in ("tag.new", f"tag.new-{NONCE}", ".tag.replaced", ".another tag.replaced-00c0ffee", "tag.replaced"):
+    for stranger in (
+        "tag.new",
+        f"tag.new-{NONCE}",
+        ".tag.saving",
+        ".tag.replaced",
+        ".another tag.replaced-00c0ffee",
+        "tag.replaced",
+    ):
         (tmp_path / stranger).mkdir()
     before = {path.name for path in tmp_path.iterdir()}
     save(tmp_path / "tag", 2)

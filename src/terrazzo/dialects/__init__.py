@@ -28,6 +28,14 @@ YAML, and from there to torchtitan:
     The YAML goes the same way: `formats.terrazzo.read` takes `train.clip` as `training.clip` again, and
     `formats.torchtitan.write` writes `training.max_norm: 0.5`, since torchtitan clips at 1.0 without being told.
 
+To add a key of a dialect: a row in its `keys`, and where it means something here, a `take` of it in its `read` modules
+and what writes it in its `write` modules. A row alone marks the key as known, and says what becomes of it. That the
+written document means the same is checked by reading it back; `tests/dialects/test_contract.py` asks each row.
+To add a setting: its path and type in `core.sections`, then the keys of each dialect that has words for it; the others
+call it lossy without being told.
+To add a dialect: a folder in `formats` with a `DIALECT`, and its place in `registry`, those first that are told apart
+by keys of their own.
+
 Open to other packages:
 
     core, registry, verbs                                           as above

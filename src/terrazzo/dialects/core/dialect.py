@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 ConfigDocument = Mapping[str, Any]
-"""A configuration as plain data: what `files.load` returns."""
+"""A configuration as plain data: the `document` of what `config.files` loads."""
 
 
 @dataclass(frozen=True)

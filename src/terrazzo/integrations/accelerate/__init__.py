@@ -16,7 +16,8 @@ In reading order:
 What it changes:
 
     on import               `LocalSGD.__init__`, which refuses an Accelerator of this class (`local_sgd`)
-    while one is made       os.environ without what would start another engine (`requested_setup.hidden`)
+    as one is made          a process group of this process alone, if there is none (`accelerator`)
+    meanwhile               os.environ without what would start another engine (`requested_setup.hidden`)
     of that Accelerator     `scaler` is None, `gradient_state` has the configuration's number of micro-batches
     in save_state and       `_models`, `_optimizers` and hooks of the Accelerator, without what is sharded
     load_state              (`checkpoints`)

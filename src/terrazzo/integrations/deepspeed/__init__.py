@@ -28,7 +28,8 @@ What it changes:
 
     with `python -m`   `deepspeed` and all below it in sys.modules and sys.meta_path, sys.argv, sys.path (`__main__`)
     init_distributed   RANK, WORLD_SIZE and their like in os.environ where they are missing, and the GPU (`comm`)
-    initialize         parameters and buffers are cast as DeepSpeed does, before they are sharded (`api`)
+    initialize         `args.local_rank`; a process group is started, if there is none; parameters and buffers are cast
+                       as DeepSpeed does, before they are sharded (`api`); the optimizer's param groups lose empty ones
     a schedule         rates and betas of the optimizer's param groups (`runtime.lr_schedules`)
 """
 

@@ -61,7 +61,8 @@ def initialize(  # structure: signature fixed by DeepSpeed
         The engine, its optimizer, the loader and the schedule, as `deepspeed.initialize` does.
 
     Raises:
-        BadInput: keys or arguments that cannot be honoured; all are named, and nothing is changed.
+        BadInput: keys or arguments that cannot be honoured; all are named, and the model is as it was. What `tz.shard`
+            refuses of the model or its optimizer it refuses behind the cast.
     """
     _check_arguments(model, mpu, mesh_param)
     assert model is not None
@@ -69,6 +70,7 @@ def initialize(  # structure: signature fixed by DeepSpeed
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     configuration = read(chosen, dist.get_world_size(), local_device())
     _check_schedule(configuration)
+    configuration.setup.check(model)
     if hasattr(args, "local_rank"):
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     for note in configuration.notes:

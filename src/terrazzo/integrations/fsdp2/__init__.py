@@ -16,7 +16,7 @@ In reading order:
 What it changes:
 
     fully_shard(module)    the module's class, to one derived from it and `FSDPModule`; `placements` of its parameters;
-                           `generate`, if it has one (`calls`)
+                           `generate`, if it has one; how it was marked, in its `__dict__` (`calls`)
     the first run          the root's class, to one with `FSDPRoot`; hooks that cast inputs and outputs
     optimizer.step         the optimizer's class, to one with `FSDPOptimizer`, and its `state` (`optimizer`). The first
                            model that is sharded has every optimizer's step looked at (`on_unattached_step`)

@@ -80,15 +80,31 @@ class EngineSetup:
                 set_ones[name] = kind.named(set_ones[name])
         return replace(self, **set_ones)
 
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that `tz.parallelize` has given to ranks that see the same batches.
+
+        Other libraries deal out a batch to each rank, and arrange ranks by data axes: their groups would be others.
+
+        Raises:
+            BadInput: there, with nothing changed.
+        """
+        if axes := sorted(exchanged_along(model)):
+            raise BadInput(
+                f"The {type(model).__name__} went through tz.parallelize, so ranks along {' and '.join(axes)} have to "
+                "see the same batches, and here each rank is data parallel. Shard it in a loop of your own, by "
+                "tz.shard(model, optimizer, plan, mesh=mesh); or train it with terrazzo train, where plan.mesh says "
+                "the same; or leave tz.parallelize out."
+            )
+
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
         """Convert linear layers, checkpoint activations, compile units and shard: see `tz.shard`. Both change in place.
 
         Where the model is of transformers, its `generate` runs on all ranks together.
 
         Raises:
-            BadInput: with nothing changed, a model that ranks share more of than states.
+            BadInput: what `check` refuses, with nothing changed; or what `tz.shard` refuses, behind the conversions.
         """
-        _check_data_parallel(model)
+        self.check(model)
         if self.float8 is not None:
             _convert_linears(model, self.float8, self.skip)
         chosen = self.activation_checkpointing
@@ -150,20 +166,3 @@ def _convert_linears(model: nn.Module, recipe: str, skip: Sequence[str] | None) 
     conversion = float8(model, recipe, skip=skip)
     if not dist.is_initialized() or dist.get_rank() == 0:
         logging.getLogger("terrazzo").warning("%s", conversion)
-
-
-def _check_data_parallel(model: nn.Module) -> None:
-    """Refuse a model that `tz.parallelize` has given to ranks that see the same batches.
-
-    Other libraries deal out a batch to each rank, and arrange ranks by data axes: their groups would be others.
-
-    Raises:
-        BadInput: there.
-    """
-    if axes := sorted(exchanged_along(model)):
-        raise BadInput(
-            f"The {type(model).__name__} went through tz.parallelize, so ranks along {' and '.join(axes)} have to see "
-            "the same batches, and here each rank is data parallel. Shard it in a loop of your own, by tz.shard(model, "
-            "optimizer, plan, mesh=mesh); or train it with terrazzo train, where plan.mesh says the same; or leave "
-            "tz.parallelize out."
-        )

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,14 +30,15 @@ def save_over(
 
     Whether it may be replaced is for `check_replaceable` to say. Between the two renames at the end nothing has the
     name: the old one is `.NAME.replaced-NONCE` and the new one `NAME.new-NONCE`. After a kill just there, `settle` goes
-    on.
+    on. After an earlier kill the next save removes the new one: that it is ours says the file `.NAME.saving-NONCE`.
     """
     path = _named(path)
-    if not on_first(lambda: _settle(path)):
+    if not on_first(lambda: _settle_to_save(path)):
         save_as_first(path, model, optimizer, extra)
         return
     nonce = gather_json(os.urandom(4).hex())[0]  # a fixed name might be a user's own, which would be removed
-    save_as_first(f"{path}.new-{nonce}", model, optimizer, extra)
+    on_first(lambda: Path(_hidden(path, "saving", nonce)).touch())
+    save_as_first(_fresh(path, nonce), model, optimizer, extra)
     on_first(lambda: _take_place(path, nonce))
 
 
@@ -72,28 +73,51 @@ def settle(path: str | os.PathLike[str]) -> bool:
 
 
 def _named(path: str | os.PathLike[str]) -> str:
-    """The path without slashes at the end, where `.new-NONCE` would be another name."""
+    """The path without slashes at the end, behind which it would have no name."""
     return os.fspath(path).rstrip("/")
 
 
-def _take_place(path: str, nonce: str) -> None:
+def _fresh(path: str, nonce: str) -> str:
+    """Where the new one is until it gets the name. Hidden names are those of incomplete checkpoints."""
+    return f"{path}.new-{nonce}"
+
+
+def _hidden(path: str, role: Literal["saving", "replaced"], nonce: str) -> str:
     folder, name = os.path.split(os.path.abspath(path))
-    old = os.path.join(folder, f".{name}.replaced-{nonce}")
-    os.rename(path, old)
-    _finish(path, old)
+    return os.path.join(folder, f".{name}.{role}-{nonce}")
+
+
+def _nonces(path: str, role: Literal["saving", "replaced"]) -> list[str]:
+    """Of all such that are there."""
+    folder, name = os.path.split(os.path.abspath(path))
+    own = re.compile(rf"\.{re.escape(name)}\.{role}-([0-9a-f]{{8}})")
+    return [match[1] for match in map(own.fullmatch, _listed(folder)) if match]
+
+
+def _take_place(path: str, nonce: str) -> None:
+    os.rename(path, _hidden(path, "replaced", nonce))
+    _finish(path, nonce)
+    _remove(_hidden(path, "saving", nonce))
+
+
+def _settle_to_save(path: str) -> bool:
+    """`_settle`, and a new one that a kill has kept from taking the name is removed."""
+    there = _settle(path)
+    for nonce in _nonces(path, "saving"):
+        _remove(_fresh(path, nonce))
+        _remove(_hidden(path, "saving", nonce))
+    return there
 
 
 def _settle(path: str) -> bool:
-    folder, name = os.path.split(os.path.abspath(path))
-    replaced = re.compile(rf"\.{re.escape(name)}\.replaced-([0-9a-f]{{8}})")
-    for old in filter(replaced.fullmatch, _listed(folder)):
-        _finish(path, os.path.join(folder, old))
+    for nonce in _nonces(path, "replaced"):
+        _finish(path, nonce)
     return os.path.lexists(path)
 
 
-def _finish(path: str, old: str) -> None:
-    """Put the new one in place of `old`, and remove that. Another process may be at it: a reader, or who saves."""
-    fresh = f"{path}.new-{old[-8:]}"
+def _finish(path: str, nonce: str) -> None:
+    """Put the new one in place of the old one, and remove that. Another process may be at it: a reader, a saver."""
+    fresh, old = _fresh(path, nonce), _hidden(path, "replaced", nonce)
     if not os.path.lexists(path) and os.path.lexists(fresh):
         with contextlib.suppress(FileNotFoundError):
             os.rename(fresh, path)
