@@ -133,7 +133,8 @@ def test_a_gradient_is_sent_in_codes_and_a_scale_for_each_256_elements(form: str
     for sent in sent_bytes("hybrid_shard"):
         assert sent["dp_shard", "reduce_scatter"] == 64 * 64 * 2  # the half that is not its own, in bf16
         assert sent["dp_replicate", "reduce_scatter"] == blocks // 4 * block_bytes
-        assert sent["dp_replicate", "all_gather"] == blocks // 4 * block_bytes
+        assert sent["dp_replicate", "all_reduce"] == blocks // 4 * block_bytes
+        assert ("dp_replicate", "all_gather") not in sent, "waits for sums would count as waits for weights"
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -15,7 +15,7 @@ import pytest
 import terrazzo as tz
 from terrazzo.cli import app
 from terrazzo.config import config_from_dict, load_config
-from terrazzo.engine import PRECISIONS, Plan
+from terrazzo.engine import PRECISIONS, Plan, StateFormat, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.frontier import Frontier
@@ -207,6 +207,8 @@ def test_one_measurement_leaves_the_differences_between_plans(bandwidth: float |
         {"checkpointing": "full"},
         {"compile": True},
         {"attention": "math"},
+        {"precision": replace(PRECISIONS["bf16"], quantized_reduce=WireFormat.INT4)},
+        {"precision": replace(PRECISIONS["bf16"], moments=StateFormat.INT8)},
     ],
 )
 def test_only_the_run_that_was_measured_is_calibrated(change: dict[str, Any]) -> None:

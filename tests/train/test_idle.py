@@ -11,7 +11,7 @@ import pytest
 from terrazzo.config import KEYS, config_from_dict, load_config
 from terrazzo.engine import Offload, Plan
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.idle_settings import _OF_ONE_RANK, _RULES, idle_notes
+from terrazzo.train.preflight.idle_settings import _OF_ONE_RANK, _OF_ONE_SUMMING, _RULES, idle_notes
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +51,8 @@ ROOT = Path(__file__).parents[2]
         ({"parallel": {"tensor": {"sequence": False}}}, "parallel.tensor.sequence does", "set plan.mesh.tp"),
         ({"plan": {"name": "zero0", "prefetch": 3}}, "plan.prefetch does", "plan.name=zero3"),
         ({"plan": "zero0", "precision": {"gather": "int8"}}, "precision.gather does", "plan.name=zero3"),
+        ({"plan": {"mesh": {"tp": 2}}, "precision": {"quantized_reduce": "int8"}}, "precision.quan", "start more"),
+        ({"plan": {"mesh": {"pp": 2}}, "precision": {"quantized_reduce": "int4"}}, "precision.quan", "start more"),
         ({"objective": {"name": "reward", "loss": "full"}}, "objective.loss does", "set objective=next_token"),
         ({"plan": {"mesh": {"pp": 2}}, "train": {"sample_prompt": "a"}}, "train.sample_prompt does", "plan.mesh.pp=1"),
         (
@@ -77,6 +79,7 @@ def test_a_setting_that_does_nothing_is_named_with_the_edit(raw: dict[str, Any],
         {"plan": {"name": "zero2", "prefetch": 3}},
         {"plan": "zero2", "train": {"check_replicas_every": 3}},
         {"plan": {"mesh": {"tp": 2}}, "train": {"check_replicas_every": 3}},
+        {"plan": {"mesh": {"cp": 2}}, "precision": {"quantized_reduce": "int8"}},
         {"plan": {"name": "hybrid_shard", "mesh": {"dp_replicate": 2}}, "train": {"check_replicas_every": 3}},
         {"guard": {"action": "skip", "limit": 3}},
         {"launch": {"stall_s": 5}},
@@ -132,7 +135,7 @@ ALWAYS = """
 
 
 def test_every_key_of_the_schema_is_judged() -> None:
-    ruled = {key for rule in (*_RULES, *_OF_ONE_RANK) for key in rule.keys.split()} | {"launch.ranks"}
+    ruled = {key for rule in (*_RULES, *_OF_ONE_RANK, *_OF_ONE_SUMMING) for key in rule.keys.split()} | {"launch.ranks"}
     ruled |= {f"offload.{name}" for names in Offload.unused_under(Plan.named("zero0")).values() for name in names}
     judged = [key for glob in f"{REFUSED} {ALWAYS}".split() for key in fnmatch.filter(KEYS, glob)]
     assert sorted(judged) == sorted(set(judged)), "once each"

@@ -47,7 +47,7 @@ def gather_sums(along: Collectives, own: Tensor, form: WireFormat) -> Moves[Tens
     mine = message.view(along.size, -1)[along.rank]
     for part, packed in block_tiles(own, form.blocks):
         encode(own[part], form, mine[packed])
-    yield from along.all_gather(message)
+    yield from along.all_gather(message, "all_reduce")
     whole = outlives_chain(lambda: own.new_empty(numel))
     for part, packed in block_tiles(whole, form.blocks):
         whole[part] = decode(message[packed], form)

@@ -89,10 +89,14 @@ class Collectives(ABC):
         group = self.group
         return group if values.is_cuda else self.host_group
 
-    def all_gather(self, full: Tensor) -> Moves[Tensor]:
-        """Fill `full` from every rank's own chunk of it, in place."""
-        self.traffic.record("all_gather", self._share_bytes(full), axis=self.axis)
-        yield from self._all_gather(full, "all_gather")
+    def all_gather(self, full: Tensor, kind: str = "all_gather") -> Moves[Tensor]:
+        """Fill `full` from every rank's own chunk of it, in place.
+
+        Args:
+            kind: of traffic that it counts as.
+        """
+        self.traffic.record(kind, self._share_bytes(full), axis=self.axis)
+        yield from self._all_gather(full, kind)
         return full
 
     def reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves[Tensor]:

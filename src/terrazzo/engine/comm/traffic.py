@@ -11,7 +11,16 @@ from terrazzo.engine.comm.label import moving
 from terrazzo.engine.comm.recorder import SILENT, Recorder
 from terrazzo.engine.comm.times import Times
 
-__all__ = ["Ledger", "Traffic"]
+__all__ = ["Ledger", "Traffic", "kind_of_traffic"]
+
+
+def kind_of_traffic(kind: str, what: str) -> str:
+    """As what a planned collective counts: gathered sums of gradients end an all-reduce, and nobody waits for weights.
+
+    Args:
+        kind, what: as in `MoveBytes`.
+    """
+    return "all_reduce" if (kind, what) == ("all_gather", "gradients") else kind
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import Label
-from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.traffic import Ledger, Traffic, kind_of_traffic
 from terrazzo.engine.comm.transfer import Handle, Moves, Released
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack
@@ -215,7 +215,7 @@ class CountingBucket:
 
     def _record(self, moves: Iterable[MoveBytes]) -> None:
         for move in moves:
-            self._traffic.record(move.kind, int(move.sent_bytes))
+            self._traffic.record(kind_of_traffic(move.kind, move.what), int(move.sent_bytes))
 
     def rest_between(self) -> None:
         if self.spec.regathered and self.present:

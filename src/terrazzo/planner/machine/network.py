@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from terrazzo.engine.comm.traffic import kind_of_traffic
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import Mesh
 
@@ -102,9 +103,14 @@ class UnitTransfer(NamedTuple):
     messages: int = 1
 
     @property
+    def counts_as(self) -> str:
+        """The kind of traffic, as the engine counts it."""
+        return kind_of_traffic(self.kind, self.what)
+
+    @property
     def formula(self) -> str:
         """Key of the formula that its bytes follow."""
-        return f"traffic.{self.kind if self.purpose == 'data' else self.purpose}"
+        return f"traffic.{self.counts_as if self.purpose == 'data' else self.purpose}"
 
 
 @dataclass(frozen=True, eq=False)

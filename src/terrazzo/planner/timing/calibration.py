@@ -77,7 +77,7 @@ class MeasuredRun(BaseModel):
 
 def run_of(setup: Setup) -> MeasuredRun:
     """What a setup runs, whatever its batch and sequence length."""
-    model, precision = setup.model, setup.precision
+    model, precision = setup.model, replace(setup.precision, loss_scaling=None)  # which follows the batch
     return MeasuredRun(
         model=model.name,
         parameters=model.numel,
@@ -85,7 +85,7 @@ def run_of(setup: Setup) -> MeasuredRun:
         hidden=model.hidden,
         plan=" | ".join(f"{state} {place}" for state, place in setup.plan.places().items()),
         mesh=asdict(setup.mesh),
-        precision=f"{precision.weight} {precision.compute} {precision.reduce} {setup.matmul}",
+        precision=f"{precision}, matrices multiplied in {setup.matmul}",
         checkpointing=f"{setup.checkpointing} {setup.every}",
         attention=setup.attention,
         compile=setup.compile,

@@ -42,8 +42,8 @@ FORMULAS = {
         "ring reduce-scatter; ZeRO, arXiv 1910.02054 section 7; equals the engine's count",
     ),
     "traffic.all_reduce": Formula(
-        "sum over units and axes of n ranks: 2 * elements * bytes_per_element * (n - 1) / n",
-        "ring all-reduce; equals the engine's count",
+        "sum over units and axes of n ranks: 2 * elements * bytes_per_element * (n - 1) / n; once, of sums in blocks",
+        "ring all-reduce, or what follows the reduce-scatter of blocks; equals the engine's count",
     ),
     "traffic.all_to_all": Formula(
         "of matrices that are updated whole, on the first rank: 2 bytes for each element of its share that another "
@@ -100,7 +100,7 @@ def _collect(setup: Setup, stage: int) -> Collected:
     found: Collected = {}
 
     def add(move: UnitTransfer, times: float) -> None:
-        links = found.setdefault(f"{move.kind} {move.what}", (move, {}))[1]
+        links = found.setdefault(f"{move.counts_as} {move.what}", (move, {}))[1]
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
     repeats = repetitions(setup)

@@ -34,7 +34,8 @@ class _Rule(NamedTuple):
 def idle_notes(config: Config, world_size: int) -> list[str]:
     """A line for the settings of each kind that do nothing in this run, naming them."""
     now, usual, notes = flatten(config), flatten(Config()), []
-    for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ())):
+    one_sums = world_size == config.plan.mesh.tp * config.plan.mesh.pp
+    for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ()), *(_OF_ONE_SUMMING if one_sums else ())):
         changed = [key for key in rule.keys.split() if now[key] != usual[key]]
         if changed and rule.applies(config):
             notes.append(_note(changed, rule.why, rule.edit))
@@ -270,13 +271,17 @@ _RULES = (
     ),
 )
 
-_OF_ONE_RANK = (
+_OF_ONE_SUMMING = (
     _Rule(
         "precision.quantized_reduce",
         lambda config: True,
-        "one rank alone sums no gradients with others",
+        "no two ranks see different data, so no gradients of matrices are summed over ranks",
         "start more",
     ),
+)
+"""Where no ranks are beside each other along `dp_replicate`, `dp_shard` or `cp`."""
+
+_OF_ONE_RANK = (
     _Rule(
         "precision.gather",
         lambda config: True,
