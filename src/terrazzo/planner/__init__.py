@@ -17,6 +17,23 @@ read them in (docs/concepts/planner.md):
 
 `formulas` and `figures` lie below all, `api` above.
 
+Five words, here and in `engine.dry_run`:
+
+    bill         the engine's own count of what a rank holds of a model that is there; without activations
+    promise      bill and traffic of a step, asked of a sharded model; of a run, the estimate that it is compared with
+    estimate     the planner's answer for one setup: `Estimate`, its memory, traffic and time
+    figures      the numbers of one of these three, as terms with their formulas: `MemoryFigures` and its kin
+    upper bound  `upper` of a term beside its `value`, which is expected; what other kernels and frameworks may take
+
+A question on its way, `terrazzo plan --model llama3-8b --gpus 8`:
+
+    Request         arguments as they were written, each checked by itself              setup.request, setup.arguments
+    ask             no strategy is named: a search; else one estimate                   api
+    search          candidates for all that is open                                     choice.search
+      build_setup   each as a `Setup`, with a value for everything                      setup.request
+      assemble      its memory, traffic, time and objections: an `Estimate`             assemble
+    Answer          the best, the others, and what was refused: text, JSON, pictures    report.answer
+
 Open to other packages:
 
     api, formulas                              questions and their answers, and what a figure is a sum of
