@@ -70,8 +70,8 @@ class Chain(NamedTuple):
     after_room: Change = NOTHING
 
 
-class Arrival(NamedTuple):
-    """Of memory for a unit's gradients in a backward.
+class FirstGradients(NamedTuple):
+    """Memory for a unit's gradients, which comes with the first of them in a backward.
 
     Attributes:
         ahead: as backward of the unit begins, where collectives run beside it.
@@ -105,16 +105,21 @@ class UnderWay:
 
 @dataclass(eq=False)
 class UnitEvents:
-    """Of one unit on one rank.
+    """What each event of a step does to memory, of one unit on one rank.
+
+    Each event is the one of that name in `bucket_memory`, summed over the unit's buckets. With `_again` it is of a
+    gather in backward, which brings the buckets that do not stay from forward to backward.
 
     Attributes:
+        is_root: whether it is what belongs to no other unit.
         beside: whether chains of collectives run beside the computation, which waits for their ends alone: on CUDA.
         regathered: whether backward gathers weights again that forward has put down.
         trainable: whether any of its parameters is.
-        gather: full weights come, where none are here. `again`: those that do not stay from forward to backward.
-        arrive: where they are sent in blocks of 8 bits, these are decoded, which the computation waits for.
-            `arrive_again`: after `again`.
-        rest_between: forward has ended; `drop_between`: full weights are here in the place of what it has kept.
+        gather, gather_again: full weights are asked for, where none are here.
+        decode, decode_again: on CPU, what has been sent of them in blocks of 8 bits has come. On CUDA this runs behind
+            the gather, of which it is then a part.
+        rest_between: forward has ended.
+        arrive: full weights can be read in place of what `rest_between` has kept.
         release: all full weights go.
         between: bytes that stay between forward and backward.
         pending: of an unreduced gradient that only adds up on this rank. `partial`: of sums of earlier micro-batches.
@@ -122,6 +127,8 @@ class UnitEvents:
         copied: as the gradients of other stages that have the same parameters come to be added.
         apart: new weights that are gathered on the device on their way to where they rest, of one bucket at a time.
         collectives: of the reduction that finishes its gradients, one after the other.
+        first_gradients: of a backward whose gradients are summed over ranks, and of one whose gradients only add up.
+        trained: its buckets that are trainable.
     """
 
     is_root: bool
@@ -129,11 +136,11 @@ class UnitEvents:
     regathered: bool
     trainable: bool
     gather: Change
-    again: Change
-    arrive: Change
-    arrive_again: Change
+    gather_again: Change
+    decode: Change
+    decode_again: Change
     rest_between: Change
-    drop_between: Change
+    arrive: Change
     release: Change
     between: int
     pending: int
@@ -142,7 +149,7 @@ class UnitEvents:
     copied: int
     apart: int
     collectives: int
-    arrivals: tuple[Arrival, Arrival]
+    first_gradients: tuple[FirstGradients, FirstGradients]
     trained: Sequence[PlannedBucket]
     _chains: dict[tuple[bool, bool, bool, bool], Chain] = field(default_factory=dict)
 
@@ -167,20 +174,21 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
     own = buckets(unit, placement)
     trained = [bucket for bucket in own if bucket.trainable]
     again = [bucket for bucket in own if bucket.regathered]
-    gathered, gathered_again = _gathered(own, again=False), _gathered(again, again=True)
-    early, late = _first_gradients(unit, own)
+    gather, decode = _gather_and_decode(own, again=False)
+    gather_again, decode_again = _gather_and_decode(again, again=True)
+    early, late = _early_and_late(unit, own)
     pending = [bucket.pending_bytes(Pass.ADDS) for bucket in trained]
     return UnitEvents(
         is_root=unit.is_root,
         beside=not own[0].on_host,
         regathered=bool(again),
         trainable=bool(trained),
-        gather=gathered[0],
-        again=gathered_again[0],
-        arrive=gathered[1],
-        arrive_again=gathered_again[1],
+        gather=gather,
+        gather_again=gather_again,
+        decode=decode,
+        decode_again=decode_again,
         rest_between=_sum_of(bucket_memory.rest_between(b, is_kept=b.wire.codes_stay) for b in again),
-        drop_between=_sum_of(bucket_memory.arrive(b) for b in again),
+        arrive=_sum_of(bucket_memory.arrive(b) for b in again),
         release=_sum_of(bucket_memory.release(b) for b in own),
         between=sum(bucket_memory.staying_bytes(b) for b in own),
         pending=sum(pending),
@@ -189,7 +197,7 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
         copied=max(map(bucket_memory.copied_bytes, trained, pending), default=0),
         apart=max(b.apart_bytes for b in own),
         collectives=sum(move.steps for b in trained for move in (*b.sums.last.partial, *b.sums.last.finish)),
-        arrivals=(_arrival(early, late, Pass.REDUCES), _arrival(early, late, Pass.ADDS)),
+        first_gradients=(_first_gradients(early, late, Pass.REDUCES), _first_gradients(early, late, Pass.ADDS)),
         trained=trained,
     )
 
@@ -202,14 +210,14 @@ def _sum_of(events: Iterable[Iterable[Allocation]]) -> Change:
     return steps.end()
 
 
-def _gathered(own: Sequence[PlannedBucket], again: bool) -> tuple[Change, Change]:
-    """What is taken as gathers begin, and as the computation has what they bring, which on CUDA runs behind them."""
-    begun, arrived = _Steps(), _Steps()
+def _gather_and_decode(own: Sequence[PlannedBucket], again: bool) -> tuple[Change, Change]:
+    """The two events; on CUDA, where decoding runs behind the gather, both in the first."""
+    gather, decode = _Steps(), _Steps()
     for bucket in own:
         from_between = again and bucket.between_bytes > 0
-        begun.take_all(bucket_memory.gather(bucket, from_between))
-        (arrived if bucket.on_host else begun).take_all(bucket_memory.decode(bucket, from_between))
-    return begun.end(), arrived.end()
+        gather.take_all(bucket_memory.gather(bucket, from_between))
+        (decode if bucket.on_host else gather).take_all(bucket_memory.decode(bucket, from_between))
+    return gather.end(), decode.end()
 
 
 class _Steps:
@@ -259,10 +267,10 @@ def _some(by_kind: Sequence[int]) -> Bytes:
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
-def _first_gradients(
+def _early_and_late(
     unit: UnitShape, own: Sequence[PlannedBucket]
 ) -> tuple[Sequence[PlannedBucket], Sequence[PlannedBucket]]:
-    """The buckets whose first gradient comes early, and late, as of `Arrival`. Tensors get theirs in reverse order."""
+    """The buckets whose first gradient comes early, and late: see `FirstGradients`. The last tensor's comes first."""
     bucket_of = {place: bucket for bucket in own if bucket.trainable for place in bucket.places}
     half, filled = sum(unit.tensors[place].numel for place in bucket_of), 0
     early, late = dict[PlannedBucket, None](), dict[PlannedBucket, None]()
@@ -273,12 +281,12 @@ def _first_gradients(
     return list(early), [bucket for bucket in late if bucket not in early]
 
 
-def _arrival(early: Sequence[PlannedBucket], late: Sequence[PlannedBucket], this_pass: Pass) -> Arrival:
+def _first_gradients(early: Sequence[PlannedBucket], late: Sequence[PlannedBucket], this_pass: Pass) -> FirstGradients:
     def of(some: Sequence[PlannedBucket], ahead: bool) -> Change:
         here = [bucket for bucket in some if (bool(bucket.ranks) and not bucket.on_host) is ahead]
         return _sum_of([[Allocation(StepMemory.UNREDUCED, sum(b.pending_bytes(this_pass) for b in here))]])
 
-    return Arrival(of([*early, *late], True), of(early, False), of(late, False))
+    return FirstGradients(of([*early, *late], True), of(early, False), of(late, False))
 
 
 def _chain(trained: Sequence[PlannedBucket], last: bool, has_partial: bool, adds: bool, counted: bool) -> Chain:

@@ -81,7 +81,7 @@ class _Walk:
         count = len(self.units)
         self.now, self.total = [0.0] * len(KINDS), 0.0
         self.here, self.kept, self.held = [False] * count, [False] * count, [False] * count
-        self.arriving = [NOTHING] * count
+        self.to_decode = [NOTHING] * count
         self.pending, self.partial, self.added = [False] * count, [False] * count, [False] * count
         self.rest_of_row, self.sums_of_row = [0] * count, [0] * count
         self.reducing: list[UnderWay] = []
@@ -201,34 +201,35 @@ class _Walk:
             self.add(LOGITS, self.settings.logits - self.settings.loss)
 
     def come_to(self, indices: Sequence[int]) -> None:
-        """Gather these, and have the weights of the first."""
+        """Gather these; the weights of the first can be read."""
         for index in indices:
             self.fetch(index)
-        self.have(indices[0])
+        self.arrive(indices[0])
 
     def fetch(self, index: int) -> None:
         if not self.here[index]:
             changes, again = self.changes[index], self.kept[index]
-            self.apply(changes.again if again else changes.gather, "while gathering weights")
-            self.arriving[index] = changes.arrive_again if again else changes.arrive
+            self.apply(changes.gather_again if again else changes.gather, "while gathering weights")
+            self.to_decode[index] = changes.decode_again if again else changes.decode
             self.here[index] = self.kept[index] = True
 
-    def have(self, index: int) -> None:
-        """Full weights are here, in place of what was kept from forward."""
-        self.arrive(index)
+    def arrive(self, index: int) -> None:
+        """Full weights can be read, in place of what was kept from forward."""
+        self.decode(index)
         if self.held[index]:
             self.held[index] = False
-            self.apply(self.changes[index].drop_between, "while gathering weights")
+            self.apply(self.changes[index].arrive, "while gathering weights")
 
-    def arrive(self, index: int) -> None:
-        if self.arriving[index] is not NOTHING:
-            self.apply(self.arriving[index], "while gathering weights")
-            self.arriving[index] = NOTHING
+    def decode(self, index: int) -> None:
+        """What was sent in blocks of 8 bits has come."""
+        if self.to_decode[index] is not NOTHING:
+            self.apply(self.to_decode[index], "while gathering weights")
+            self.to_decode[index] = NOTHING
 
     def rest_between(self, index: int) -> None:
         changes = self.changes[index]
         if changes.regathered and self.here[index]:
-            self.arrive(index)
+            self.decode(index)
             self.here[index], self.held[index] = False, True
             self.apply(changes.rest_between, "in forward")
         self.rest_row(index)
@@ -263,10 +264,10 @@ class _Walk:
 
     def go_on_beside(self, index: int, ended: int | None, ahead: Sequence[int]) -> None:
         """Reductions run beside the computation: gathers of what comes next follow right behind them."""
-        self.have(index)
+        self.arrive(index)
         self.advance()
         if self.changes[index].trainable and not self.pending[index]:
-            self.apply(self.changes[index].arrivals[self.adds].ahead, "in backward")
+            self.apply(self.changes[index].first_gradients[self.adds].ahead, "in backward")
         if ended is not None:
             self.close(ended)
         self.held_back = ahead
@@ -279,7 +280,7 @@ class _Walk:
         self.held_back = ahead
         if not (self.reducing and self.settings.gradual and self.changes[index].trainable):
             self.fetch_held_back()
-        self.have(index)
+        self.arrive(index)
 
     def run_backward(self, index: int, is_root: bool, ends_model: bool) -> None:
         """Backward of a unit: its weights are here, its activations go, its gradients come."""
@@ -311,9 +312,9 @@ class _Walk:
         if self.pending[index] or not changes.trainable:
             return NOTHING
         self.pending[index], self.added[index] = True, self.adds
-        arrival = changes.arrivals[self.adds]
-        self.apply(arrival.early, "in backward")
-        return arrival.late
+        first = changes.first_gradients[self.adds]
+        self.apply(first.early, "in backward")
+        return first.late
 
     def pass_row(self, index: int) -> None:
         """The units that this one stands for have run backward too."""
@@ -345,7 +346,7 @@ class _Walk:
         if self.settings.turns:
             self.rest_between(index)
         elif self.here[index]:
-            self.arrive(index)
+            self.decode(index)
             self.here[index] = self.kept[index] = False
             self.apply(self.changes[index].release, "in backward")
 
