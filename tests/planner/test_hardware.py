@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.machine.devices import Cluster, Device, device, devices, this_machine
+from terrazzo.planner.machine.devices import Cluster, Device, device, device_of_row, devices, this_machine
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import Network, UnitTransfer, group_of
 
@@ -134,6 +134,14 @@ def test_every_device_has_memory_a_source_and_a_node() -> None:
         assert found.memory_bytes and found.memory_bytes > 10e9
         assert found.source and found.per_node >= 1 and found.scaleup_domain >= 1
         assert found.memory_bandwidth
+
+
+@pytest.mark.parametrize(("column", "table"), [("arch", "ARCHITECTURES"), ("scaleup_kind", "SCALEUP_KINDS")])
+def test_a_row_of_an_unknown_kind_is_refused_by_name(column: str, table: str) -> None:
+    text = (ROOT / "src/terrazzo/planner/machine/gpus.csv").read_text()
+    row = {**next(csv.DictReader(text.splitlines())), "name": "X1", column: "Rubin"}
+    with pytest.raises(BadInput, match=f"X1 has {column} 'Rubin', and {table} in"):
+        device_of_row(row)
 
 
 def test_a_domain_may_be_larger_than_a_host() -> None:

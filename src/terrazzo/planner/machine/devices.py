@@ -1,4 +1,24 @@
-"""The machines that plans are made for: devices from a sourced table, their links, and how many of them there are."""
+"""The machines that plans are made for: devices from a sourced table, their links, and how many of them there are.
+
+A new device is one row of `gpus.csv`; a new architecture is one more entry of `ARCHITECTURES`. Empty fields are figures
+that are not known. Columns of the table:
+
+    name, vendor, aliases                    aliases with "; " between: what torch reports, and short names
+    arch                                     a key of `ARCHITECTURES`
+    compute_capability                       NVIDIA's; of AMD's devices the name of the target, such as gfx942
+    *_dense_tflops, fp32_vector_tflops       peaks without sparsity, TFLOP/s
+    mem_gb_marketing, torch_total_gib        decimal GB as sold; GiB as torch sees them
+    mem_type, mem_bw_tb_s                    TB/s
+    scaleup_link, scaleup_uni_gb_s           in words; GB/s in one direction
+    scaleup_kind                             a key of `SCALEUP_KINDS`
+    scaleup_domain                           devices in one domain; empty: 1
+    pcie_gen, pcie_uni_gb_s                  GB/s in one direction, to the host
+    typical_gpus_per_node                    devices of one host
+    typical_internode_gb_s_per_gpu           GB/s in one direction
+    mamf_*_tflops                            largest measured rates of a matrix product, TFLOP/s
+    tdp_w                                    watts
+    notes, source                            in words
+"""
 
 from __future__ import annotations
 
@@ -10,12 +30,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from typing import NamedTuple, TypeVar
 
 from terrazzo.engine.runtime import device as gpus
 from terrazzo.engine.runtime.system import control_groups, text_of
 from terrazzo.errors import ALL, BadInput
 
-__all__ = ["Cluster", "Device", "cpu_host", "device", "devices", "this_machine"]
+__all__ = ["Cluster", "Device", "cpu_host", "device", "device_of_row", "devices", "this_machine"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -179,7 +202,7 @@ def _key(name: str) -> str:
 def _names() -> tuple[tuple[str, Device], ...]:
     """Every name and alias; names come before aliases."""
     text = files("terrazzo.planner.machine").joinpath("gpus.csv").read_text(encoding="utf-8")
-    rows = [(row["aliases"].split(";"), _device(row)) for row in csv.DictReader(text.splitlines())]
+    rows = [(row["aliases"].split(";"), device_of_row(row)) for row in csv.DictReader(text.splitlines())]
     names = [(found.name, found) for _, found in rows]
     return (*names, *((alias, found) for aliases, found in rows for alias in aliases if _key(alias)))
 
@@ -197,7 +220,15 @@ def _fitting(words: set[str]) -> list[str]:
     return sorted({found.name for name, found in _names() if words and words <= set(_words(name))})
 
 
-def _device(row: Mapping[str, str]) -> Device:
+def device_of_row(row: Mapping[str, str]) -> Device:
+    """The device of a row of `gpus.csv`, by column.
+
+    Raises:
+        BadInput: an architecture, or a kind of scale-up links, that is not in the tables below.
+    """
+    architecture = _entry(ARCHITECTURES, row, "arch", "ARCHITECTURES")
+    scaleup = _entry(SCALEUP_KINDS, row, "scaleup_kind", "SCALEUP_KINDS")
+
     def figure(column: str, unit: float) -> float | None:
         return float(row[column]) * unit if row[column] else None
 
@@ -222,20 +253,66 @@ def _device(row: Mapping[str, str]) -> Device:
         pcie_bandwidth=figure("pcie_uni_gb_s", 1e9),
         per_node=int(row["typical_gpus_per_node"]),
         watts=figure("tdp_w", 1),
-        full_mesh="full mesh" in row["scaleup_link"],
-        wide_warps="Hopper" in row["arch"] or ("Blackwell" in row["arch"] and row["arch"] != "Blackwell GB202"),
-        flash_share=next(share for arch, share in FLASH_SHARES.items() if arch in row["arch"]),
-        switch_sums=bool(row["fp8_dense_tflops"])
-        and ("NVSwitch" in row["scaleup_link"] or "NVL72" in row["scaleup_link"]),
+        full_mesh=scaleup.full_mesh,
+        switch_sums=scaleup.switch_sums,
+        wide_warps=architecture.wide_warps,
+        flash_share=architecture.flash_share,
         source=row["source"],
         notes=notes,
     )
 
 
-FLASH_SHARES = {"GB202": 0.72, "Blackwell": 0.28, "Hopper": 0.5, "CDNA": 0.5, "": 0.72}
-"""By architecture, on long causal sequences at 128 channels, forward and backward: 194 of 271 TFLOP/s on A100, 338 of
-681 on H100, whose own instructions it does not use (Dao-AILab/flash-attention assets), 390 of 1,430 on GB200
-(Azure/AI-benchmarking-guide). Of AMD's devices no backward is published: they are given Hopper's."""
+def _entry(table: Mapping[str, T], row: Mapping[str, str], column: str, name: str) -> T:
+    if row[column] not in table:
+        raise BadInput(
+            f"gpus.csv: {row['name']} has {column} {row[column]!r}, and {name} in {__name__} has "
+            f"{', '.join(map(repr, table))}. Write one of these, or add an entry there."
+        )
+    return table[row[column]]
+
+
+class GpuArchitecture(NamedTuple):
+    """What devices of an architecture have in common: attributes as of `Device`."""
+
+    flash_share: float
+    wide_warps: bool
+
+
+ARCHITECTURES = {
+    "Volta": GpuArchitecture(0.72, wide_warps=False),
+    "Turing": GpuArchitecture(0.72, wide_warps=False),
+    "Ampere GA100": GpuArchitecture(0.72, wide_warps=False),
+    "Ampere GA102": GpuArchitecture(0.72, wide_warps=False),
+    "Ada": GpuArchitecture(0.72, wide_warps=False),
+    "Hopper": GpuArchitecture(0.5, wide_warps=True),
+    "Blackwell": GpuArchitecture(0.28, wide_warps=True),
+    "Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True),
+    "Blackwell GB202": GpuArchitecture(0.72, wide_warps=False),
+    "Grace Blackwell": GpuArchitecture(0.28, wide_warps=True),
+    "Grace Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True),
+    "CDNA2": GpuArchitecture(0.5, wide_warps=False),
+    "CDNA3": GpuArchitecture(0.5, wide_warps=False),
+    "CDNA4": GpuArchitecture(0.5, wide_warps=False),
+}
+"""Shares are of long causal sequences at 128 channels, forward and backward: 194 of 271 TFLOP/s on A100, 338 of 681 on
+H100, whose own instructions it does not use (Dao-AILab/flash-attention assets), 390 of 1,430 on GB200
+(Azure/AI-benchmarking-guide). NVIDIA's devices without wide warps are given A100's share. Of AMD's devices no backward
+is published: they are given Hopper's."""
+
+
+class ScaleUpKind(NamedTuple):
+    """Attributes as of `Device`."""
+
+    full_mesh: bool
+    switch_sums: bool
+
+
+SCALEUP_KINDS = {
+    "": ScaleUpKind(full_mesh=False, switch_sums=False),
+    "full mesh": ScaleUpKind(full_mesh=True, switch_sums=False),
+    "summing switch": ScaleUpKind(full_mesh=False, switch_sums=True),
+}
+"""Of the links of a scale-up domain; "" of all others, such as a switch that does not sum, and of none."""
 
 _VISIBLE = 0.98
 """Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""
