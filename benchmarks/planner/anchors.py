@@ -12,7 +12,8 @@ from functools import cache
 from typing import Any
 
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.assemble import estimate
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.setup.request import Request, build_setup
 
 __all__ = ["ANCHORS", "Anchor"]

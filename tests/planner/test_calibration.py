@@ -17,8 +17,9 @@ from terrazzo.cli import app
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS, Plan, StateFormat, WireFormat
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import TimeFigures
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh

@@ -11,7 +11,8 @@ import pytest
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import plan
-from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.assemble import estimate
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.setup.checks import check

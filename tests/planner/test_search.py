@@ -13,11 +13,12 @@ from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.api import ask, plan
-from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES, meshes
 from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.choice.search import NOISE, search
 from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.answer import _sizing_row

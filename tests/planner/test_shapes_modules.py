@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.loading import model_shape

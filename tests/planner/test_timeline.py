@@ -10,7 +10,7 @@ import pytest
 
 import terrazzo as tz
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg
 from terrazzo.planner.setup.request import Request, build_setup

@@ -39,7 +39,7 @@ INNER_LAYERS = {
     ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
-        *("assemble", "choice", "report", CORE, ""),
+        *("estimates", "assemble", "choice", "report", CORE, ""),
     ),
     "telemetry": ("log", "steps", "flight", "display", "watchdog", "profiling", CORE, ""),
     "train": (

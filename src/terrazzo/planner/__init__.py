@@ -11,7 +11,8 @@ read them in (docs/concepts/planner.md):
     timing       how long a step takes, and what was measured of it
     gate         what is known against a setup
     text         how figures are written
-    assemble     an estimate: all of these for one setup
+    estimates    `Estimate`: what is said of one setup, and how it reads
+    assemble     all of these for one setup, put together
     choice       the search over setups, sizing, and the configuration that runs one
     report       answers as text, JSON and pictures
 
@@ -31,7 +32,7 @@ A question on its way, `terrazzo plan --model llama3-8b --gpus 8`:
     ask             no strategy is named: a search; else one estimate                   api
     search          candidates for all that is open                                     choice.search
       build_setup   each as a `Setup`, with a value for everything                      setup.request
-      assemble      its memory, traffic, time and objections: an `Estimate`             assemble
+      assemble      its memory, traffic, time and objections: an `Estimate`             assemble, estimates
     Answer          the best, the others, and what was refused: text, JSON, pictures    report.answer
 
 Open to other packages:
@@ -50,10 +51,11 @@ Open to other packages:
 """
 
 from terrazzo.planner.api import ask, compare, plan
-from terrazzo.planner.assemble import Edit, Estimate, estimate
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
+from terrazzo.planner.estimates import Edit, Estimate
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import objections, runnable

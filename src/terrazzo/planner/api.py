@@ -11,11 +11,12 @@ from typing import Any
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.assemble import Edit, Estimate, estimate
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.edits import cost_of, edits_that_fit, no_edit
 from terrazzo.planner.choice.frontier import Frontier, nearest, noted
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
+from terrazzo.planner.estimates import Edit, Estimate
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import TERRAZZO, objections
 from terrazzo.planner.report.answer import Answer

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import Edit, Estimate
+from terrazzo.planner.estimates import Edit, Estimate
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.assemble import estimate
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.setup.request import Request, assumptions
 from terrazzo.planner.setup.setup import Setup

@@ -9,7 +9,7 @@ from itertools import product
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import Estimate, assemble, memory_under
+from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
     CHECKPOINTING,
     OFFLOADED,
@@ -22,6 +22,7 @@ from terrazzo.planner.choice.candidates import (
     variants,
 )
 from terrazzo.planner.choice.frontier import Frontier, Refusal
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import TERRAZZO, objections

@@ -37,9 +37,32 @@ With llama3-8b under zero3 in bf16, one sequence of 4,096 tokens a rank, that mo
 (2.10 GB) and one block (0.44 GB) are whole, so 2.54 GB.
 
 Who counts what, and what is written twice. How many bytes a state has is written once, in `BucketSpec`. What each event
-of a step allocates and frees of it is written once, in `bucket_memory`; both are in `engine.plan`. The order of events
-is written twice: the engine's `Schedule` is the code that runs, so what is counted in its order is what a run does; a
-search asks for thousands of setups, for which it is too slow, and has `walk`.
+of a step allocates and frees of it is written once, in `bucket_memory`; both are in `engine.plan`. What an update of
+whole matrices takes is counted once, by `dry_run_matrices`. The rest is written twice, for tensors that are there and
+for shapes alone:
+
+    what                          by the engine                          here
+    order of a step's events      `Schedule`, in `dry_run.step`          `walk`                                     (1)
+    of an outer step              `dry_run.outer`                        `outer_memory`                             (2)
+    parameters of one bucket      `sharding.prepare._bucket_groups`      `buckets.buckets`                       (1, 3)
+    what is kept in 4 bits        `packed_checks._is_packed`             `buckets.is_packed`                        (4)
+    bytes of moments              `bill._moments_bytes`, away from the   `PlannedBucket.moments_bytes`, `_spans` (1, 5)
+                                  device `needs.moment_windows`          and `resting`
+    what arrives, on a CPU host   `GlooCollectives.receive_bytes`        `PlannedAxis.receive_bytes`                (6)
+
+Tests hold each pair equal, to the byte:
+
+    1   planner/test_memory_engine.py  test_the_bill_to_the_byte, test_the_bill_of_whole_matrices_to_the_byte
+    2   planner/test_outer.py          test_the_planner_has_the_bytes_of_the_engine
+    3   planner/test_beside_data.py    test_ranks_hold_and_send_what_was_promised: parts of tensors, and experts
+        planner/test_stages_engine.py  test_ranks_of_stages_hold_and_send_what_was_promised: what stages share
+    4   planner/test_memory_engine.py  test_the_bill_of_packed_weights_to_the_byte
+    5   planner/test_memory_engine.py  test_the_bill_of_every_tier_to_the_byte,
+                                       test_the_bill_of_whole_matrices_away_from_the_device_too
+    6   planner/test_memory_engine.py  test_what_gloo_receives
+
+The engine's `Schedule` is the code that runs, so what is counted in its order is what a run does. A search asks for
+thousands of setups, for which it is too slow, and has `walk`.
 
     who                      counts                                        in whose order       who asks
     engine dry_run.step      transient peak and traffic                    engine's `Schedule`  bill, promise
@@ -49,6 +72,6 @@ search asks for thousands of setups, for which it is too slow, and has `walk`.
     planner replay           as dry_run.step, with sums of gradients and   engine's `Schedule`  train configurations
                              activations as traced                                              on CPUs
 
-The engine's counts have no activations. Tests hold the walk without them, `stage_peak(..., states_only=True)`, and
-`state_terms` equal to the engine's bill, to the byte, and compare what is traced with the memory of real steps.
+The engine's counts have no activations. The tests compare with them the walk without these,
+`stage_peak(..., states_only=True)`; what is traced is compared with the memory of real steps.
 """

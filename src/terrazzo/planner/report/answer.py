@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.choice.frontier import NO_MESH, ROWS, Frontier
 from terrazzo.planner.choice.sizing import Sizing
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import Chart, chart_of
 from terrazzo.planner.report.convert import frontier_row, report_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.text.words import ByteUnit, axes_text, parameters_text, precision_name, units
 from terrazzo.planner.timing.timeline import Timeline, pipeline_step

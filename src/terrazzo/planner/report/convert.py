@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.report.schema import (

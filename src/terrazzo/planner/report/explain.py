@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.report.all_formulas import FORMULAS

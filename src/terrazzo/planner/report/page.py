@@ -15,9 +15,9 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.choice.candidates import CHECKPOINTING, asked_of
 from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.bars import KINDS, parts_of
 from terrazzo.planner.setup.request import Request, build_setup

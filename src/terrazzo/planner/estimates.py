@@ -1,0 +1,105 @@
+"""What is said of one setup: memory, traffic, time and objections, and how they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.files import GIB
+from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
+from terrazzo.planner.gate.rule import Objection
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
+from terrazzo.planner.text.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
+from terrazzo.planner.text.words import blocker, setup_text, verdict
+
+__all__ = ["Edit", "Estimate"]
+
+SEVERITIES = {"refuse": "known not to work", "planned": "not runnable yet", "warn": "works badly"}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory, traffic and time of a setup.
+
+    Attributes:
+        time: None with `no_time` saying why, where nothing can be said.
+        objections: what is known against the setup in the framework that is to run it, by default Terrazzo.
+        notes: what was assumed, and what the figures leave out.
+        edits: of what does not fit, the nearest changes with which it does, if they were looked for.
+    """
+
+    setup: Setup
+    memory: MemoryFigures
+    traffic: TrafficFigures
+    time: TimeFigures | None = None
+    no_time: str = ""
+    objections: tuple[Objection, ...] = ()
+    notes: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Notes and objections in words."""
+        return (*self.notes, *map(str, self.objections))
+
+    def __str__(self) -> str:
+        """The report that `terrazzo plan` prints."""
+        return plain(self.blocks()).rstrip()
+
+    def blocks(self) -> list[TextBlock]:
+        """The whole of it: what cannot run, or not yet, stands above everything."""
+        above = {"refuse": "bold red", "planned": "bold yellow"}
+        halting = [one for severity in above for one in self.objections if one.severity == severity]
+        others = [one for one in self.objections if one.severity not in above]
+        blocks: list[TextBlock] = [
+            TextLine(f"{SEVERITIES[one.severity]}: {one}", above[one.severity]) for one in halting
+        ]
+        blocks.append(TextLine(verdict(self.memory), _verdict_style(self.memory)))
+        blocks += [TextLine(why, "bold red")] if (why := blocker(self.memory)) else []
+        blocks.append(TextLine(setup_text(self.setup)))
+        if self.time or self.no_time:
+            blocks.append(pace_line(self.time) if self.time else TextLine(self.no_time, "yellow"))
+        blocks += [TextLine(f"{SEVERITIES[one.severity]}: {one}", "yellow") for one in others]
+        blocks += [TextLine(f"note: {note}", "yellow") for note in self.notes]
+        blocks += [TextLine("\nwhat would run, each of them planned", "bold"), _edits(self.edits)] if self.edits else []
+        blocks += memory_blocks(self.memory) + traffic_blocks(self.traffic)
+        return blocks + (time_blocks(self.time) if self.time else [])
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of a plan.
+
+    Attributes:
+        options: of the command line, such as `--ac full`.
+        estimate: of the plan with them.
+        cost: what that takes against the plan without, in words.
+    """
+
+    options: str
+    estimate: Estimate
+    cost: str
+
+
+def _edits(edits: tuple[Edit, ...]) -> TextTable:
+    columns = (
+        TableColumn("with"),
+        TableColumn("GiB", "right", 5),
+        TableColumn("upper", "right", 3),
+        TableColumn("fits", keep=7),
+        TableColumn("at the cost of"),
+    )
+    return TextTable(columns, tuple(map(_edit, edits)), wrap=True)
+
+
+def _edit(edit: Edit) -> tuple[str, ...]:
+    memory = edit.estimate.memory
+    fits = "surely" if memory.fits_surely else "expected" if memory.fits else "?"
+    expected, upper = (f"{value / GIB:,.1f}" for value in (memory.rooms[0].expected, memory.rooms[0].upper))
+    return (edit.options, expected, upper, fits, edit.cost)
+
+
+def _verdict_style(memory: MemoryFigures) -> str:
+    if memory.fits is False:
+        return "bold red"
+    return "bold green" if memory.fits_surely else "bold yellow"
