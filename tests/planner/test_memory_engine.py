@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import Offload, Plan, Precision, estimate
+from terrazzo.engine.comm.columns import MANY_FAR, Columns
 from terrazzo.engine.comm.gloo import GlooCollectives
 from terrazzo.engine.plan import layout
 from terrazzo.engine.plan.bucket_spec import Pass
@@ -247,14 +248,17 @@ def test_no_rank_has_more_than_the_first_but_for_step_counts(rank: int) -> None:
     assert other.moments_bytes <= first.moments_bytes + 4 * len(shape_of(model).units) * 3
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(4, 8), (8, 4), (3, 1)])
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 8), (8, 4), (3, 1), (48, 8), (40, 1), (44, 8)])
 def test_what_gloo_receives(ranks: int, per_node: int) -> None:
-    """Blocks from ranks of the same host, whole chunks from others."""
+    """Blocks from ranks of the same host, whole chunks from others; of many others by columns, if hosts are alike."""
     collectives: Any = object.__new__(GlooCollectives)
     collectives.rank, collectives.size = 0, ranks
-    collectives._columns = None
-    collectives._near = dict.fromkeys(range(1, min(ranks, per_node)))
-    collectives._far = list(range(min(ranks, per_node), ranks))
+    near, many = min(ranks, per_node), ranks - per_node > MANY_FAR
+    width = 1 if many and ranks % per_node else near
+    rows = [list(range(first, first + width)) for first in range(0, ranks, width)]
+    collectives._columns = Columns(0, rows) if many else None
+    collectives._near = dict.fromkeys(range(1, width))
+    collectives._far = list(range(width, ranks))
     host = Device("host", kind="cpu", per_node=per_node)
     unit = UnitShape("", (TensorShape("matrix", (2048, 1024)),))
     setup = Setup(ModelShape("one", (unit,)), Cluster(host, ranks), Plan.named("zero3"), Mesh(dp_shard=ranks))
