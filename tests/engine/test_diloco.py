@@ -38,10 +38,11 @@ class Even(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
         self.head = nn.Linear(width, width)
+        self.blocks_used = 2
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        for block in self.blocks:
+        for block in self.blocks[: self.blocks_used]:
             x = x + torch.relu(block(x))
         return self.head(x)
 
@@ -383,6 +384,31 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(saved: str, lo
         assert_equal(masters(other), masters(model))
         plain, its = tz.shard(Even(), adamw, "zero3")  # one that sums gradients takes the first one's states
         tz.checkpoint.load(tmp_path / "a", plain, its)
+
+    on_ranks(4, body)
+
+
+def test_what_had_no_gradients_in_a_replica_has_no_state_there_when_it_goes_on(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        def made() -> Any:
+            return tz.shard(Even(), adamw, "zero3", mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
+
+        def run(model: Any, optimizer: Any, first: int, skips: bool) -> None:
+            for step in range(first, first + 2):
+                tokens = batch(step, rank)
+                model.blocks_used = 0 if skips and rank // 2 else 2
+                model(tokens).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model, optimizer = made()
+        run(model, optimizer, 0, True)
+        tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
+        run(model, optimizer, 2, False)
+        other, others = made()
+        tz.checkpoint.load(tmp_path / "a", other, others)
+        run(other, others, 2, False)
+        assert_equal(masters(other), masters(model))
 
     on_ranks(4, body)
 

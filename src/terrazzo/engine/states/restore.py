@@ -67,19 +67,22 @@ def restore_outer(buckets: list[Bucket], read: Read) -> None:
                 _restore(momentum, slot, OUTER_MOMENTUM, momentum.range, read)
 
 
-def _of_replica(read: Read, replica: int) -> Read:
-    """What a replica that trains by itself reads: states of its own where there are any, or those of the first."""
+def _of_replica(read: Read, driver: OptimizerDriver) -> Read:
+    """What a replica that trains by itself reads: states of its own, or those of the first where it was not there.
 
-    def read_own(name: str, kind: str, start: int, stop: int) -> Tensor | None:
-        own = read(name, kind_of_replica(kind, replica), start, stop)
-        return read(name, kind, start, stop) if own is None else own
-
-    return read_own if replica else read
+    A parameter that had no gradients in a replica has no state there, whatever the others have.
+    """
+    replica = driver.sharding.axes.replica
+    names = [slot.name for bucket in driver.buckets for slot in bucket.slots]
+    kinds = {kind_of_replica(kind, replica) for segment in driver.segments for kind in segment.template}
+    if not replica or all(read(name, kind, 0, 0) is None for name in names for kind in kinds):
+        return read
+    return lambda name, kind, start, stop: read(name, kind_of_replica(kind, replica), start, stop)
 
 
 def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
     """Set the optimizer's state; parameters for which `read` has none go back to having none."""
-    read = _of_replica(read, driver.sharding.axes.replica)
+    read = _of_replica(read, driver)
     optimizer, parts = driver.optimizer, []
     earlier = {segment.parameter: optimizer.state.pop(segment.parameter, {}) for segment in driver.segments}
     for segment in driver.segments:
