@@ -303,6 +303,19 @@ def test_spelling_of_a_preset(text: str) -> None:
     assert model_shape(text) == model_shape("llama3-8b")
 
 
+@pytest.mark.parametrize(
+    ("name", "makes_keys"),
+    [
+        ("llama3-8b", {"self_attn.k_proj.weight", "self_attn.v_proj.weight"}),
+        ("qwen2.5-7b", {f"self_attn.{each}_proj.{leaf}" for each in "kv" for leaf in ("weight", "bias")}),
+        ("gpt2", set()),
+    ],
+)
+def test_rows_say_what_makes_keys_alone(name: str, makes_keys: set[str]) -> None:
+    tensors = [tensor for unit in model_shape(name).units for tensor in unit.tensors]
+    assert {tensor.name for tensor in tensors if tensor.of_key_heads} == makes_keys
+
+
 def test_unknown_name_says_what_is_accepted() -> None:
     words = r"'lama3-8b' is neither.*Did you mean 'llama3-8b'\?.*config.json.* lists all [0-9]+ presets\.$"
     with pytest.raises(BadInput, match=words):

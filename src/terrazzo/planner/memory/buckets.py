@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
@@ -47,12 +46,9 @@ def _is_cut(tensor: TensorShape, block: BlockShape | None, placement: Placement)
     """Whether each tensor-parallel rank has a part of it; of fewer key heads than ranks all have all."""
     if tensor.role == "expert" and placement.whole_experts:
         return False
-    if block is not None and block.kv_heads < placement.tp and _KEYS.search(tensor.name):
+    if block is not None and block.kv_heads < placement.tp and tensor.of_key_heads:
         return False
     return tensor.split != "none"
-
-
-_KEYS = re.compile(r"\b(key|value|k_proj|v_proj)\.(weight|bias)$")
 
 
 class PlannedBucket(BucketSpec):

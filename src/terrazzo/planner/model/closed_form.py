@@ -211,7 +211,14 @@ def _buffer_bytes(rows: Iterable[BufferRow], sizes: Sizes) -> int:
 
 def _tensors(rows: Rows, sizes: Sizes) -> tuple[TensorShape, ...]:
     return tuple(
-        TensorShape(row.name, tuple(sizes[size] for size in row.shape), row.role, row.split, linear=row.linear)
+        TensorShape(
+            row.name,
+            tuple(sizes[size] for size in row.shape),
+            row.role,
+            row.split,
+            linear=row.linear,
+            of_key_heads=row.of_key_heads,
+        )
         for row in rows
         if _wanted(row, sizes)
     )

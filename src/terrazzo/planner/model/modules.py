@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -96,13 +97,12 @@ class _Guide:
         shape = tuple(member.parameter.shape)
         same = (declared or {}).get(name)
         if same is not None and same.shape == shape:
-            return self._told(
-                member, TensorShape(name, shape, same.role, same.split, member.trainable, linear=same.linear)
-            )
+            return self._told(member, replace(same, trainable=member.trainable))
         role = self._role(member, shape)
         of_head = any(_is_head(module, self.vocab) for module, _ in member.holders)
         split = "vocab" if of_head else _split(name, role, bool(unit))
-        return self._told(member, TensorShape(name, shape, role, split, member.trainable))
+        of_key_heads = _KEY_HEADS.search(name) is not None
+        return self._told(member, TensorShape(name, shape, role, split, member.trainable, of_key_heads=of_key_heads))
 
     def _told(self, member: Member, found: TensorShape) -> TensorShape:
         """With a word on whether it is a matrix of hidden layers, where its role says otherwise."""
@@ -224,6 +224,10 @@ def _stacked(members: Sequence[Member]) -> int:
     """How many experts stand in one tensor."""
     stacks = (m.parameter.shape[0] for m in members if m.parameter.dim() == 3 and not _convolves(m))
     return max(stacks, default=0)
+
+
+_KEY_HEADS = re.compile(r"\b(key|value|k_proj|v_proj)\.(weight|bias)$")
+"""Usual names of what makes keys or values alone."""
 
 
 def _split(name: str, role: Role, in_block: bool) -> MatrixSplit:

@@ -33,7 +33,7 @@ __all__ = [
 class TensorRow:
     """A tensor whose dimensions are named sizes. `when` is a flag that it needs, or with `not ` one that it bars.
 
-    `linear`: see `TensorShape`.
+    `linear`: see `TensorShape`. What a `linear` layer makes of the size "kv" is of key heads.
     """
 
     name: str
@@ -42,6 +42,7 @@ class TensorRow:
     split: MatrixSplit = "none"
     when: str = ""
     linear: bool | None = None
+    of_key_heads: bool = False
 
 
 Rows = tuple[TensorRow, ...]
@@ -94,11 +95,13 @@ class Architecture:
 
 def linear(name: str, out: str, into: str, split: MatrixSplit, bias: str | bool = False) -> Rows:
     """A matrix `[out, into]`, and its bias when the flag `bias` is set. A bias is cut where the output is."""
-    weight = TensorRow(f"{name}.weight", (out, into), "matrix", split)
+    of_key_heads = out == "kv"
+    weight = TensorRow(f"{name}.weight", (out, into), "matrix", split, of_key_heads=of_key_heads)
     if bias is False:
         return (weight,)
     cut: MatrixSplit = split if split in ("column", "column_gathered") else "none"
-    return weight, TensorRow(f"{name}.bias", (out,), "vector", cut, "" if bias is True else bias)
+    when = "" if bias is True else bias
+    return weight, TensorRow(f"{name}.bias", (out,), "vector", cut, when, of_key_heads=of_key_heads)
 
 
 def transposed(rows: Rows) -> Rows:
@@ -184,7 +187,7 @@ def swiglu(bias: str | bool = False, module: str = "mlp", width: str = "ffn") ->
 
 def uncut(rows: Rows) -> Rows:
     """Where transformers' plan of tensor parallelism leaves them whole."""
-    return tuple(TensorRow(r.name, r.shape, r.role, "none", r.when) for r in rows)
+    return tuple(replace(row, split="none") for row in rows)
 
 
 def mlp(up: str, down: str, bias: str | bool = True) -> Rows:

@@ -35,6 +35,7 @@ class TensorShape:
         copies: how many ranks of a pipeline have it.
         whole: whether an optimizer of whole matrices has it; None: as its role says.
         linear: whether it is the weight of a linear layer; None: as its role says.
+        of_key_heads: whether it makes keys or values alone: of fewer key heads than tensor-parallel ranks all have all.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TensorShape:
     copies: int = 1
     whole: bool | None = None
     linear: bool | None = None
+    of_key_heads: bool = False
 
     @cached_property
     def numel(self) -> int:
