@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import Precision, WireFormat, engine_of, whole_weights
 from terrazzo.engine.buckets import wire
+from terrazzo.engine.buckets.weight_gathers import complete_in_blocks
+from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.plan.weight_wire import BlockWire
 from terrazzo.errors import BadInput
 from tests.engine.narrow import as_sent
 from tests.engine.offload import runs
@@ -169,3 +173,32 @@ def test_a_matrix_is_sent_in_a_byte_and_a_sixty_fourth_for_each_element() -> Non
 
     biases = 256 * 2  # 64 elements, padded to one block of this rank's; in bf16
     assert on_ranks(2, body) == [2 * (64 * 64 // 2 * 260 // 256 + biases)] * 2
+
+
+def test_sizes_are_those_of_the_format() -> None:
+    """A block of 4 bits is 128 bytes of codes and 4 of a scale: promised, sent, and seen by the other rank."""
+    base = nn.Linear(64, 64, bias=False)
+    half = BlockWire(WireFormat.INT4)
+    assert half.sent_bytes(512) == half.message_bytes(512) == 2 * 132
+
+    def body(rank: int) -> tuple[int, Tensor]:
+        model, _ = tz.shard(
+            copy.deepcopy(base),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            "zero3",
+            precision=gathering("int8", "fp32"),
+        )
+        engine = engine_of(model)
+        [bucket] = engine.units[0].buckets
+        whole = bucket.space.empty((), torch.float32)
+        own = whole.narrow(bucket.weight_axes).data
+        own.copy_(base.weight.detach().view(2, -1)[rank])
+        engine.traffic.reset()
+        form, through = WireFormat.INT4, torch.float32
+        Transfer(complete_in_blocks(whole, bucket.weight_axes, form, through, bucket.ledger)).finish()
+        return engine.traffic.bytes["all_gather"], whole.data.clone()
+
+    wanted = as_sent(base.weight.detach().view(1, -1), "int4").view(-1)
+    for sent_bytes, seen in on_ranks(2, body):
+        assert sent_bytes == 64 * 64 // 2 // 256 * 132
+        assert torch.equal(seen, wanted)

@@ -18,12 +18,11 @@ from torch import Tensor
 from terrazzo.engine.buckets.buffer import Space
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.layout import WIRE_BLOCKS, BlockFormat, Range, tiles, wire_scratch_bytes
+from terrazzo.engine.plan.layout import BlockFormat, Range, round_up, tiles, wire_scratch_bytes
 from terrazzo.engine.plan.precision import WireFormat
 
 __all__ = ["BlockMessage", "as_sent", "block_tiles", "decode", "encode"]
 
-_BLOCK = WIRE_BLOCKS.numel
 _LARGEST = {WireFormat.INT8: 127.0, WireFormat.INT4: 7.0, WireFormat.FP8: torch.finfo(torch.float8_e4m3fn).max}
 
 
@@ -40,7 +39,7 @@ class BlockMessage:
         self, space: Space, axes: tuple[str, ...], form: WireFormat, through: torch.dtype, ledger: Ledger
     ) -> None:
         self._space, self._form, self._through, self._ledger = space, form, through, ledger
-        self._blocks = space.packed(WIRE_BLOCKS).empty(axes, torch.uint8)
+        self._blocks = space.packed(form.blocks).empty(axes, torch.uint8)
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +74,7 @@ def as_sent(values: Tensor, form: WireFormat, through: torch.dtype) -> Tensor:
     seen = torch.empty_like(values, dtype=through)
     for part, _ in block_tiles(values, form.blocks):
         own = values[part].to(through)
-        blocks = own.new_zeros(-(-own.numel() // _BLOCK) * _BLOCK)
+        blocks = own.new_zeros(round_up(own.numel(), form.blocks.numel))
         blocks[: own.numel()] = own
         packed = torch.empty(form.blocks.size_bytes(blocks.numel()), dtype=torch.uint8, device=own.device)
         encode(blocks, form, packed)
@@ -90,7 +89,8 @@ def encode(values: Tensor, form: WireFormat, into: Tensor) -> None:
         values: 1-D, of whole blocks.
         into: uint8, as many bytes for each block as the format has.
     """
-    rows, blocks, coded = values.float().view(-1, _BLOCK), into.view(-1, form.blocks.nbytes), _codes_bytes(form)
+    rows, blocks = values.float().view(-1, form.blocks.numel), into.view(-1, form.blocks.nbytes)
+    coded = _codes_bytes(form)
     scale = _scale(torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()) / _LARGEST[form])
     codes = rows.div(torch.where(scale == 0, 1.0, scale)).clamp_(-_LARGEST[form], _LARGEST[form])
     if form is WireFormat.INT8:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from terrazzo.engine.plan.layout import WIRE_BLOCKS, wire_scratch_bytes
+from terrazzo.engine.plan.layout import wire_scratch_bytes
 from terrazzo.engine.plan.precision import FrozenFormat, WireFormat
 
 __all__ = ["BlockWire", "DtypeWire", "PackedWire", "Wire"]
@@ -54,16 +54,16 @@ class DtypeWire(Wire):
 
 @dataclass(frozen=True)
 class BlockWire(Wire):
-    """Blocks of 8 bits, encoded for the message alone."""
+    """Blocks, encoded for the message alone."""
 
     form: WireFormat
     rounds = True
 
     def sent_bytes(self, numel: int) -> int:
-        return WIRE_BLOCKS.size_bytes(numel)
+        return self.form.blocks.size_bytes(numel)
 
     def message_bytes(self, numel: int) -> int:
-        return WIRE_BLOCKS.size_bytes(numel)
+        return self.form.blocks.size_bytes(numel)
 
     def scratch_bytes(self, numel: int, device: str) -> int:
         return wire_scratch_bytes(numel, device)
