@@ -78,18 +78,25 @@ class UnitWeights:
             self._gathering = [Transfer(chain, label, self._streams) for chain in _gathers(self._buckets, from_rest)]
 
     def advance(self) -> None:
-        """Move a gather from a drive one step on; without a gather, bring updated weights in line."""
-        if self._gathering:
-            if any(bucket.tiers.weight == "nvme" for bucket in self._buckets):
-                for transfer in self._gathering:
-                    if transfer.in_flight is not None:
-                        transfer.advance()
-        elif self._updates:
+        self._advance_from_drives()
+        self._start_publishing_updated()
+
+    def _advance_from_drives(self) -> None:
+        """Move a gather that begins with reading files one step on."""
+        if any(bucket.tiers.weight == "nvme" for bucket in self._buckets):
+            for transfer in self._gathering:
+                if transfer.in_flight is not None:
+                    transfer.advance()
+
+    def _start_publishing_updated(self) -> None:
+        """Start to bring updated weights in line, where no gather is under way that does so itself."""
+        if self._updates and not self._gathering:
             self._gathering = [Transfer(_publish_updated(self._buckets, self._updates), self.updated, self._streams)]
 
     def wait(self) -> None:
         self.finish_publishing()
-        self.advance()
+        self._advance_from_drives()
+        self._start_publishing_updated()
         for transfer in self._gathering:
             transfer.finish()
         self._gathering = []

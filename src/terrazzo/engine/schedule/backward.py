@@ -189,8 +189,9 @@ class BackwardPass:
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients over ranks."""
-        purpose = Purpose.GRADIENT if self.this_pass is Pass.FINISHES else Purpose.PARTIAL
-        self._reductions.start(unit, self._weights.label(purpose, unit.index, self._number))
+        last = self.this_pass is Pass.FINISHES
+        label = self._weights.label(Purpose.GRADIENT if last else Purpose.PARTIAL, unit.index, self._number)
+        self._reductions.start(unit, label, last)
 
     def abandon(self) -> None:
         """The backward raised, on every rank: end what is under way."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.schedule.runnable import Runnable
 
@@ -76,15 +76,14 @@ class Reductions:
             self._report(each)
         self._sums = [each for each in self._sums if not each.transfer.done]
 
-    def start(self, unit: Runnable, label: Label) -> None:
+    def start(self, unit: Runnable, label: Label, last: bool) -> None:
         """Start summing a unit's gradients; where the host waits for that, earlier sums move one collective on.
 
         Args:
-            label: its purpose says whether this finishes them.
+            last: whether this finishes them, in the step's last micro-batch.
         """
         if unit.comm_streams is None:
             self.advance()
-        last = label.purpose is Purpose.GRADIENT
         moves = unit.reduce(self._denominator() if last else None)
         self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.comm_streams)))
 

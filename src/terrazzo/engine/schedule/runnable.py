@@ -34,7 +34,9 @@ class RunnableWeights(Protocol):
         """
 
     def advance(self) -> None:
-        """A gather that is under way comes a step further, where that is cheap."""
+        """A gather that is under way comes a step further, where that is cheap; without one, updated weights start to
+        come in line with their masters.
+        """
 
     def wait(self) -> None:
         """Return once modules can read the full weights, which are at hand."""
