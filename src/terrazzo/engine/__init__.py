@@ -26,8 +26,11 @@ Four ways through it, each from its first call to its last:
         buckets/gradient        Gradient.accumulate                 it goes into the bucket's unreduced gradient
         schedule/backward       BackwardPass.close                  its unit is complete
         schedule/reductions     Reductions.start                    a Transfer drives what follows
+        buckets/unit            Unit.reduce                         bucket by bucket, in one chain
         buckets/gradient        Gradient.reduce                     summed over ranks, axis by axis, and divided
         buckets/finished        FinishedGradient.land               at rest on its tier
+        optim/driver            OptimizerDriver._before_step        torch's hook before `optimizer.step()`
+        buckets/gradient        Gradient.handed_over                what this step takes of it
         optim/device_updates    DeviceUpdates.begin                 `.grad` of a segment of master weights
 
     The gather of a unit's weights

@@ -78,6 +78,11 @@ class BlockFormat:
     numel: int
     nbytes: int
 
+    @property
+    def bytes_per_element(self) -> float:
+        """With the element's part of its block's scales."""
+        return self.nbytes / self.numel
+
     def bytes_of(self, elements: Range) -> Range:
         """Where the bytes of whole blocks are among those of all."""
         return Range(elements.start // self.numel * self.nbytes, elements.stop // self.numel * self.nbytes)

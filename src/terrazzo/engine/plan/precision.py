@@ -40,7 +40,7 @@ class StateFormat(enum.StrEnum):
     @property
     def itemsize(self) -> float:
         """Bytes of an element."""
-        return STATE_BLOCKS.nbytes / STATE_BLOCKS.numel
+        return STATE_BLOCKS.bytes_per_element
 
 
 NF4_BLOCK = 64
@@ -61,7 +61,7 @@ class FrozenFormat(enum.StrEnum):
     @property
     def itemsize(self) -> float:
         """Bytes of an element."""
-        return self.blocks.nbytes / self.blocks.numel
+        return self.blocks.bytes_per_element
 
 
 _NF4_BLOCKS = {
@@ -97,8 +97,6 @@ _SPELLINGS = [spelling for pair in DTYPE_SPELLINGS.items() for spelling in pair]
 MOMENTS_NAMES: dict[Any, str] = {**DTYPE_NAMES, **{form: form.value for form in StateFormat}}
 """Everything that moments may be kept in, with its name in configurations."""
 _FORMATS = {form.value: form for form in StateFormat}
-_FROZEN_NAMES = tuple(form.value for form in FrozenFormat)
-"""What frozen matrices may be kept in, as in configurations."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +177,7 @@ class Precision:
                     f"{did_you_mean(str(value), (*_SPELLINGS, *formats))}"
                 )
             object.__setattr__(self, name, value)
-        if self.frozen is not None and self.frozen not in _FROZEN_NAMES:
-            raise BadInput(
-                f"precision: frozen is {self.frozen!r}; it must be one of {', '.join(_FROZEN_NAMES)}, or None."
-                f"{did_you_mean(str(self.frozen), _FROZEN_NAMES)}"
-            )
-        object.__setattr__(self, "frozen", None if self.frozen is None else FrozenFormat(self.frozen))
+        self._read_format("frozen", tuple(FrozenFormat), "; it must be one of {known}, or None.{hint}")
         if isinstance(self.moments, StateFormat) and self.master == torch.float64:
             raise BadInput(
                 f"precision: moments in {self.moments} under a master in fp64, which steps in fp64 alone. Use master "
@@ -201,13 +194,14 @@ class Precision:
                 f"master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use 'bf16-pure' "
                 "with moments 'int8', or leave rounding out."
             )
-        self._read_wire("gather", _GATHER_FORMATS, "weights are gathered in the dtype that is computed in")
+        unless = ".{hint} Use one of {known}, or leave it out: "
+        self._read_format("gather", _GATHER_FORMATS, unless + "weights are gathered in the dtype that is computed in.")
         if self.gather is not None and self.compute == torch.float64:
             raise BadInput(
                 f"precision: gather {self.gather} of weights that are computed with in fp64, all but eight of whose "
                 "bits would be lost. Leave gather out, or compute in bf16 or fp32."
             )
-        self._read_wire("quantized_reduce", _REDUCE_FORMATS, "gradients are sent in the dtype of reduce")
+        self._read_format("quantized_reduce", _REDUCE_FORMATS, unless + "gradients are sent in the dtype of reduce.")
         if self.quantized_reduce is not None and self.accumulate == torch.float64:
             raise BadInput(
                 f"precision: quantized_reduce {self.quantized_reduce} of gradients that are kept in fp64, but what is "
@@ -219,15 +213,18 @@ class Precision:
                 "tz.LossScaling() with the usual numbers, or None."
             )
 
-    def _read_wire(self, name: str, formats: Sequence[WireFormat], otherwise: str) -> None:
+    def _read_format(self, name: str, formats: Sequence[enum.StrEnum], refusal: str) -> None:
+        """Make a format of its name.
+
+        Args:
+            refusal: what a message says behind the value, with `{known}` formats and a `{hint}`.
+        """
         if (value := getattr(self, name)) is None:
             return
         if value not in formats:
-            raise BadInput(
-                f"precision: {name} is {value!r}.{did_you_mean(str(value), formats)} Use one of {', '.join(formats)}, "
-                f"or leave it out: {otherwise}."
-            )
-        object.__setattr__(self, name, WireFormat(value))
+            known, hint = ", ".join(formats), did_you_mean(str(value), formats)
+            raise BadInput(f"precision: {name} is {value!r}" + refusal.format(known=known, hint=hint))
+        object.__setattr__(self, name, type(formats[0])(value))
 
     @classmethod
     def named(cls, name: str | torch.dtype) -> Precision:
