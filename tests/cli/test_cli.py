@@ -128,8 +128,11 @@ def test_a_misspelt_key_under_torchrun_is_one_paragraph_of_one_rank(tmp_path: Pa
         ("train a.yaml --plan zero1", "Write plan=zero1."),
         ("train a.yaml --train.steps=50", "Write train.steps=50."),
         ("train a.yaml --eval-every 5", "Write train.eval_every=5."),
-        ("train a.yaml --lr 1e-3 --steps 9", "Write optimizer.lr=1e-3 or optimizer.muon.lr=1e-3."),
-        ("train a.yaml --folder x", "Write checkpoint.folder=x or checkpoint.local.folder=x or log.folder=x."),
+        (
+            "train a.yaml --lr 1e-3 --steps 9",
+            "Write optimizer.lr=1e-3 or plan.outer.lr=1e-3 or optimizer.muon.lr=1e-3.",
+        ),
+        ("train a.yaml --folder x", "Write checkpoint.folder=x or log.folder=x or checkpoint.local.folder=x."),
         ("train a.yaml --compile", "Write train.compile=true."),
         ("train --config a.yaml", "the file stands without one: a.yaml."),
         ("plan a.yaml --plan zero1", "Write plan=zero1."),

@@ -65,11 +65,11 @@ def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, An
 @pytest.mark.parametrize(
     ("raw", "meant"),
     [
-        ({"lr": 1e-3}, "'optimizer.lr' or 'optimizer.muon.lr'"),
-        ({"train": {"lr": 1e-3}}, "'optimizer.lr' or 'optimizer.muon.lr'"),
+        ({"lr": 1e-3}, "'optimizer.lr' or 'plan.outer.lr' or 'optimizer.muon.lr'"),
+        ({"train": {"lr": 1e-3}}, "'optimizer.lr' or 'plan.outer.lr' or 'optimizer.muon.lr'"),
         ({"train": {"step": 5}}, "'steps' or 'offload.step'"),
         ({"eval_evry": 5}, "'train.eval_every'"),
-        ({"data": {"folder": "runs"}}, "'checkpoint.folder' or 'checkpoint.local.folder' or 'log.folder'"),
+        ({"data": {"folder": "runs"}}, "'checkpoint.folder' or 'log.folder' or 'checkpoint.local.folder'"),
         ({"batch": {"micro_batches": 2}}, "'micro_batch'"),
     ],
 )

@@ -18,7 +18,7 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import checkpoint_activations
 from terrazzo.train.model.causal_lm import build_model
-from terrazzo.train.model.expert_load import Load, count_rows
+from terrazzo.train.model.expert_load import ExpertLoad, count_rows
 from terrazzo.train.model.experts import balance_experts, forget_load
 from tests.helpers.cover import places
 from tests.helpers.threads import exclusive, run_in_threads
@@ -338,7 +338,7 @@ def test_routers_tell_how_sure_they_are(kind: str) -> None:
     assert count_rows(model) == ()
     assert torch.equal(model(tokens[0]).logits, logits)
 
-    def body(rank: int) -> dict[str, Load]:
+    def body(rank: int) -> dict[str, ExpertLoad]:
         copied = copy.deepcopy(model)
         forget_load(copied)
         mesh = tz.mesh(ep=2)

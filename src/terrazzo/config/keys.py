@@ -74,7 +74,9 @@ SHORTHANDS = {name for name in Config.model_fields if isinstance(getattr(Config(
 
 
 def keys_meant(word: str) -> list[str]:
-    """The dotted keys that `word` may mean: itself, those that end like it, or the one that ends nearly so."""
+    """The dotted keys that `word` may mean: itself; those that end like it, the shortest first; or one that nearly
+    does.
+    """
     if word in KEYS or word in SHORTHANDS:
         return [word]
     last = word.rpartition(".")[2]
@@ -82,5 +84,5 @@ def keys_meant(word: str) -> list[str]:
     for key in KEYS:
         ends.setdefault(key.rpartition(".")[2], []).append(key)
     near = [last] if last in ends else difflib.get_close_matches(last, ends, n=1, cutoff=0.75)
-    meant = ends[near[0]] if near else []
+    meant = sorted(ends[near[0]], key=lambda key: key.count(".")) if near else []
     return meant if len(meant) <= _MOST_MEANT else []

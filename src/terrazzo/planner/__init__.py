@@ -29,7 +29,7 @@ Five words, here and in `engine.dry_run`:
 A question on its way, `terrazzo plan --model llama3-8b --gpus 8`:
 
     Request         arguments as they were written, each checked by itself              setup.request, setup.arguments
-    ask             no strategy is named: a search; else one estimate                   api
+    ask             a strategy and a number of devices: one estimate; else a search     api
     search          candidates for all that is open                                     choice.search
       build_setup   each as a `Setup`, with a value for everything                      setup.request
       assemble      its memory, traffic, time and objections: an `Estimate`             assemble, estimates

@@ -15,7 +15,7 @@ from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.optim.matrix_owners import CUT, AxisExchange, Matrix, MatrixPart, Owners
 from terrazzo.engine.plan.layout import Range
 
-__all__ = ["ExchangeAlong", "MatrixAxis", "MatrixBuffers", "exchange_parts", "gather_cut", "room", "scatter_cut"]
+__all__ = ["ExchangeAlong", "MatrixBuffers", "exchange_parts", "gather_cut", "room", "scatter_cut"]
 
 
 class MatrixAxis(Protocol):

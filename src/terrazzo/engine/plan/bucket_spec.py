@@ -37,7 +37,7 @@ from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import FrozenFormat, Precision, WireFormat
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
-__all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "Sums", "When", "resting_bytes"]
+__all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "StateBytes", "Sums", "When", "resting_bytes"]
 
 
 class When(enum.StrEnum):

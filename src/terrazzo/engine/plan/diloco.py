@@ -15,7 +15,6 @@ from terrazzo.errors import BadInput, did_you_mean
 __all__ = [
     "MESSAGE_NUMEL",
     "OUTER_MOMENTUM",
-    "OUTER_TRAFFIC",
     "DiLoCo",
     "OuterShare",
     "is_of_replica",
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 OuterTraffic = Literal["fp32", "int8"]
-OUTER_TRAFFIC: tuple[str, ...] = get_args(OuterTraffic)
+_OUTER_TRAFFIC: tuple[str, ...] = get_args(OuterTraffic)
 
 OUTER_MOMENTUM = "outer_momentum"
 """What checkpoints call b."""
@@ -65,10 +64,10 @@ class DiLoCo:
             raise BadInput(f"diloco: lr is {self.lr!r}; give a positive number, such as 0.7.")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise BadInput(f"diloco: momentum is {self.momentum!r}; give a number from 0 to below 1, such as 0.9.")
-        if self.traffic not in OUTER_TRAFFIC:
+        if self.traffic not in _OUTER_TRAFFIC:
             raise BadInput(
-                f"diloco: traffic {self.traffic!r} does not exist.{did_you_mean(str(self.traffic), OUTER_TRAFFIC)} "
-                f"Use one of {', '.join(OUTER_TRAFFIC)}."
+                f"diloco: traffic {self.traffic!r} does not exist.{did_you_mean(str(self.traffic), _OUTER_TRAFFIC)} "
+                f"Use one of {', '.join(_OUTER_TRAFFIC)}."
             )
 
     @property

@@ -38,7 +38,11 @@ def save_over(
         return
     nonce = gather_json(os.urandom(4).hex())[0]  # a fixed name might be a user's own, which would be removed
     on_first(lambda: Path(_hidden(path, "saving", nonce)).touch())
-    save_as_first(_fresh(path, nonce), model, optimizer, extra)
+    try:
+        save_as_first(_fresh(path, nonce), model, optimizer, extra)
+    except BaseException:  # of a save that fails nothing is left but this
+        _remove(_hidden(path, "saving", nonce))
+        raise
     on_first(lambda: _take_place(path, nonce))
 
 

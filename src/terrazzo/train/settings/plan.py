@@ -98,15 +98,19 @@ def build_offload(config: Config) -> Offload:
     What changes nothing under the plan is left out: `idle_notes` tells of it.
     """
     section = config.offload
-    scaled = build_precision(config).loss_scaling is not None
-    obstacle = "clips gradients (train.clip)" if config.train.clip else "scales the loss (precision)" if scaled else ""
-    obstacle = obstacle or ("judges each step before its update (guard)" if config.guard.acts else "")
-    obstacle = obstacle or ("notes the weights that rounds begin with (plan.sync_every)" * bool(config.plan.sync_every))
+    is_scaled = build_precision(config).loss_scaling is not None
+    obstacles = [
+        (config.train.clip, "clips gradients (train.clip)", "train.clip=null"),
+        (is_scaled, "scales the loss (precision)", "another precision"),
+        (config.guard.acts, "judges each step before its update (guard)", "no guard"),
+        (config.plan.sync_every, "notes the weights that rounds begin with (plan.sync_every)", "no plan.sync_every"),
+    ]
+    obstacle = next(((what, edit) for is_there, what, edit in obstacles if is_there), None)
     if section.step == "backward" and obstacle:
+        what, edit = obstacle
         raise BadInput(
             f"offload.step is 'backward', which updates each unit before the others' gradients exist, but this run"
-            f" {obstacle}, which needs all of them first: use offload.step=overlapped, which is exact too, or"
-            f" {'train.clip=null' if config.train.clip else 'another precision' if scaled else 'a run without it'}."
+            f" {what}, which needs all of them first: use offload.step=overlapped, which is exact too, or {edit}."
         )
     step = ("overlapped" if obstacle else "backward") if section.step == "auto" else section.step
     return Offload(
