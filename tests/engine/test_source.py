@@ -75,12 +75,15 @@ def test_what_a_module_lists_is_what_others_import() -> None:
     wanted: dict[str, set[str]] = {name: set() for name in TREES}
     for path in (ROOT / "src").rglob("*.py"):
         source = path.read_text()
-        for node in ast.walk(ast.parse(source)) if "terrazzo.engine" in source else ():
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "devices":
-                wanted["runtime/device"].add(node.attr)
+        nodes = list(ast.walk(ast.parse(source))) if "terrazzo.engine" in source else []
+        asked = [(ast.unparse(node.value), node.attr) for node in nodes if isinstance(node, ast.Attribute)]
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("terrazzo.engine."):
                 module = (node.module or "").removeprefix("terrazzo.engine.").replace(".", "/")
                 wanted.get(module, set()).update(alias.name for alias in node.names)
+                for alias in node.names:  # of a module itself, what is asked of it
+                    own = {attribute for base, attribute in asked if base == (alias.asname or alias.name)}
+                    wanted.get(f"{module}/{alias.name}", set()).update(own)
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for name, tree in TREES.items():
         if name.endswith("__init__"):

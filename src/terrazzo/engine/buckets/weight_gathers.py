@@ -25,7 +25,7 @@ from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.precision import WireFormat
 from terrazzo.engine.plan.weight_wire import BlockWire
 
-__all__ = ["WeightGather", "complete_in_blocks", "weight_gather"]
+__all__ = ["complete_in_blocks", "weight_gather"]
 
 
 def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> WeightGather:

@@ -19,7 +19,7 @@ from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack
 from terrazzo.engine.plan.bucket_spec import BucketSpec, MoveBytes, Pass, When
 
-__all__ = ["CountingBucket", "CountingUnit", "CountingWeights", "ExpectedGradient", "StepCounts"]
+__all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts"]
 
 
 class ExpectedGradient(NamedTuple):
