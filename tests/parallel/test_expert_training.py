@@ -180,3 +180,24 @@ def test_what_experts_compute_is_counted_once_however_often_it_is_computed() -> 
         return [int(router.load.sum()) for _, router in routers_of(model)]
 
     assert run_in_threads(2, body) == [[ROWS * TOKENS * EXPERTS.top_k] * SIZES.layers] * 2
+
+
+def test_sums_of_micro_batches_meet_in_one_dtype_on_every_tier() -> None:
+    """Experts of which each rank has others are summed over no rank: what micro-batches add up is never in `reduce`."""
+
+    def weights(plan: str, rank: int) -> dict[str, torch.Tensor]:
+        model: Any = copy.deepcopy(base(False))
+        mesh = tz.mesh(ep=2)
+        tz.parallelize(model, mesh)
+        precision = replace(tz.Precision.named("bf16"), reduce=torch.bfloat16)
+        model, optimizer = tz.shard(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), plan, units=[Block], precision=precision, mesh=mesh
+        )
+        steps = steps_in_parts(model, optimizer, None, range(rank, ROWS, 2), documents=False)
+        return steps[-1][3]
+
+    def body(rank: int) -> None:
+        on_device, on_host = weights("zero3", rank), weights("zero3@cpu-all", rank)
+        assert {name for name, each in on_device.items() if not torch.equal(each, on_host[name])} == set()
+
+    run_in_threads(2, body)

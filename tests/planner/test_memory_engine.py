@@ -157,13 +157,15 @@ def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
 
 
 @pytest.mark.cover(plan=places)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fsdp"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fsdp", "in blocks"])
 @pytest.mark.parametrize(("mesh", "plan"), CASES)
-def test_the_bill_of_whole_matrices_to_the_byte(mesh: str, plan: str, precision: str) -> None:
+def test_the_bill_of_whole_matrices_to_the_byte(mesh: str, plan: str, name: str) -> None:
+    in_blocks = replace(Precision.named("bf16"), gather="int8", quantized_reduce="int4")  # type: ignore[arg-type]
+    precision = in_blocks if name == "in blocks" else PRECISIONS[name]
     with fake_group(math.prod(MESHES[mesh].values())):
         for layers, prefetch in ((1, 1), (3, 2)):
-            check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch, muon=True)
-        check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1, muon=True)
+            check_bill(decoder(layers), mesh, Plan.named(plan), precision, prefetch, muon=True)
+        check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), precision, 1, muon=True)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fsdp"])

@@ -96,7 +96,9 @@ def copied(script: Script, checkouts: Path, folder: Path, ours: bool) -> list[st
     if packed.returncode:
         raise ValueError(f"no {parent} in commit {script.commit}: {packed.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as members:
-        members.extractall(folder / "script", filter="data")
+        # The filter came with Python 3.11.4.
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        members.extractall(folder / "script", **safely)
     copy = folder / "script" / name
     if not copy.exists():
         raise ValueError(f"no {script.path} in commit {script.commit}: mend its row in scripts.toml.")

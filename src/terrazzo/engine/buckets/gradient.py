@@ -207,7 +207,8 @@ class Gradient:
         partial, self._partial = outlives_chain(self._partial.wait), None  # held: its memory is
         with partial.opened(partial.range) as sums:
             if self._tier != "device":
-                return data.add_(sums.to(data.device, non_blocking=True))  # pinned, and written again behind this copy
+                earlier = sums.to(data.device, non_blocking=True)  # pinned, and written again behind this copy
+                return converted(data, sums.dtype).add_(earlier)
             return sums.add_(data)
 
     def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:

@@ -76,8 +76,8 @@ class PlannedBucket(BucketSpec):
         self._whole_experts = placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         packed = precision.frozen if precision.frozen is not None and is_packed(tensors[0], unit) else None
-        self._align = precision.align() if placement.diloco is None else max(precision.align(), placement.diloco.align)
-        align = max(self._align, precision.align(packed)) if self.padded else 1
+        self.align = precision.align() if placement.diloco is None else max(precision.align(), placement.diloco.align)
+        align = max(self.align, precision.align(packed)) if self.padded else 1
         self.end = sum(round_up(self.share(tensor), align) for tensor in tensors)
         axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())
@@ -132,7 +132,7 @@ class PlannedBucket(BucketSpec):
     @cached_property
     def runs(self) -> tuple[int, int, int]:
         """Of these, those of each group: runs of parameters that share settings."""
-        ends, held, align = list[int](), 0, self._align
+        ends, held, align = list[int](), 0, self.align
         for group in range(3):
             held += sum(round_up(self.share(each), align) for each in self.tensors if self.group_of(each) == group)
             ends.append(min(self.updated_numel, held))
@@ -183,8 +183,7 @@ class PlannedBucket(BucketSpec):
     @cached_property
     def _matrix_end(self) -> int:
         """Elements of the flat space up to the end of matrices that are updated whole, which come first."""
-        align = self.precision.align()
-        return sum(round_up(self.share(each), align) for each in self.tensors if self.group_of(each) == 0)
+        return sum(round_up(self.share(each), self.align) for each in self.tensors if self.group_of(each) == 0)
 
     @cached_property
     def resting(self) -> dict[str, tuple[str, float]]:

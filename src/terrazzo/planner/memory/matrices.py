@@ -178,7 +178,8 @@ def _sized(bucket: PlannedBucket) -> _SizedBucket:
     dealt = _DEALT if bucket.dealt > 1 else ""
     axes = _Axes({f"{dealt}{axis}": _Along(each.size) for axis, each in bucket.ranks.items()}, bucket.tp)
     split = math.prod(each.size for each in axes.ranks.values())
-    layout = Layout([((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)], split)
+    parts = [((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)]
+    layout = Layout(parts, split, bucket.align)
     members = [_Member(bucket.group_of(each), _boxes(bucket, each)) for each in bucket.tensors]
     split_over = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
     away = bucket.updated_off_device
