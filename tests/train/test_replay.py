@@ -208,6 +208,44 @@ def test_the_newest_checkpoint_that_is_known_to_be_right_is_never_pruned(tmp_pat
     assert checkpoint.suspect(tmp_path / "run" / "checkpoints", after=4)[0].startswith("step-00000007.suspect-")
 
 
+def test_steps_behind_a_rollback_are_sure_once_all_has_been_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are compared every 100 steps, gradients every 30; at step 205 the run goes back to 160."""
+    monkeypatch.setattr(Replay, "check", lambda self: None)
+    config = config_of(tmp_path, 1, 30, train={"check_replicas_every": 100}, guard_={"memory_every": None})
+
+    def work(session: Any) -> list[int | None]:
+        trainer, sure = TrainingLoop(session, StopAfter(None)), list[int | None]()
+        for step in (100, 180, 200, 160, 180, 200):
+            went_back = step < session.step
+            session.progress.step = step
+            if went_back:
+                trainer.went_back()
+            else:
+                trainer.checks.after_step()
+            sure.append(session.checkpoints.sure_step)
+        trainer.report.leave()
+        return sure
+
+    assert on_ranks_of_a_run(1, config, work) == [[0, 100, 180, 160, 160, 180]]
+
+
+def test_what_is_said_to_be_saved_is_there_once_others_are_put_aside(tmp_path: Path) -> None:
+    """All was right up to step 4, of which there is no checkpoint."""
+
+    def work(session: Any) -> tuple[list[str], int]:
+        for step in (2, 5):
+            session.progress.step = step
+            session.save()
+        session.checkpoints.sure_step = 4
+        return session.checkpoints.suspect(), session.checkpoints.saved_step
+
+    ((names, saved),) = on_ranks_of_a_run(1, config_in(tmp_path), work)
+    assert [name.partition(".")[0] for name in names] == ["step-00000005"]
+    assert saved == 2
+
+
 def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = config_in(tmp_path, plan={"mesh": {"pp": 2}}, guard={"replay_every": 1}, model={"layers": 2})
     with pytest.raises(BadInput, match=r"guard\.replay_every is 1, and plan\.mesh\.pp 2"):

@@ -74,7 +74,7 @@ class TrainingLoop:
             if session.step > before:
                 self.after_step(stopped=stopped)
             else:  # back at a checkpoint, which has all that is due there
-                self.measure_anew()
+                self.went_back()
         is_cut_short = stopped and session.step < train.steps
         self.finish(trained=session.step > first_step, stopped=is_cut_short)
         return PREEMPTED if is_cut_short else 0
@@ -156,8 +156,9 @@ class TrainingLoop:
             self.report.back()
         self.report.left_out(done, session.progress.skipped[-1])
 
-    def measure_anew(self) -> None:
-        """Forget what was measured of steps that are done again."""
+    def went_back(self) -> None:
+        """Forget what was measured, and what was found to be right, of steps that are done again."""
+        self.checks.went_back()
         self.judge.forget()
         self.window.begin()
         self.recorder.begin()

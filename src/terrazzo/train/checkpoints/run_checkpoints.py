@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint import Resumed, Saver
+from terrazzo.checkpoint import Resumed, Saver, step_of
 from terrazzo.checkpoint.loading.native import Checkpoint
 from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.checkpoint.storage.store import CheckpointFolder
@@ -152,11 +152,15 @@ class RunCheckpoints:
         """Put aside what was saved since all was known to be right; returns the new names. Collective."""
         self.wait()
         self._local.clear()
-        after = self.sure_step or 0
-        names = on_first(lambda: checkpoint.suspect(self.folder, after=after, run=self.run))
+        names, newest = on_first(self._put_aside)
         if names:
-            self._begun_step = self._complete_step = after
+            self._begun_step = self._complete_step = newest
         return names
+
+    def _put_aside(self) -> tuple[list[str], int]:
+        """The new names, and the step of the newest checkpoint that is left; 0 for none."""
+        names = checkpoint.suspect(self.folder, after=self.sure_step or 0, run=self.run)
+        return names, step_of(checkpoint.latest(self.folder) or "") or 0
 
     def lost(self) -> str | None:
         """What has become of the folder, if it is no longer the one that this run began with; rank 0 looks."""

@@ -59,6 +59,11 @@ class ReplicaChecks:
                 self._try(self._replay.check)
                 self._note_clean("replay", session.step)
 
+    def went_back(self) -> None:
+        """The run is back at an earlier step: nobody has looked at the steps that follow it now."""
+        self._clean = {name: min(clean, self._session.step) for name, clean in self._clean.items()}
+        self._update_sure_step()
+
     def _try(self, check: Callable[[], None]) -> None:
         try:
             check()
@@ -66,7 +71,6 @@ class ReplicaChecks:
             raise type(error)(f"{error} {self._put_aside()}") from None
 
     def _note_clean(self, name: str, until: int) -> None:
-        self._clean = {each: min(clean, self._session.step) for each, clean in self._clean.items()}  # it may be back
         self._clean[name] = max(until, 0)
         self._update_sure_step()
 
