@@ -20,7 +20,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="cpu (default; 25 minutes on two cores), axes, stages or timeline (5 minutes), or tiny to try it out"
+            help="cpu (default; 25 minutes on two cores), axes, stages, mixture or timeline (5 minutes), or tiny to try"
+            " it out"
         ),
     ] = "cpu",
     cases: Annotated[

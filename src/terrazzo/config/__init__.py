@@ -15,6 +15,17 @@ In reading order:
     arguments  arguments in a shell script, which is not run
     files      a file as plain data
     reading    a file, then overrides, then validation
+
+To add a key:
+
+1. In the section's module in `sections`, a field with its default and its meaning. `schema` checks what several
+   sections say together.
+2. In `train.settings`, or where the trainer reads the section, what a run makes of it. Where another setting has it do
+   nothing, a rule in `train.preflight.idle_settings`; where both cannot be, a check in `train.preflight`.
+3. In `dialects.formats.terrazzo`, for a neutral setting, a row in `paths`, or code in `read` and `write` where a row
+   does not do. Other keys are carried over as they are; `read` has what a conversion to another library says of them.
+4. In `tests/dialects/test_hub.py`, a value that is not the default, and what the key needs beside it.
+5. `python -m tools.reference_pages` gives it its row in docs/reference/train-config.md.
 """
 
 from typing import TYPE_CHECKING

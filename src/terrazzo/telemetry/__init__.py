@@ -16,7 +16,8 @@ How a measurement goes, from the step to the file and back:
 2. Behind the step `steps.step_recorder.StepRecorder.step_done` takes the counts. The training loop calls it, of one's
    own loop the optimizer's hook that `attach` has set.
 3. At a log step `StepRecorder.record()` makes one dict of all steps since the last: the record of a step, whose fields
-   `docs/concepts/step-record.md` has. What differs between ranks is compared as its `skew`.
+   `docs/concepts/step-record.md` has. `terrazzo train` adds what each rank has measured, as its `skew`; ranks of a loop
+   of one's own exchange nothing for it.
 4. On rank 0 `log.sinks.JsonLines.log("step", number, record)` writes it as a line of `metrics.jsonl`, in the folder
    whose files `log.run_folder.RunFolder` names; `TensorBoard` does the same for event files.
 5. Whoever looks reads the lines by `log.records`, and makes of them `display.verdict`, `display.tables`,
@@ -29,8 +30,9 @@ over the steps since the row before. They go from `LogWindow` (what the loop has
 
 To measure one thing more:
 
-- Where the time or the traffic of a step goes, on each rank, compared between them, and of a loop of one's own too: a
-  number of kind `step`. Count it in `StepRecorder` (2), put it into the dict (3); sinks take any number by its name.
+- Where the time or the traffic of a step goes, of a loop of one's own too: a number of kind `step`. Count it in
+  `StepRecorder` (2), put it into the dict (3); sinks take any number by its name. To have `terrazzo train` compare it
+  between ranks, add it to `StepRecorder.numbers` and `skew`.
 - How training itself goes, which needs the session, and which one number tells for all ranks: a number of kind `train`.
   Measure it in `LogWindow`, hand it on in `StepsMeasured`, make it a field of `StepMetrics` in `StepMetricsBuilder`,
   and give it a `_Column` if it is to be on screen.

@@ -1,4 +1,4 @@
-"""Why a run may stand still: a table of causes, how each is worded, and whether it ends the run. `stall` finds them.
+"""Why a run may stand still: a table of causes, each in words, and whether it ends the run. `stall` finds them.
 
 That a run has stood still is one of the ways in which it ends, beside a failure or a stop: those are in
 `train.launch.outcome`.
@@ -19,7 +19,9 @@ class StallCauseRow(NamedTuple):
     """One cause, as docs/guides/slow-runs.md has it in its table.
 
     Attributes:
-        says: of ranks, in the words of a message; a verb that differs for several ranks stands in braces.
+        says: of ranks, as the guide has it; a verb that differs for several ranks stands in braces. A message has these
+            words behind the ranks' numbers. `stall` has sentences of its own for `desynchronised`, `lost` and
+            `partition`, which tell exchanges and hosts, and for a rank that is `slow` since signals stop it.
         because: what it is known by.
         ends: whether nothing will come of waiting longer, so that the run is ended.
         does: what is done, in words.
