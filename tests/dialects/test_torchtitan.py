@@ -149,6 +149,12 @@ def test_keys_of_earlier_versions_are_explained(key: str, word: str) -> None:
     assert word in outcome.why
 
 
+def test_a_degree_that_is_written_as_text_is_that_degree() -> None:
+    document = {"parallelism": {"pipeline_parallel_degree": "1"}, "training": {"local_batch_size": 16}}
+    assert described("torchtitan", document).value("batch.micro_batch") == 16
+    assert findings_by_key("torchtitan", document) == {}
+
+
 def test_stages_run_the_local_batch_in_parts() -> None:
     """`local_batch_size` sequences of a data rank go through the stages as `pipeline_parallel_microbatch_size` each."""
     document = {

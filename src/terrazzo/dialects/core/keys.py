@@ -1,7 +1,7 @@
 """What a library's configuration knows: one row for every key, with all that is to be said of the key.
 
     KEYS = {
-        "training.steps": Key(whole(1), 10_000, "optimizer steps"),
+        "training.steps": Key(integer(1), 10_000, "optimizer steps"),
         "training.gc_freq": Key(ANY, 50, "steps between collections of Python's garbage", "harmless"),
     }
 
@@ -39,7 +39,7 @@ __all__ = [
 
 Keep = Loss | Literal[""]
 ONE_OF = "one of "
-"""How the `expected` of `words` begins."""
+"""How the `expected` of a `choice` begins."""
 MISSING = object()
 """What `Type.parse` gives for a value that is none of the type's."""
 

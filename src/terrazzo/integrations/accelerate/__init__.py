@@ -18,7 +18,9 @@ What it changes:
     on import               `LocalSGD.__init__`, which refuses an Accelerator of this class (`local_sgd`)
     as one is made          a process group of this process alone, if there is none (`accelerator`)
     meanwhile               os.environ without what would start another engine (`requested_setup.hidden`)
-    of that Accelerator     `scaler` is None, `gradient_state` has the configuration's number of micro-batches
+    of that Accelerator     `scaler` is None
+    of the process          Accelerate's `GradientState`, which all Accelerators share, has the number of micro-batches
+                            that the configuration says (`accelerator`)
     in save_state and       `_models`, `_optimizers` and hooks of the Accelerator, without what is sharded
     load_state              (`checkpoints`)
 """

@@ -20,20 +20,19 @@ HF_STORAGE = (2, 9)
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     flat = flatten(document, OPAQUE)
-    yield from _together(flat)
+    yield from _together(flat, reading.description.value("mesh.pp") != 1)
     torch_version = context.version("torch", torch.__version__)
     if flat.get("checkpoint.last_save_in_hf") and torch_version < HF_STORAGE:
         text = "torch writes a Hugging Face folder from shards since 2.8, and joins the parts of a tensor since 2.9"
         yield Finding("checkpoint.last_save_in_hf", "error" if torch_version < (2, 8) else "warning", text)
 
 
-def _together(flat: Mapping[str, Any]) -> Iterable[Finding]:
+def _together(flat: Mapping[str, Any], pipelined: bool) -> Iterable[Finding]:
     """Combinations that torchtitan refuses, or that do nothing."""
 
     def get(key: str) -> Any:
         return flat.get(key, KEYS[key].default)
 
-    pipelined = get("parallelism.pipeline_parallel_degree") != 1
     if pipelined and not get("training.disable_cuda_graphs"):
         text = "CUDA graphs are on by default and do not support pipelines: say training.disable_cuda_graphs: true."
         yield Finding("parallelism.pipeline_parallel_degree", "error", text)

@@ -35,11 +35,12 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     """What a config means."""
     reader = Reader(document, "torchtitan", OPAQUE, KEYS)
     reader.keep_nulls()
+    parallel = _parallelism(reader, context)
     settings = {
-        **_parallelism(reader, context),
+        **parallel,
         **_precision(reader),
         **read_float8(reader),
-        **_batch(reader),
+        **_batch(reader, parallel["mesh.pp"].value),
         **_optimizer(reader),
         **_schedule(reader),
         **_training(reader),
@@ -132,10 +133,10 @@ def _precision(reader: Reader) -> SettingsByPath:
     }
 
 
-def _batch(reader: Reader) -> SettingsByPath:
+def _batch(reader: Reader, stages: int) -> SettingsByPath:
     key = "training.global_batch_size"
     local, length = reader.take(LOCAL_BATCH), reader.take("training.seq_len")
-    if reader.get("parallelism.pipeline_parallel_degree", 1) != 1:
+    if stages != 1:
         return {"batch.sequence_length": length, **_pipelined_batch(reader, local, key)}
     settings = {"batch.micro_batch": local, "batch.sequence_length": length}
     if reader.get(key, -1) == -1:
