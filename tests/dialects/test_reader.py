@@ -36,6 +36,17 @@ def test_the_gravest_verdict_on_a_setting_stands() -> None:
         assert verdict.kind == "refused"
 
 
+def test_values_are_parsed_and_under_todays_spelling() -> None:
+    section = {"enabled": "true", "check_grad_overflow": "FALSE"}
+    document = {"bfloat16": section, "steps_per_print": 5, "communication_data_type": None}
+    assert dialect("deepspeed").read(document).values == {
+        "bf16.enabled": True,
+        "bf16.check_grad_overflow": False,
+        "steps_per_print": 5,
+        "communication_data_type": None,
+    }
+
+
 def test_a_wrong_value_is_refused_though_its_key_is_kept() -> None:
     (verdict,) = dialect("trainer").read({"num_train_epochs": "many"}).verdicts
     assert verdict.kind == "refused" and "'many'" in verdict.why

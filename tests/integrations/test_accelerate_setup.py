@@ -28,6 +28,7 @@ from accelerate.utils import (
 )
 
 from terrazzo.integrations.accelerate.requested_setup import RequestedSetup, hidden
+from terrazzo.integrations.shared import first_rank
 from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
 
 CPU = torch.device("cpu")
@@ -137,6 +138,36 @@ def test_flags_beside_deepspeeds_file(
         setup = asked().setup(CPU, 2)
         assert (dtypes(setup)[1], setup.clip, setup.accumulation) == wanted
         assert setup.plan.name == "zero1"
+
+
+def test_what_is_lost_of_a_configuration_is_named_in_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Keys that the document has, and at other values than their defaults; not those that change no result."""
+    file, sizes = tmp_path / "deepspeed.json", {"train_micro_batch_size_per_gpu": 1}
+    lost = {"prescale_gradients": True, "gradient_predivide_factor": 1.0, "wall_clock_breakdown": True}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}, **sizes, **lost}))
+    document = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+    as_launched(monkeypatch, tmp_path, document | {"deepspeed_config": {"deepspeed_config_file": str(file)}})
+    monkeypatch.setattr(first_rank, "_WARNED", set())
+    with pytest.warns(UserWarning, match="DeepSpeed's configuration") as caught:
+        asked().setup(CPU, 2)
+    (said,) = [str(each.message) for each in caught if "DeepSpeed's configuration" in str(each.message)]
+    assert "prescale_gradients: Terrazzo has no such setting: gradients are divided in other places" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked().setup(CPU, 2)
+
+
+def test_an_effect_that_is_lost_on_the_way_to_deepspeed_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    section = {"zero_stage": 1, "gradient_clipping": 0.0, "zero3_init_flag": False}
+    document = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}
+    as_launched(monkeypatch, tmp_path, document)
+    monkeypatch.setattr(first_rank, "_WARNED", set())
+    with pytest.warns(UserWarning, match=r"Accelerate's configuration: deepspeed_config\.gradient_clipping: .* 0 out"):
+        assert asked().setup(CPU, 2).clip == 1.0
 
 
 def test_a_file_of_deepspeeds_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

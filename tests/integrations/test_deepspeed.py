@@ -173,7 +173,7 @@ def scaled() -> tuple[list[bool], list[float], int]:
     """fp16 from a loss scale that overflows."""
     built = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
-    engine = deepspeed.initialize(model=built, config=config(1, fp16=fp16))[0]
+    engine = deepspeed.initialize(model=built, config=config(1, fp16=fp16, steps_per_print=math.inf))[0]
     applied, scales = [], [engine.loss_scale()]
     for inputs, targets in batches(engine.global_rank, 20):
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))

@@ -59,6 +59,7 @@ def test_a_file_may_have_comments(tmp_path: Path) -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"managed_gradient_accumulation": False}, "set_gradient_accumulation_boundary"),
+        ({"managed_gradient_accumulation": "FALSE"}, "set_gradient_accumulation_boundary"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
         ({"train_batch_size": 9}, "train_batch_size"),
         ({"scheduler": {"type": "Warmup"}}, "WarmupLR"),
@@ -75,7 +76,35 @@ def test_all_reasons_come_at_once() -> None:
         made(zero_optimisation={}, managed_gradient_accumulation=False)
 
 
+@pytest.mark.parametrize(
+    ("document", "key", "value"),
+    [
+        ({"bf16": {"enabled": True, "check_grad_overflow": "false"}}, "bf16.check_grad_overflow", False),
+        ({"bfloat16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow", False),
+        ({"bf16": {"enabled": True, "check_grad_overflow": "auto"}}, "bf16.check_grad_overflow", True),
+        ({"bf16": {"enabled": True}}, "bf16.check_grad_overflow", True),
+        ({"dataloader_drop_last": "false"}, "dataloader_drop_last", False),
+        ({"dataloader_drop_last": "True"}, "dataloader_drop_last", True),
+        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage", 2),
+        ({}, "steps_per_print", None),
+    ],
+)
+def test_what_the_engine_looks_up_is_parsed_under_every_spelling(
+    document: dict[str, Any], key: str, value: object
+) -> None:
+    assert made(**document).get(key) is value
+
+
+def test_arguments_of_the_optimizer_are_parsed() -> None:
+    params = {"lr": "1e-3", "torch_adam": "false", "amsgrad": "false", "betas": [0.9, 0.95]}
+    section = made(optimizer={"type": "AdamW", "params": params}).section("optimizer.params")
+    defaults = build_optimizer("AdamW", section, [nn.Parameter(torch.ones(2))]).defaults
+    wanted = {"lr": 0.001, "weight_decay": 0.0, "amsgrad": False, "betas": (0.9, 0.95)}
+    assert {name: defaults[name] for name in wanted} == wanted
+
+
 def test_notes_say_what_has_no_effect_and_nothing_else() -> None:
+    assert made(gradient_clipping=1, wall_clock_breakdown="false", prescale_gradients="false").notes == ()
     quiet: dict[str, Any] = {"stage": 2, "overlap_comm": None, "contiguous_gradients": True, "cpu_offload": False}
     assert (
         made(gradient_clipping=1, zero_optimization=quiet, steps_per_print=10, wall_clock_breakdown=False).notes == ()

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.integrations.fsdp2 import register_fsdp_forward_method, units
+from terrazzo.integrations.shared import first_rank
 from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -190,6 +191,18 @@ def test_arguments_choose_a_row_of_the_table(
         engine = engine_of(marked(tz.fully_shard, Net(), mesh=mesh, reshard_after_forward=reshard))
     assert engine.plan.places() == tz.Plan.named(plan).resolve(engine.axes.names).places()
     assert {axis: engine.axes.size([axis]) for axis in engine.axes.names} == sizes
+
+
+def test_arguments_without_a_row_are_refused_or_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_rank, "_WARNED", set())
+    with fake_group(8):
+        with pytest.raises(tz.BadInput, match="fully_shard cannot be honoured: reshard_after_forward is 3: "):
+            engine_of(marked(tz.fully_shard, Net(), mesh=init_device_mesh("cpu", (8,)), reshard_after_forward=3))
+        mesh = init_device_mesh("cpu", (2, 4))
+        with pytest.warns(UserWarning, match="fully_shard: reshard_after_forward: a second group of 2") as caught:
+            engine_of(marked(tz.fully_shard, Net(), mesh=mesh, reshard_after_forward=2))
+        engine_of(marked(tz.fully_shard, Net(), mesh=mesh, reshard_after_forward=2))
+    assert len(caught) == 1
 
 
 # -- the calls of a module ---------------------------------------------------------------------------------------

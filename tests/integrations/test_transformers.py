@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.errors import BadInput
+from terrazzo.integrations.shared import first_rank
 from tests.helpers.processes import Pool
 from tests.integrations.trainers import (
     PATIENCE_S,
@@ -274,6 +275,23 @@ def test_a_key_that_training_arguments_pass_over_is_refused(tmp_path: Path) -> N
     arguments = _arguments(tmp_path, fsdp=True, fsdp_config={"offload_params": True})
     with pytest.raises(BadInput, match=r"offload_params.*cpu_offload"):
         describe(arguments, torch.float32)
+
+
+def test_what_is_lost_of_a_deepspeed_document_is_named_in_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from terrazzo.integrations.transformers.arguments import describe
+
+    arguments = _arguments(tmp_path)  # what is set behind it needs no DeepSpeed
+    arguments.deepspeed = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
+    arguments.deepspeed |= {"gradient_clipping": "auto", "prescale_gradients": False}
+    describe(arguments, torch.float32)  # pytest makes errors of warnings
+    arguments.deepspeed["prescale_gradients"] = True
+    monkeypatch.setattr(first_rank, "_WARNED", set())
+    with pytest.warns(UserWarning, match=r"TrainingArguments: deepspeed\.prescale_gradients: .*divided") as caught:
+        describe(arguments, torch.float32)
+    describe(arguments, torch.float32)
+    assert len(caught) == 1
 
 
 def test_a_deepspeed_document_must_agree_with_the_arguments(tmp_path: Path) -> None:

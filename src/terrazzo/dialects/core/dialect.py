@@ -73,10 +73,18 @@ NO_CONTEXT = ReadingContext()
 
 @dataclass(frozen=True)
 class Reading:
-    """A document, understood. `verdicts` has one for every key of the document."""
+    """A document, understood.
+
+    Attributes:
+        description: what it means.
+        verdicts: one for every key of the document.
+        values: what each key says, by today's spelling and parsed as its row says, such as False for the word "false";
+            None where that is nothing. A key without a row, or that is kept without a look at it, is as it stands.
+    """
 
     description: Description
     verdicts: tuple[KeyVerdict, ...]
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Reader:
         self.flat = flatten(document, opaque)
         self.verdicts: dict[str, KeyVerdict] = {}
         self._extras: list[Extra] = []
+        self._parsed: dict[str, Any] = {}
 
     def __contains__(self, key: str) -> bool:
         """Whether the document has this key, or any below it."""
@@ -121,7 +122,7 @@ class Reader:
     def choice(
         self, key: str, choices: Mapping[Any, Any], default: Any = None, *, fold: bool = True, null: bool = False
     ) -> Setting[Any]:
-        """One of some words or numbers, as what it stands for. See `keys.words`."""
+        """One of some words or numbers, as what it stands for. See `keys.choice`."""
         return self._checked(key, default, choice(choices, fold=fold), null)
 
     def names(self, key: str, default: Sequence[str] = (), *, null: bool = True) -> Setting[Any]:
@@ -150,12 +151,15 @@ class Reader:
             return Setting(default, "default", "")
         raw = self.flat[key]
         if raw is None and null:
+            self._parsed[key] = None
             self.mark(key, "applied")
             return Setting(default, "default", key)
         value = kind.parse(raw)
         if value is MISSING:
+            self._parsed[key] = None
             self.refuse(key, f"it is {_shown(raw)}, expected {_expected(kind, raw)}")
             return Setting(default, "default", key)
+        self._parsed[key] = value
         self.mark(key, "applied")
         return Setting(value, "file", key)
 
@@ -235,7 +239,12 @@ class Reader:
             self.refuse(key, f"{self.library} has no such key and {unknown}.{near}")
         self._name_targets(settings)
         ordered = tuple(self.verdicts[key] for key in self.flat)
-        return Reading(build(dialect, settings, tuple(self._extras)), ordered)
+        return Reading(build(dialect, settings, tuple(self._extras)), ordered, self._values())
+
+    def _values(self) -> dict[str, Any]:
+        """See `Reading.values`."""
+        today = {name: key for key, name in self.spelling.items()}
+        return {today.get(name, name): self._parsed.get(name, raw) for name, raw in self.flat.items()}
 
     def _name_targets(self, settings: Mapping[str, Setting[Any]]) -> None:
         paths: dict[str, list[str]] = {}

@@ -51,7 +51,7 @@ def read_document(source: Dialect, document: ConfigDocument, context: ReadingCon
     if reading.description.value("mesh.world") is None and context.world is not None:
         settings["mesh.world"] = Setting(context.world, "derived")
     description = reading.description.replace(settings)
-    return Reading(description.replace(_batch(description)), reading.verdicts)
+    return replace(reading, description=description.replace(_batch(description)))
 
 
 def _batch(description: Description) -> SettingsByPath:

@@ -29,6 +29,7 @@ from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments, trained_dtypes
 from terrazzo.integrations.shared.from_description import setup_for
+from terrazzo.integrations.shared.honour import honour
 
 __all__ = ["RequestedSetup", "hidden"]
 
@@ -168,10 +169,7 @@ class RequestedSetup:
         if self.plugin is not None:
             name, document = "deepspeed", deepspeed_document(self.plugin, self.mixed)
         reading = read_document(dialect(name), document, ReadingContext(world=world))
-        refused = [f"{verdict.key}: {verdict.why}" for verdict in reading.verdicts if verdict.kind == "refused"]
-        if refused:
-            raise BadInput(f"The configuration asks for what cannot be honoured. {'; '.join(refused)}.")
-        return reading.description
+        return honour(reading, "DeepSpeed's configuration" if self.plugin is not None else "Accelerate's configuration")
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

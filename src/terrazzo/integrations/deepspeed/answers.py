@@ -66,7 +66,7 @@ class Answers:
 
     def optimizer_name(self) -> str:
         """The JSON's word for it, in lower case, else its class."""
-        return str(self.configuration.get("optimizer.type", type(self.optimizer).__name__)).lower()
+        return str(self.configuration.get("optimizer.type") or type(self.optimizer).__name__).lower()
 
     def get_lr(self) -> list[float]:
         """The rate of each param group."""

@@ -23,7 +23,7 @@ from terrazzo.integrations.deepspeed.optimizers import Parameters, build_optimiz
 from terrazzo.integrations.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from terrazzo.integrations.deepspeed.runtime.engine import DeepSpeedEngine
 from terrazzo.integrations.deepspeed.runtime.lr_schedules import SCHEDULES
-from terrazzo.integrations.deepspeed.utils import warn_once
+from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -143,7 +143,7 @@ def _optimizer(
     elif passed is not None:
         built = passed(parameters)
     elif (name := configuration.description.value("optimizer.name")) is not None:
-        built = build_optimizer(name, configuration.get("optimizer.params", {}), parameters)
+        built = build_optimizer(name, configuration.section("optimizer.params"), parameters)
     else:
         return None
     built.param_groups[:] = [group for group in built.param_groups if group["params"]]
@@ -163,4 +163,4 @@ def _scheduler(passed: Any, optimizer: Optimizer | None, configuration: Configur
     name = configuration.get("scheduler.type")
     if name is None or optimizer is None:
         return None
-    return SCHEDULES[name](optimizer, **configuration.get("scheduler.params", {}))
+    return SCHEDULES[name](optimizer, **configuration.section("scheduler.params"))

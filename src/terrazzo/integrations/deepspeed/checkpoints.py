@@ -19,7 +19,7 @@ from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.files import replace_file, replacing
 from terrazzo.integrations.deepspeed.config import Configuration
-from terrazzo.integrations.deepspeed.utils import warn_once
+from terrazzo.integrations.shared.first_rank import warn_once
 from terrazzo.integrations.shared.saving import check_replaceable, save_over, settle
 
 __all__ = ["Checkpoints"]

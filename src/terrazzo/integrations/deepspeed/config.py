@@ -14,7 +14,8 @@ import torch
 from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.core.agreement import extras_by_key
 from terrazzo.dialects.core.description import Description, Setting
-from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.dialect import Reading, ReadingContext
+from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.formats.deepspeed.keys import TABLE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
@@ -22,6 +23,7 @@ from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.from_description import setup_for
+from terrazzo.integrations.shared.honour import lost, refuse
 
 __all__ = ["Configuration", "read"]
 
@@ -50,27 +52,28 @@ class Configuration:
     """A JSON, understood.
 
     Attributes:
-        document: as it was given.
+        values: what the document says, by DeepSpeed's own dotted keys: see `Reading.values`.
         description: what it means.
         setup: for the engine.
         micro_batch: sequences per forward pass on one rank.
         notes: what is lost or has no effect, a line each.
     """
 
-    document: Mapping[str, Any]
+    values: Mapping[str, Any]
     description: Description
     setup: EngineSetup
     micro_batch: int
     notes: tuple[str, ...] = ()
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value at a dotted key of the document."""
-        value: Any = self.document
-        for name in key.split("."):
-            if not isinstance(value, Mapping) or value.get(name) is None:
-                return default
-            value = value[name]
-        return value
+    def get(self, key: str) -> Any:
+        """The value at a dotted key, under any of its spellings; DeepSpeed's default where the document says none."""
+        value = self.values.get(key)
+        return TABLE[key].neutral if value is None else value
+
+    def section(self, name: str) -> dict[str, Any]:
+        """What the document says right below a dotted key, by the keys' last parts."""
+        below = {key: value for key, value in self.values.items() if key.startswith(f"{name}.") and value is not None}
+        return {split(key)[-1]: value for key, value in below.items()}
 
     @property
     def gathers_on_save(self) -> bool:
@@ -80,8 +83,8 @@ class Configuration:
     @property
     def stage(self) -> int:
         """DeepSpeed's number for the plan."""
-        stage = self.get("zero_optimization", 0)
-        return int(stage) if isinstance(stage, bool) else int(self.get("zero_optimization.stage", 0))
+        older = self.values.get("zero_optimization")  # true means 1
+        return int(older if isinstance(older, bool) else self.get("zero_optimization.stage"))
 
 
 def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device: torch.device) -> Configuration:
@@ -94,20 +97,18 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device:
     reading = read_document(source, loaded.document, context)
     findings = check(Understood(loaded, source, reading, context))
     errors = [f"{each.key}: {each.text}" if each.key else each.text for each in findings if each.level == "error"]
-    if loaded.document.get("managed_gradient_accumulation") in (False, "false", "False"):
+    if reading.values.get("managed_gradient_accumulation") is False:
         errors.append(_UNMANAGED)
     errors += _open(reading.description)
-    if errors:
-        reasons = "; ".join(each.rstrip(".") for each in errors)
-        raise BadInput(f"'{loaded.path}' cannot be honoured: {reasons}{'' if reasons.endswith('?') else '.'}")
+    refuse(f"'{loaded.path}'", errors)
     description, notes = _without_activations(reading.description)
     renamed = {verdict.key for verdict in reading.verdicts if verdict.kind == "renamed"}
     warnings = [each for each in findings if each.level == "warning" and each.key not in renamed]
     notes += [f"{each.key}: {each.text}" for each in warnings if each.key]  # without one: the file has comments
-    notes += _lost(description)
+    notes += [*lost(reading, _OWN), *_without_effect(reading)]
     micro_batch = description.value("batch.micro_batch")
     setup = setup_for(description, device)
-    return Configuration(loaded.document, description, setup, micro_batch, tuple(dict.fromkeys(notes)))
+    return Configuration(reading.values, description, setup, micro_batch, tuple(dict.fromkeys(notes)))
 
 
 def _loaded(config: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
@@ -133,17 +134,15 @@ def _without_activations(description: Description) -> tuple[Description, list[st
     return changed, [f"{key}: it is for deepspeed.checkpointing, which this integration has not"]
 
 
-def _lost(description: Description) -> list[str]:
-    """What the document says beyond what the engine is told."""
-    extras = [each for key, each in extras_by_key(description).items() if key not in _OWN and _asks(key, each.value)]
-    lossy = [f"{each.key}: Terrazzo has no such setting: {each.why}" for each in extras if each.loss != "harmless"]
-    harmless = [each.key for each in extras if each.loss == "harmless" and not each.key.startswith(_BUILT_HERE)]
-    if harmless:
-        lossy.append(f"without effect here, and on the results: {', '.join(harmless)}")
-    return lossy
+def _without_effect(reading: Reading) -> Iterator[str]:
+    """Keys that say something else than their defaults, and change no result."""
+    harmless = [key for key, extra in extras_by_key(reading.description).items() if extra.loss == "harmless"]
+    others = [key for key in harmless if key not in _OWN and not key.startswith(_BUILT_HERE)]
+    if asking := [key for key in others if _asks(key, reading.values.get(key))]:
+        yield f"without effect here, and on the results: {', '.join(asking)}"
 
 
 def _asks(key: str, value: object) -> bool:
     """Whether a key says something else than its default."""
     row = TABLE.get(key)
-    return value not in (None, {}) and (row is None or value != row.default)
+    return value not in (None, {}) and (row is None or value != row.neutral)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.errors import BadInput
-from terrazzo.integrations.deepspeed.utils import warn_once
+from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["SHARDED", "GatheredParameters", "Init"]
 

@@ -34,6 +34,7 @@ from terrazzo.integrations.fsdp2.optimizer import take_over
 from terrazzo.integrations.fsdp2.states import RowPlacements, place
 from terrazzo.integrations.shared.engine_setup import EngineSetup, trained_dtypes
 from terrazzo.integrations.shared.from_description import setup_for
+from terrazzo.integrations.shared.honour import honour
 
 __all__ = ["fully_shard"]
 
@@ -213,12 +214,7 @@ def _setup(root: nn.Module, calls: Mapping[str, Mapping[str, Any]]) -> EngineSet
     loaded = _dtype_of(root)
     world = dist.get_world_size() if dist.is_initialized() else None
     reading = read_document(dialect("fsdp2"), document, ReadingContext(world=world, load_dtype=str(loaded)))
-    for verdict in reading.verdicts:
-        if verdict.kind == "refused":
-            raise BadInput(f"fully_shard: {verdict.key} is {verdict.value!r}: {verdict.why}.")
-        if verdict.kind == "lossy":
-            warnings.warn(f"fully_shard: {verdict.key}: {verdict.why}", stacklevel=2)
-    setup = setup_for(reading.description, _device(own["mesh"]), loaded)
+    setup = setup_for(honour(reading, "fully_shard"), _device(own["mesh"]), loaded)
     return dataclasses.replace(setup, units=tuple(map(glob.escape, inner)))
 
 

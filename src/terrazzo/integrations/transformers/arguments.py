@@ -19,6 +19,7 @@ from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import trained_dtypes
+from terrazzo.integrations.shared.honour import honour
 
 __all__ = ["check", "check_split", "describe"]
 
@@ -41,11 +42,10 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
     name = DTYPE_NAMES.get(loaded, str(loaded).removeprefix("torch."))
     context = ReadingContext(args.world_size, load_dtype=name, trainer=document)
     reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
-    if refused := [f"{each.key}={each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:
-        raise BadInput(f"TrainingArguments that Terrazzo cannot honour: {'; '.join(refused)}.")
+    description = honour(reading, "TrainingArguments")
     if args.deepspeed:
         _check_deepspeed(document, context)
-    return reading.description
+    return description
 
 
 def _check_launcher(args: transformers.TrainingArguments) -> None:

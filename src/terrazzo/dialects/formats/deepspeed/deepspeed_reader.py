@@ -61,6 +61,7 @@ class DeepSpeedReader(Reader):
     def _automatic(self, key: str, auto: Auto, default: Any) -> Setting[Any]:
         """What "auto" comes to: the rule's value, None where it is open, or the default where DeepSpeed drops it."""
         name, section = self.spelled(key), key.rpartition(".")[0]
+        self._parsed[name] = auto.value if auto.rule else None
         if auto.rule:
             self.mark(name, "defaulted", auto.why)
             return Setting(auto.value, "auto", name)

@@ -194,7 +194,8 @@ def _options(reader: DeepSpeedReader, name: str, built_in: bool) -> Setting[Any]
         elif built_in and row is None:
             reader.refuse(key, f"{name} takes no such argument.{did_you_mean(argument, OPTIMIZER_PARAMS)}")
         elif row is None or not (row.keep or argument in _FOR_ADAM):
-            options[argument] = reader.flat[key]
+            raw = reader.flat[key]
+            options[argument] = raw if row is None or raw is None else reader.take(key).value
             keys.append(key)
             reader.mark(key, "applied")
     return Setting(options, "file", ", ".join(keys))

@@ -79,7 +79,7 @@ class _Read:
             section = verdict.key.removeprefix(self.prefix).partition(".")[0]
             if verdict.key not in extra_keys and verdict.kind != "refused" and section in _VERBATIM:
                 extras.append(Extra(verdict.key, verdict.value, verdict.why, loss="harmless"))
-        return Reading(reading.description.replace({}, tuple(extras)), reading.verdicts)
+        return replace(reading, description=reading.description.replace({}, tuple(extras)))
 
     def _precision(self) -> Setting[Any]:
         key = f"{self.prefix}precision"

@@ -130,7 +130,7 @@ class TrainerReader(Reader):
             extras = (*extras, *self.nested.extras, Extra("deepspeed", self._original["deepspeed"], loss="harmless"))
         order = {key: place for place, key in enumerate(flatten(self._original, _OPAQUE))}
         verdicts = sorted(by_key.values(), key=lambda verdict: order.get(verdict.key, len(order)))
-        return Reading(reading.description.replace(spelled, extras), tuple(verdicts))
+        return replace(reading, description=reading.description.replace(spelled, extras), verdicts=tuple(verdicts))
 
     def _verbatim(self, reading: Reading) -> tuple[Extra, ...]:
         """Keys that several settings come from, or one of several words for a setting: they come back as they were."""

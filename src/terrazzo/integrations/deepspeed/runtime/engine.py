@@ -23,7 +23,7 @@ from terrazzo.integrations.deepspeed.answers import Answers
 from terrazzo.integrations.deepspeed.checkpoints import Checkpoints
 from terrazzo.integrations.deepspeed.config import Configuration
 from terrazzo.integrations.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from terrazzo.integrations.deepspeed.utils import is_first
+from terrazzo.integrations.shared.first_rank import is_first
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -131,13 +131,13 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         every = self.configuration.get("steps_per_print")
-        if every and self.global_steps % int(every) == 0 and is_first():
+        if every and self.global_steps % float(every) == 0 and is_first():  # perhaps infinity, which is never
             print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
 
     def _leaves_out(self, norm: float) -> bool:
         """Whether a step in bf16 is left out for gradients that are not finite, as DeepSpeed does."""
-        checked = self.bfloat16_enabled() and self.configuration.get("bf16.check_grad_overflow", True)
-        return bool(checked) and not math.isfinite(norm)
+        checked: bool = self.bfloat16_enabled() and self.configuration.get("bf16.check_grad_overflow")
+        return checked and not math.isfinite(norm)
 
     # -- accumulation --------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
             data_sampler,
             shuffle=route == "train",
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            drop_last=bool(self.configuration.get("dataloader_drop_last", False)),
+            drop_last=self.configuration.get("dataloader_drop_last"),
             collate_fn=collate_fn or self.collate_fn,
             num_workers=2 if num_local_io_workers is None else num_local_io_workers,
             pin_memory=pin_memory,
