@@ -14,7 +14,7 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, outlives_chain
 from terrazzo.engine.plan.precision import WireFormat
 
-__all__ = ["gather_sums", "sum_scattered"]
+__all__ = ["gather_sums", "sum_everywhere", "sum_scattered"]
 
 
 def sum_scattered(along: Collectives, values: Tensor, form: WireFormat, dtype: torch.dtype) -> Moves[Tensor]:
@@ -25,33 +25,49 @@ def sum_scattered(along: Collectives, values: Tensor, form: WireFormat, dtype: t
         dtype: of the sum, which is rounded to it once.
     """
     sent = _empty_blocks(values, values.numel(), form)
-    for part, packed in block_tiles(values, form.blocks):
-        encode(values[part], form, sent[packed])
+    _encode(values, form, sent)
     received = torch.empty_like(sent)
     each = [sent.numel() // along.size] * along.size
     yield from along.all_to_all(sent, each, received, each, "reduce_scatter")
     total = outlives_chain(lambda: values.new_empty(values.numel() // along.size, dtype=dtype))
     chunks = received.view(along.size, -1)
-    for part, packed in block_tiles(total, form.blocks):
-        summed = decode(chunks[0, packed], form)
-        for chunk in chunks[1:]:
-            summed += decode(chunk[packed], form)
-        total[part] = summed
+    _add_decoded(chunks, form, total)
     return total
+
+
+def sum_everywhere(along: Collectives, values: Tensor, form: WireFormat) -> Moves[None]:
+    """Replace `values`, 1-D, fp32, of whole blocks, by the sum of every rank's; all take the same blocks."""
+    blocks = values.new_empty(along.size, form.blocks.size_bytes(values.numel()), dtype=torch.uint8)
+    _encode(values, form, blocks[along.rank])
+    if along.size > 1:
+        yield from along.all_gather(blocks.view(-1))
+    _add_decoded(blocks, form, values)
 
 
 def gather_sums(along: Collectives, own: Tensor, form: WireFormat) -> Moves[Tensor]:
     """Every rank's `own` in one new tensor of the same dtype. All ranks have what the blocks stand for."""
     numel = own.numel() * along.size
     message = _empty_blocks(own, numel, form)
-    mine = message.view(along.size, -1)[along.rank]
-    for part, packed in block_tiles(own, form.blocks):
-        encode(own[part], form, mine[packed])
+    _encode(own, form, message.view(along.size, -1)[along.rank])
     yield from along.all_gather(message, "all_reduce")
     whole = outlives_chain(lambda: own.new_empty(numel))
     for part, packed in block_tiles(whole, form.blocks):
         whole[part] = decode(message[packed], form)
     return whole
+
+
+def _encode(values: Tensor, form: WireFormat, into: Tensor) -> None:
+    for part, packed in block_tiles(values, form.blocks):
+        encode(values[part], form, into[packed])
+
+
+def _add_decoded(rows: Tensor, form: WireFormat, into: Tensor) -> None:
+    """The sum of what the blocks of each row stand for, in fp32 and in the order of rows."""
+    for part, packed in block_tiles(into, form.blocks):
+        summed = decode(rows[0, packed], form)
+        for row in rows[1:]:
+            summed += decode(row[packed], form)
+        into[part] = summed
 
 
 def _empty_blocks(like: Tensor, numel: int, form: WireFormat) -> Tensor:

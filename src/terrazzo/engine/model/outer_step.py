@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from terrazzo.engine.buckets.block_sums import sum_everywhere
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer, Resting
-from terrazzo.engine.buckets.wire import decode, encode
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.tally import Tally
@@ -23,7 +23,7 @@ from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.diloco import MESSAGE_NUMEL, DiLoCo
-from terrazzo.engine.plan.layout import WIRE_BLOCKS, Range, round_up, tiles
+from terrazzo.engine.plan.layout import Range, round_up, tiles
 from terrazzo.engine.plan.precision import WireFormat
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import Misuse, RanksApart
@@ -181,18 +181,9 @@ def _mean(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
 
 def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
     """The same, of what blocks of 8 bits stand for; so are those of this replica itself."""
-    kind, size = message.device.type, along.size
-    blocks = torch.empty(size, WIRE_BLOCKS.size_bytes(numel), dtype=torch.uint8, device=message.device)
-    packed = [(tile, WIRE_BLOCKS.bytes_of(tile)) for tile in tiles(Range(0, numel), kind)]
-    for tile, own in packed:
-        encode(message[tile.start : tile.stop], WireFormat.INT8, blocks[along.rank, own.start : own.stop])
-    if size > 1:
-        yield from along.all_gather(blocks.view(-1))
-    for tile, own in packed:
-        total = decode(blocks[0, own.start : own.stop], WireFormat.INT8)
-        for row in blocks[1:]:
-            total.add_(decode(row[own.start : own.stop], WireFormat.INT8))
-        message[tile.start : tile.stop] = total.div_(size)
+    own = message[:numel]
+    yield from sum_everywhere(along, own, WireFormat.INT8)
+    own.div_(along.size)
 
 
 def _set_master(bucket: Bucket, label: Label) -> None:
