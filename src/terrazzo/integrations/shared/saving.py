@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from terrazzo.checkpoint.loading.load import own_folder
 from terrazzo.checkpoint.saving.save import save_as_first
 from terrazzo.errors import BadInput
-from terrazzo.exchange import gather_json, on_first
+from terrazzo.exchange import on_first
 from terrazzo.files import sync_folder
 
 __all__ = ["check_replaceable", "save_over", "settle"]
@@ -33,11 +33,10 @@ def save_over(
     on. After an earlier kill the next save removes the new one: that it is ours says the file `.NAME.saving-NONCE`.
     """
     path = _named(path)
-    if not on_first(lambda: _settle_to_save(path)):
+    nonce = on_first(lambda: _begin(path))
+    if nonce is None:
         save_as_first(path, model, optimizer, extra)
         return
-    nonce = gather_json(os.urandom(4).hex())[0]  # a fixed name might be a user's own, which would be removed
-    on_first(lambda: Path(_hidden(path, "saving", nonce)).touch())
     try:
         save_as_first(_fresh(path, nonce), model, optimizer, extra)
     except BaseException:  # of a save that fails nothing is left but this
@@ -104,13 +103,20 @@ def _take_place(path: str, nonce: str) -> None:
     _remove(_hidden(path, "saving", nonce))
 
 
-def _settle_to_save(path: str) -> bool:
-    """`_settle`, and a new one that a kill has kept from taking the name is removed."""
-    there = _settle(path)
+def _begin(path: str) -> str | None:
+    """Finish or remove what kills have left, and note that a save begins: its nonce, or None where nothing is replaced.
+
+    A fixed name might be a user's own, which would be removed.
+    """
+    is_there = _settle(path)
     for nonce in _nonces(path, "saving"):
         _remove(_fresh(path, nonce))
         _remove(_hidden(path, "saving", nonce))
-    return there
+    if not is_there:
+        return None
+    nonce = os.urandom(4).hex()
+    Path(_hidden(path, "saving", nonce)).touch()
+    return nonce
 
 
 def _settle(path: str) -> bool:
