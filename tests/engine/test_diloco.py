@@ -299,16 +299,26 @@ def test_clipping_takes_the_norm_of_the_replica() -> None:
     on_ranks(4, body)
 
 
+def in_fp16() -> tuple[Any, Any]:
+    """On two replicas, in rounds of two steps."""
+    return tz.shard(Net(), adamw, precision="fp16", mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+
+
+def overflow_once(model: Any, optimizer: Any, rank: int) -> None:
+    """A round, whose first step overflows in the second replica alone."""
+    for step in range(2):
+        loss = loss_of(model, batch(step, rank))
+        (loss * (float("inf") if rank and not step else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_a_step_that_overflows_in_one_replica_is_a_step_of_its_round() -> None:
     """fp16: each replica has a loss scale of its own."""
 
     def body(rank: int) -> dict[str, Tensor]:
-        model, optimizer = tz.shard(Net(), adamw, precision="fp16", mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
-        for step in range(2):
-            loss = loss_of(model, batch(step, rank))
-            (loss * (float("inf") if rank and not step else 1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model, optimizer = in_fp16()
+        overflow_once(model, optimizer, rank)
         assert optimizer.skipped_steps == rank
         assert engine_of(model).outer.number == 1
         return masters(model)
@@ -442,14 +452,10 @@ def momentum_of(model: Any) -> Tensor:
 
 def test_each_replica_goes_on_with_its_own_loss_scale(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        model, optimizer = tz.shard(Net(), adamw, precision="fp16", mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
-        for step in range(2):
-            loss = loss_of(model, batch(step, rank))
-            (loss * (float("inf") if rank and not step else 1)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        model, optimizer = in_fp16()
+        overflow_once(model, optimizer, rank)
         tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
-        other, others = tz.shard(Net(), adamw, precision="fp16", mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        other, others = in_fp16()
         tz.checkpoint.load(tmp_path / "a", other, others)
         assert others.loss_scale == optimizer.loss_scale == 2.0 ** (16 - rank)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from terrazzo.engine import (
 )
 from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.errors import BadInput
+from terrazzo.integrations.shared.first_rank import is_first
 from terrazzo.integrations.shared.generation import generate_together
 from terrazzo.nn import float8
 
@@ -164,5 +164,5 @@ def trained_dtypes(model: nn.Module) -> list[torch.dtype]:
 def _convert_linears(model: nn.Module, recipe: str, skip: Sequence[str] | None) -> None:
     """Have linear layers multiply in 8 bits, as `tz.nn.float8` does, and say on the first rank which do."""
     conversion = float8(model, recipe, skip=skip)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         logging.getLogger("terrazzo").warning("%s", conversion)
