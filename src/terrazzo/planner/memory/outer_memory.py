@@ -14,6 +14,8 @@ __all__ = ["outer_held_bytes", "outer_numel"]
 
 def outer_numel(setup: Setup, stage: int) -> int:
     """Elements whose outer gradients a rank of `stage` exchanges; 0 where there are no outer steps."""
+    if setup.diloco is None:
+        return 0
     found = ((bucket, count) for unit, count, own in placed_units(setup, stage) for bucket in buckets(unit, own))
     return sum(count * bucket.numel(bucket.outer_axes) for bucket, count in found if bucket.outer_states)
 
