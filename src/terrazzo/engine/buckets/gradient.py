@@ -34,8 +34,8 @@ from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves, Released, converted, next_stream, outlives_chain, tail
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.bucket_spec import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.device import HOST

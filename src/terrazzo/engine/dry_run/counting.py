@@ -17,7 +17,8 @@ from terrazzo.engine.comm.traffic import Ledger, Traffic, kind_of_traffic
 from terrazzo.engine.comm.transfer import Handle, Moves, Released
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack
-from terrazzo.engine.plan.bucket_spec import BucketSpec, MoveBytes, Pass, When
+from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, When
+from terrazzo.engine.plan.moves import MoveBytes
 
 __all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts"]
 

@@ -40,15 +40,7 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
     for bucket in trained:
         apart = bucket.outer_axes != bucket.optim_axes and bucket.updated_off_device and not bucket.on_host
         with ledger.holding(apart * bucket.numel(bucket.optim_axes) * _ITEMSIZE):
-            _gather_masters(bucket, tally)
+            for move in bucket.outer_gathers:
+                traffic.record(move.kind, int(move.sent_bytes))
         CountingBucket(bucket, StepCounts(traffic, ledger), beside=axes.comm_streams is not None).publish()
     return tally
-
-
-def _gather_masters(bucket: Bucket, tally: Tally) -> None:
-    """From the ranks of the outer step to where the optimizer's weights are."""
-    axes, own = bucket.outer_axes, bucket.numel(bucket.outer_axes)
-    for cut in range(len(axes) - 1, len(bucket.optim_axes) - 1, -1):
-        wider = bucket.numel(axes[:cut])
-        tally.traffic.record("all_gather", (wider - own) * _ITEMSIZE)
-        own = wider

@@ -21,7 +21,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.plan.bucket_spec import BucketSpec, MoveBytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.moves import MoveBytes
 
 __all__ = [
     "Allocation",

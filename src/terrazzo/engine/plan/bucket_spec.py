@@ -33,11 +33,12 @@ import torch
 from terrazzo.engine.mesh.family import BESIDE
 from terrazzo.engine.plan.diloco import DiLoCo, OuterShare
 from terrazzo.engine.plan.layout import wire_scratch_bytes
+from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
-from terrazzo.engine.plan.precision import FrozenFormat, Precision, WireFormat
+from terrazzo.engine.plan.precision import FrozenFormat, Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
-__all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "StateBytes", "Sums", "When", "resting_bytes"]
+__all__ = ["BucketSpec", "Pass", "StateBytes", "When", "resting_bytes"]
 
 
 class When(enum.StrEnum):
@@ -77,61 +78,6 @@ class StateBytes(NamedTuple):
     state: str
     tier: str
     nbytes: int
-
-
-class MoveBytes(NamedTuple):
-    """One collective, or one copy, of one bucket.
-
-    Attributes:
-        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `copy`.
-        what: is moved, such as `weights`.
-        over: the axis of a collective; of a copy the link, `pcie` or `disk`.
-        sent_bytes: by one rank; whole but in plans, whose optimizers may keep a fraction of a byte per element.
-        received_bytes: memory for what arrives to be summed, in the first of its `steps`.
-        sum_bytes: memory of the sum that it makes, if that is memory of its own.
-        divides: what it sums is divided there, since nothing is summed behind it.
-        form: of the blocks that are sent; None where they are elements of a dtype.
-    """
-
-    kind: str
-    what: str
-    over: str
-    sent_bytes: float
-    received_bytes: int = 0
-    steps: int = 1
-    sum_bytes: int = 0
-    divides: bool = False
-    form: WireFormat | None = None
-
-
-class Reduction(NamedTuple):
-    """How a micro-batch's gradient is summed over ranks: `Gradient` does this, and whoever plans a step counts it.
-
-    Behind the `partial` sum, what earlier micro-batches have left is added. That is all, but for a step's last
-    micro-batch: of it the `finish` follows, and one division, in a move that `divides` or behind them all.
-
-    Attributes:
-        partial, finish: reduce-scatters and all-reduces, in their order. An all-reduce of blocks is a reduce-scatter
-            and an all-gather.
-        partial_axes, axes: over which the partial sum is split, and the one at the end.
-        beside_bytes: the partial sum, in memory of its own while it is finished.
-    """
-
-    partial: Sequence[MoveBytes]
-    partial_axes: tuple[str, ...]
-    finish: Sequence[MoveBytes]
-    axes: tuple[str, ...]
-    beside_bytes: int
-
-
-class Sums(NamedTuple):
-    """The reductions of a step's gradients: of micro-batches that are reduced before the last, and of the last."""
-
-    earlier: Reduction
-    last: Reduction
-
-    def of(self, last: bool) -> Reduction:
-        return self.last if last else self.earlier
 
 
 @dataclass(eq=False)
@@ -326,6 +272,11 @@ class BucketSpec(OuterShare):
             case When.REDUCE | When.LAST:
                 reduction = self.sums.of(when is When.LAST)
                 return [*reduction.partial, *reduction.finish]
+
+    @property
+    def outer_gathers(self) -> list[MoveBytes]:
+        """From the parts of an outer step to where the optimizer's weights are."""
+        return self._gathers(self.outer_axes, self.optim_axes, DtypeWire(torch.float32), "outer weights")
 
     @cached_property
     def sums(self) -> Sums:

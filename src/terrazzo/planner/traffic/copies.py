@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.engine.plan.bucket_spec import MoveBytes
+from terrazzo.engine.plan.moves import MoveBytes
 from terrazzo.optim import Muon
 from terrazzo.planner.memory.buckets import PlannedBucket
 from terrazzo.words import TIERS

@@ -44,12 +44,7 @@ def outer_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
 
 def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
     """From the parts of the outer step to master weights, and from these to weights."""
-    axes, own = bucket.outer_axes, bucket.numel(bucket.outer_axes)
-    for cut in range(len(axes) - 1, len(bucket.optim_axes) - 1, -1):
-        wider = bucket.numel(axes[:cut])
-        yield _move(setup, "all_gather", "outer weights", 4 * (wider - own), _group(setup, bucket, axes[cut]))
-        own = wider
-    for move in bucket.collectives(When.UPDATE):
+    for move in (*bucket.outer_gathers, *bucket.collectives(When.UPDATE)):
         yield _move(setup, move.kind, "outer weights", move.sent_bytes, _group(setup, bucket, move.over))
 
 
