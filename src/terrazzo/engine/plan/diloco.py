@@ -18,6 +18,7 @@ __all__ = [
     "DiLoCo",
     "OuterShare",
     "is_of_replica",
+    "kind_of_first",
     "kind_of_replica",
 ]
 
@@ -141,7 +142,12 @@ def kind_of_replica(kind: str, replica: int) -> str:
 
 def is_of_replica(kind: str) -> bool:
     """Whether that is what they call one of another than the first."""
-    return "@" in kind
+    return kind_of_first(kind) != kind
+
+
+def kind_of_first(kind: str) -> str:
+    """What they call that state of the first replica."""
+    return kind.partition("@")[0]
 
 
 def _is_number(value: object) -> bool:

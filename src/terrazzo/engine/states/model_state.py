@@ -19,6 +19,7 @@ from terrazzo.engine.model.names import PersistentBuffer
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.plan.absent import as_one
 from terrazzo.engine.plan.box import Box
+from terrazzo.engine.plan.diloco import kind_of_first
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import (
@@ -72,8 +73,7 @@ class ParameterInfo:
 
     def per_element(self, kind: str) -> bool:
         """Whether a state has a value for each element; weights and their averages have."""
-        of_first = kind.partition("@")[0]
-        return self.states is None or self.states.get(of_first, (self.numel, self.dtype))[1] is not None
+        return self.states is None or self.states.get(kind_of_first(kind), (self.numel, self.dtype))[1] is not None
 
 
 class ModelState:
