@@ -489,7 +489,7 @@ def test_a_picture_is_written(suffix: str, tmp_path: Path) -> None:
         (["--params", "70e9", "--world", "8", "--precision", ""], "precision is empty"),
         (["--params", "9" * 400, "--world", "8"], "70B"),
         ([*EIGHT, "--strategy", ""], "strategy is empty"),
-        ([*EIGHT, "--ac", ""], "checkpointing is empty"),
+        ([*EIGHT, "--ac", ""], "--ac is empty"),
         ([*EIGHT, "--precision", ""], "precision is empty"),
         ([*EIGHT, "--framework", ""], "no framework ''"),
         (["--model", "llama3-8b", "--gpu", "", "--gpus", "8"], "gpu is empty"),

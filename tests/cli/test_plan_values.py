@@ -82,12 +82,23 @@ def test_the_number_that_was_meant_is_written_out(arguments: list[str], edit: st
         (["--framework", "deepsped"], "'deepspeed'", "megatron"),
         (["--optimizer-kernel", "fuse"], "'fused'", "foreach"),
         (["--offload", "cpuu"], "'cpu'", "nvme-all"),
+        (["--offload", "disk"], "'nvme'", "--offload is 'disk'; it is one of cpu, cpu-all, nvme"),
+        (["--gpus", "eight"], "", "--gpus is 'eight'"),
+        (["--gpus", "8..4"], "", "--gpus is '8..4'"),
+        (["--attention", "flash4"], "'flash'", "--attention is 'flash4'"),
+        (["--ac", "every_33"], "", "has 32 layers"),
     ],
 )
 def test_a_wrong_value_is_answered_like_a_wrong_name(arguments: list[str], near: str, choices: str) -> None:
     said = refusal(*PLAN, *arguments)
     assert f"Did you mean {near}" in said or not near
     assert choices in said
+
+
+def test_what_is_no_tier_is_not_put_behind_a_strategy() -> None:
+    said = refusal("--model", "llama3-8b", "--gpus", "8", "--offload", "disk")
+    assert "Did you mean 'nvme'" in said
+    assert "--strategy" not in said
 
 
 def test_the_written_name_of_a_strategy_is_the_one_in_the_error() -> None:

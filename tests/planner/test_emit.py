@@ -121,7 +121,7 @@ def test_a_plan_of_ones_own_is_emitted_place_by_place(tmp_path: Path) -> None:
     assert build_plan(emitted(tmp_path, strategy=own)[0]) == own
 
 
-@pytest.mark.parametrize("options", [{"attention": "math"}, {"loss": "fused"}], ids=str)
+@pytest.mark.parametrize("options", [{"attention": "math"}, {"attention": "flash3"}, {"loss": "fused"}], ids=str)
 def test_what_the_trainer_would_do_otherwise_is_not_emitted(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"planned, not runnable yet: `terrazzo train`"):
         emitted(tmp_path, **options)

@@ -140,6 +140,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "experts beside 4 bits": ("terrazzo", {"model": "mixtral-8x7b", "qlora": True}, "terrazzo", {"qlora": True}),
     "fused loss": ("terrazzo", {"loss": "fused"}, "megatron", {"loss": "fused"}),
+    "kernel that no configuration names": (
+        "terrazzo", {"attention": "flash3"}, "terrazzo", {"attention": "flash"},
+    ),
     "attention that keeps its scores": ("terrazzo", {"attention": "math"}, "megatron", {"attention": "math"}),
     # DeepSpeed
     "AutoTP with ZeRO-3": ("deepspeed@0.19.3", {"tp": 2}, "deepspeed@0.19.4", {"tp": 2}),

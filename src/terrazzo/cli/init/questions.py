@@ -13,7 +13,7 @@ from terrazzo.planner import Cluster, ModelShape, model_shape
 from terrazzo.planner.machine.devices import cpu_host, device, this_machine
 from terrazzo.planner.model.loading import preset_name
 from terrazzo.planner.model.presets import PRESETS
-from terrazzo.planner.setup.request import LIMIT
+from terrazzo.planner.setup.arguments import MOST_DEVICES
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.planning.as_setup import setup_of
 
@@ -183,8 +183,8 @@ def _batch(text: str, answers: InitAnswers) -> int:
 
 
 def _whole(flag: str, text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= LIMIT:
-        raise BadInput(f"{flag} is '{text}', expected a whole number from 1 to {LIMIT:,}.")
+    if not text.isdecimal() or not 0 < int(text) <= MOST_DEVICES:
+        raise BadInput(f"{flag} is '{text}', expected a whole number from 1 to {MOST_DEVICES:,}.")
     return int(text)
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from terrazzo.cli.plan.arguments import FromConfig, FromCount, FromModel, PlanArguments, PlanSource
 from terrazzo.cli.plan.files import check_files, emit, emitted, unfilled
 from terrazzo.cli.plan.options import OPTION_ROWS
+from terrazzo.cli.plan.values import by_option, check_tier
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
@@ -91,11 +92,16 @@ def _request(arguments: PlanArguments, **changes: Any) -> Request:
     """What is asked of the planner; `changes` replace fields of it."""
     strategy, offload = _strategy(arguments.strategy, arguments.offload)
     own = {"strategy": strategy, "offload": offload, "sequence_parallel": not arguments.no_sequence_parallel}
-    return Request(**{**arguments.request_fields, **own, **changes})
+    try:
+        return Request(**{**arguments.request_fields, **own, **changes})
+    except BadInput as error:
+        raise BadInput(by_option(str(error))) from None
 
 
 def _strategy(name: str | None, tier: str | None) -> tuple[str | None, bool]:
     """A strategy with its tier, and whether the search may choose one."""
+    if tier is not None:
+        check_tier(tier)
     if tier == "any" and name is not None:
         raise BadInput(
             f"--offload any leaves the strategy open, and --strategy {name} is given: name a tier, such as cpu."

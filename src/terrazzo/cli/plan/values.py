@@ -10,7 +10,7 @@ from terrazzo.cli.plan.options import OPTION_ROWS, PlanOption
 from terrazzo.cli.shared.verb import as_setting
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["meant_option", "read_numbers"]
+__all__ = ["by_option", "check_tier", "meant_option", "read_numbers"]
 
 OTHER_NAMES = {
     "--model": "preset name model-name model-path model-id hf hf-model checkpoint",
@@ -36,6 +36,12 @@ OTHER_NAMES = {
 }
 """What else an option is called, here or by other tools."""
 
+OTHER_TIERS = {
+    name: tier for tier, names in {"cpu": "host memory ram dram", "nvme": "disk ssd drive storage"}.items()
+    for name in names.split()
+}  # fmt: skip
+"""What else a tier of `--offload` is called."""
+
 _KNOWN = {
     known.removeprefix("--"): option for option in OPTION_ROWS for name in option.names for known in name.split("/")
 }
@@ -52,6 +58,27 @@ def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with numbers in place of their text. Raises: `BadInput` for what is none, before any work."""
     numbers = {option.argument: _read(option, values[option.argument]) for option in OPTION_ROWS if option.is_number}
     return {**values, **numbers}
+
+
+def by_option(problem: str) -> str:
+    """What is wrong with a field of a request, told of the option that it is: `gpus is ...` as `--gpus is ...`."""
+    field, is_word, rest = problem.partition(" is ")
+    flag = next((option.flag for option in OPTION_ROWS if option.field == field and option.unit is None), None)
+    return problem if flag is None else f"{flag}{is_word}{rest}"
+
+
+def check_tier(text: str) -> None:
+    """Raises: `BadInput` for a value of `--offload` that names no tier."""
+    from terrazzo.engine import OFFLOADS  # torch, which --help does without
+
+    known, name = [*OFFLOADS, "any"], text.strip().lower().replace("_", "-").partition(":")[0]
+    if name in known:
+        return
+    near = f" Did you mean '{OTHER_TIERS[name]}'?" if name in OTHER_TIERS else did_you_mean(name, known)
+    raise BadInput(
+        f"--offload is {_short(text)}; it is one of {', '.join(OFFLOADS)}, each also with a share (cpu:0.7), or any."
+        f"{near}"
+    )
 
 
 def meant_option(option: str, value: str, words: list[str]) -> str | None:

@@ -256,6 +256,15 @@ ENGINE_RULES = (
         "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
     ),
     Rule(
+        "kernel that no configuration names",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.attention not in ("flash", "math") and not setup.model.soft_caps,
+        lambda it: f"`terrazzo train` takes torch's scaled_dot_product_attention, which is no {it.attention}.",
+        "Plan with attention flash, or call that kernel in a model of your own and give it to tz.shard.",
+        "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+    ),
+    Rule(
         "kernel with a soft cap",
         ("terrazzo",),
         "planned",

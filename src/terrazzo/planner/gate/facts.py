@@ -55,6 +55,7 @@ class Facts:
             setup.optimizer.name,
         )
         self.vocab, self.layers, self.positions = model.vocab, model.layers, model.positions
+        self.attention = setup.attention
         self.sequence, self.micro_batches = setup.sequence, setup.micro_batches
         self.tp, self.pp, self.cp, self.ep = mesh.tp, mesh.pp, mesh.cp, mesh.ep
         self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp

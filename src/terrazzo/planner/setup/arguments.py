@@ -13,7 +13,10 @@ from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking
 
-__all__ = ["checked"]
+__all__ = ["MOST_DEVICES", "checked", "count_range"]
+
+MOST_DEVICES = 1_000_000
+"""That a request may name."""
 
 COUNTS = (
     "sequence", "micro_batch", "global_batch", "micro_batches", "tp", "pp", "cp", "ep", "dp_replicate", "per_node",
@@ -108,7 +111,24 @@ def _read_gpus(gpus: Any) -> int | str:
     if gpus == "":
         raise BadInput("gpus is empty; give a number such as 64, or a range such as 8..1024.")
     if isinstance(gpus, str) and not re.fullmatch(r"-?[0-9]{1,18}", gpus):
+        count_range(gpus)
         return gpus
     number = int(gpus) if isinstance(gpus, str) else gpus
     check_number("gpus", number, whole=True)
     return int(number)
+
+
+def count_range(text: str) -> tuple[int, int]:
+    """Least and most devices of `8..1024`, or of a number twice that. Raises: `BadInput` for what is neither."""
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
+    first, dots, last = text.partition("..")
+    try:
+        low, high = int(first), int(last) if dots else int(first)
+    except ValueError:
+        raise BadInput(f"gpus is {shown}; give a number such as 64, or a range such as 8..1024.") from None
+    check_number("gpus", low, whole=True)
+    if high < low:
+        raise BadInput(f"gpus is {shown}, a range that ends before it begins; write {high}..{low}.")
+    if high > MOST_DEVICES:
+        raise BadInput(f"gpus is {shown}; at most {MOST_DEVICES:,} can be planned for.")
+    return low, high

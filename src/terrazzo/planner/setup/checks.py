@@ -48,6 +48,7 @@ def check(setup: Setup) -> None:
     _check_world(setup)
     _check_plan(setup)
     if setup.model.layers:
+        _check_checkpointing(setup)
         _check_sequence(setup)
         _check_blocks(setup)
         _check_parts(setup)
@@ -85,6 +86,15 @@ def _check_plan(setup: Setup) -> None:
         )
     between = replace(plan.between, tier="device")  # other frameworks keep it where the weight is
     Plan(plan.weight, between, plan.grad, plan.optim, plan.name).resolve(list(mesh.sizes()) or ["dp_shard"])
+
+
+def _check_checkpointing(setup: Setup) -> None:
+    layers = setup.model.layers
+    if setup.every > layers:
+        raise BadInput(
+            f"Activation checkpointing every_{setup.every} is of one layer in {setup.every}, and {setup.model.name} "
+            f"has {layers} layers. Use every_N up to every_{layers}, or none."
+        )
 
 
 def _check_sequence(setup: Setup) -> None:

@@ -19,7 +19,7 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.adapters import adapter_rank, globs, trained
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import recipes
-from terrazzo.planner.setup.arguments import checked
+from terrazzo.planner.setup.arguments import checked, count_range
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import optimizer
@@ -36,8 +36,8 @@ SEQUENCE = 4096
 MICRO_BATCHES_PER_STAGE = 8
 """Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
 
-LARGEST, LIMIT = 1024, 1_000_000
-"""Devices that are tried when a request names no number, and the most that it may name."""
+LARGEST = 1024
+"""Devices that are tried when a request names no number."""
 
 
 BANDWIDTHS = ("memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth")
@@ -263,8 +263,8 @@ def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
     Below one host, powers of two. Raises: `BadInput` for what is neither a number nor a range.
     """
     if isinstance(request.gpus, int):
-        return (_range(str(request.gpus))[0],)
-    first, last = _range(request.gpus or f"1..{LARGEST}")
+        return (count_range(str(request.gpus))[0],)
+    first, last = count_range(request.gpus or f"1..{LARGEST}")
     small = [2**power for power in range(per_node.bit_length()) if 2**power < per_node]
     whole = range(per_node, last + 1, per_node)
     counts = tuple(count for count in (*small, *whole) if first <= count <= last)
@@ -324,21 +324,6 @@ def _named_device(name: str, memory_bytes: float | None) -> Device:
         if memory_bytes is None or near:
             raise
         return Device(name)
-
-
-def _range(text: str) -> tuple[int, int]:
-    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
-    first, dots, last = text.partition("..")
-    try:
-        low, high = int(first), int(last) if dots else int(first)
-    except ValueError:
-        raise BadInput(f"gpus is {shown}; give a number such as 64, or a range such as 8..1024.") from None
-    check_number("gpus", low, whole=True)
-    if high < low:
-        raise BadInput(f"gpus is {shown}, a range that ends before it begins; write {high}..{low}.")
-    if high > LIMIT:
-        raise BadInput(f"gpus is {shown}; at most {LIMIT:,} can be planned for.")
-    return low, high
 
 
 def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
