@@ -21,7 +21,7 @@ from torch import Tensor
 
 from terrazzo.checkpoint.importers.deepspeed import DeepSpeedCheckpoint, recognises
 from terrazzo.checkpoint.importers.deepspeed.trained import scaler_counters
-from terrazzo.engine.consensus.loss_scale import DynamicLossScale
+from terrazzo.engine.autograd.loss_scale import DynamicLossScale
 from terrazzo.engine.plan.precision import LossScaling
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint import faults

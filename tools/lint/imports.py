@@ -34,8 +34,8 @@ INNER_LAYERS = {
     ),
     "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
-        *("runtime", "comm", "mesh", "plan", "buckets", "schedule", "autograd", "consensus", "hooks", "optim"),
-        *("offload", "dry_run", "model", "states", "border", "sharding", ""),
+        *("runtime", "comm", "mesh", "pipeline", "plan", "buckets", "schedule", "autograd", "consensus"),
+        *("hooks", "optim", "offload", "dry_run", "model", "states", "border", "sharding", ""),
     ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),

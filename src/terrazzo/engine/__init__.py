@@ -5,16 +5,17 @@ Folders, from the lowest to the highest:
     runtime     threads, devices, memory, and torch's own runtime
     comm        how ranks exchange
     mesh        the axes of the mesh, and the collectives along each
+    pipeline    the stages of a model that this rank runs
     plan        what is stated: flat spaces, places, what moves
     buckets     what is in memory, and how parameters are views of it
     schedule    when it moves
     autograd    what a forward leaves behind, in autograd's graph and on modules
-    consensus   what ranks must have alike, and where they meet
+    consensus   what ranks must have alike, and where they compare it
     hooks       what torch calls while a model runs
     optim       stock optimizers over flat master weights
     offload     what is away from the device
     dry_run     memory and traffic of a step that has not run
-    model       a sharded model as one object, and what its ranks agree on
+    model       a sharded model as one object
     states      what there is to save of it, and how it comes back
     border      what a user may do with it: how that is intercepted, and what is answered
     sharding    tz.shard, and what comes before it
@@ -50,7 +51,7 @@ Four ways through it, each from its first call to its last:
         border/measured         Measured._answer                    and `copy_` of that raises
         buckets/parameter       `data` in _linked                   values here: noted, or an alias that counts versions
         buckets/edits           Edits.take_written                  gathered for reading: raises as they are released
-        model/blocks            GatheredBlocks.block                `tz.gathered(model, write=True)`: taken over
+        model/gathered_blocks   GatheredBlocks.block                `tz.gathered(model, write=True)`: taken over
         hooks/forward_hooks     ForwardHooks.before_model           whole weights: compared as the next pass begins,
         buckets/bucket          Bucket.adopt_edits                  and taken over into the master weights
 
@@ -60,6 +61,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     runtime                                     what a device, and this process, can do and may use
     mesh                                        the axes of a mesh
     plan                                        what is stated, for the planner and for checkpoints
+    pipeline                                    the stages of a model, for what cuts it into these
     comm                                        the collectives of a group, and where a step's time goes
     schedule.schedule, dry_run.counting         a dry run of a step, for the planner
     optim.matrix_owners, optim.matrix_steps, optim.template  dry runs of updates of whole matrices, likewise
@@ -67,7 +69,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use
     states.materialize, sharding.mesh_checks          what is done to a model before it is sharded
-    model.together                              what ranks are told alike, or refuse as one
+    consensus.joint_checks                      what ranks are told alike, or refuse as one
     buckets.parameter                           what a forward does with a weight
 
 `python -m tools.lint` checks both.
@@ -85,11 +87,11 @@ from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
-from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
-from terrazzo.engine.model.unused import UnusedGradients, unused_gradients
+from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
-from terrazzo.engine.plan.absent import as_one, give_up
+from terrazzo.engine.pipeline.absent_parameters import as_one, give_up
+from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import Units, find_units, parameter_names
@@ -106,12 +108,12 @@ from terrazzo.engine.plan.precision import (
     WireFormat,
 )
 from terrazzo.engine.plan.rectangles import Rectangle
-from terrazzo.engine.plan.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.checks import check_narrow
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
+from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.states.ema import EMA
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.model_state import ModelState, ParameterInfo

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES
 from terrazzo.engine.mesh.meshes import expert_mesh
-from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.sharding.mesh_checks import check_uncut
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
@@ -86,7 +86,7 @@ def parallelize(  # structure: signature fixed by the design
     ranks = tensor_ranks(mesh) if _sizes(mesh)["tp"] > 1 else None
     arguments = _Arguments(tensor, sequence, context, balance, pipeline)
     changes, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, arguments))
-    check_agreement(axes, facts, along=axes.with_stages)
+    check_alike(axes, facts, along=axes.with_stages)
     if changes.context is not None:
         shared = changes.context
         all_or_none(axes, lambda: share_sequences(model, shared))  # which changes nothing where it refuses

@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from terrazzo.engine.border.collective_calls import on_every_rank
 from terrazzo.engine.border.load_hooks import check_loading, hooked_after, hooked_before, own_method
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers
-from terrazzo.engine.model.together import all_or_none
-from terrazzo.engine.model.wrappers import refuse_class
+from terrazzo.engine.model.torch_wrappers import refuse_class
+from terrazzo.engine.states.buffers_and_extra_state import (
+    PersistentBuffer,
+    extra_state,
+    extra_state_takers,
+    persistent_buffers,
+)
 from terrazzo.engine.states.materialize import replace_buffers
 from terrazzo.engine.states.model_state import ModelState
 from terrazzo.engine.states.state_dict import shows_all, whole_state_dict

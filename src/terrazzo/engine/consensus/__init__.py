@@ -1,11 +1,31 @@
-"""What ranks must have alike, what they agree on, and where they meet for it.
+"""What ranks must have alike, where they compare it, and what they agree on.
 
-    loss_scale        what fp16 multiplies losses by, alike on all ranks
-    hyper_parameters  the numbers in param groups, which ranks compare
+Each rank keeps its own part of all states, so one that has done something else would not be noticed. They compare:
+
+    when                                        what                                         where
+    tz.shard, tz.attach, before they change     model, arguments, versions; one rank's       joint_checks, of facts
+    anything                                    refusal is everyone's                        from sharding/compared
+    a training forward ends, until the order    the units that ran; the merged list is the   agreement
+    is settled                                  program from then on
+    a forward or a backward ends                which exchange this is, steps, hyper-        pass_end, of what
+                                                parameters, edits, denominators              progress has noted
+    a step's last backward ends                 the same, and which gradients there are      agreement, in pass_end
+    a module exchanges rows, as of experts      whether all have come to it                  row_exchanges
+    `tz.gathered(model, write=True)` ends       what has been written into weights           written_weights
+    a state dict or an average is loaded        the tensors of each rank                     `states`, by their digest
+    a round of replicas begins or ends          the weights that it began with               model/outer_step, likewise
+
+Plans that keep weights whole have no meeting at the end of a forward, nor of a backward that sums nothing over ranks.
+What differs is named on every rank.
+
+    joint_checks      checks that all ranks pass, or all raise
+    digest            a hash that ranks compare in the place of a tensor
+    written_weights   what users have written into weights: compared, or taken from the first rank
+    hyper_parameters  the numbers in param groups, as a step has used them
     progress          how far the training has come on this rank: what must be alike at every meeting
     pass_end          where ranks meet at the end of a pass; it raises if they have not run the same
     agreement         what they agree on there: the program of the next steps, and which gradients there are
     row_exchanges     where they meet besides: before modules that exchange rows, such as experts
 
-Read them in that order.
+Read them in that order. Numbers are exchanged by `Axes.differing`, `.maximum` and `.rows` of `mesh`.
 """

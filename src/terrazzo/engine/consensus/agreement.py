@@ -32,7 +32,7 @@ class Agreement:
     def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, progress: Progress) -> None:
         self._units, self._schedule, self._axes, self._progress = units, schedule, axes, progress
 
-    def on_order(self) -> None:
+    def agree_on_order(self) -> None:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         program, axes = self._schedule.program, self._axes
         numbers = _encoded(program.visits, program.recomputed)
@@ -49,14 +49,14 @@ class Agreement:
         own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=HOST)
         return [[number for number in row if number >= 0] for row in axes.rows(own).tolist()]
 
-    def on_gradients(self, backward: BackwardPass) -> None:
+    def agree_on_gradients(self, backward: BackwardPass) -> None:
         """A backward has run its program to the end.
 
         Raises:
             RanksApart: if the ranks have not run the same.
         """
         if backward.this_pass is Pass.FINISHES:
-            strayed, any_late, seen = self._flags(backward)
+            strayed, any_late, seen = self._exchange_flags(backward)
             left = iter(seen)
             for bucket in _trainable(self._units):
                 bucket.gradient.agree_on_seen(islice(left, len(bucket.members)))
@@ -65,9 +65,9 @@ class Agreement:
             for program in self._schedule.programs if strayed else ():
                 program.doubt()
         elif backward.this_pass is Pass.REDUCES and self._schedule.meet is None:
-            self._flags(backward)  # ranks that have not run the same hear it here
+            self._exchange_flags(backward)  # ranks that have not run the same hear it here
 
-    def _flags(self, backward: BackwardPass) -> tuple[int, list[int], list[int]]:
+    def _exchange_flags(self, backward: BackwardPass) -> tuple[int, list[int], list[int]]:
         """One small reduction: has any rank left the order, had each unit late, seen a gradient of each parameter?"""
         own_late = [int(unit.index in backward.late) for unit in self._units]
         own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
@@ -77,7 +77,7 @@ class Agreement:
 
 
 def flags_numel(units: Sequence[Unit]) -> int:
-    """int64 elements that `Agreement.on_gradients` exchanges over every axis."""
+    """int64 elements that `Agreement.agree_on_gradients` exchanges over every axis."""
     return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for bucket in _trainable(units))
 
 

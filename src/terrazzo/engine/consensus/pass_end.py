@@ -37,21 +37,21 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
         RanksApart: if another rank has come with another label, or has issued other exchanges than this one on a
             transport whose messages carry no labels.
     """
-    trail = _trail(axes, progress)
-    values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=HOST)
+    checksum = _checksum(axes, progress)
+    values = torch.tensor([label.code, ~label.code, checksum, ~checksum, *numbers], device=HOST)
     before = moving.set(label)
     try:
-        highest, lowest, most, least, *top = axes.maximum(values).tolist()
+        highest, lowest, largest, smallest, *top = axes.maximum(values).tolist()
     finally:
         moving.reset(before)
     label.check(highest, "another rank")
     label.check(~lowest, "another rank")
-    if most != ~least:
-        _compare_trails(axes, progress, label)
+    if largest != ~smallest:
+        _name_difference(axes, progress, label)
     return [int(number) for number in top]
 
 
-def _trail(axes: Axes, progress: Progress) -> int:
+def _checksum(axes: Axes, progress: Progress) -> int:
     """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, what the loop has
     done to gradients, what they are multiplied and divided by, and what has been exchanged on transports whose
     messages carry no labels.
@@ -69,8 +69,8 @@ def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
     return {(first, name): value for first, numbers in every for name, value in numbers.values().items()}
 
 
-def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
-    """The trails of the ranks differ.
+def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
+    """The checksums of the ranks differ.
 
     Raises:
         RanksApart: naming steps, gradients, hyper-parameters, denominators, or the first exchange in which they do.

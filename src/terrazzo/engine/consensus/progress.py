@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.consensus.hyper_parameters import HyperParameters
-from terrazzo.engine.consensus.loss_scale import LossScale
 from terrazzo.errors import Misuse
 
 __all__ = ["Denominator", "Progress"]

@@ -12,8 +12,8 @@ from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.bucket_spec import Pass
-from terrazzo.engine.plan.stages import Stages
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Promise"]

@@ -21,9 +21,9 @@ from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.plan.stages import Stages
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule

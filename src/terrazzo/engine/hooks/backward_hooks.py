@@ -188,7 +188,7 @@ class BackwardHooks:
 
     def complete(self, backward: BackwardPass) -> None:
         """The sums of all gradients have been started: agree with the other ranks, and wait for them. Collective."""
-        self.agreement.on_gradients(backward)  # which may start those of late ones once more
+        self.agreement.agree_on_gradients(backward)  # which may start those of late ones once more
         self.schedule.end_backward()
         self._progress.denominator.loss_scale.end_backward()
         self.listener.end_backward()

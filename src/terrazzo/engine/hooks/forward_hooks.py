@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from terrazzo.engine.autograd.announce import Announcements
 from terrazzo.engine.autograd.copies import Copies
 from terrazzo.engine.autograd.listeners import eager, inside_backward, on_backward
+from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.autograd.module_tree import ModuleTree
 from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
 from terrazzo.engine.autograd.saved import SavedWeights
@@ -20,7 +21,6 @@ from terrazzo.engine.buckets.full_memory import Storages
 from terrazzo.engine.buckets.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.comm.label import Purpose
-from terrazzo.engine.consensus.loss_scale import LossScale
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
@@ -158,7 +158,7 @@ class ForwardHooks:
         self._exchanges.before_end(forward.end_label)
         schedule.end_forward()
         if training and not schedule.order.agreed:
-            self._agreement.on_order()
+            self._agreement.agree_on_order()
         return self._loss_scale.of_output(output) if schedule.ends_model else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:

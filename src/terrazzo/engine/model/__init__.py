@@ -1,30 +1,27 @@
-"""A sharded model as one object, and what its ranks agree on.
+"""A sharded model as one object.
 
 `Engine` is what `tz.shard` builds; whoever else acts on a model asks it. What a user calls, and where that arrives:
 
+    model(x)                              hooks             ForwardHooks.before_model; the engine is not asked
     with tz.accumulate(model)             accumulation      sets what becomes of the next backwards' gradients
-    loss.backward()                       hooks             the engine is not asked
+    loss.backward()                       hooks             BackwardHooks.start, by the first hook that torch calls
     tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
     optimizer.step()                      engine            prepare_step before it, publish behind it; see `optim`
                                           outer_step        behind the last of a round: OuterSteps.run
-    tz.EMA(model).update()                average           Average.update: the average follows the master weights
-    with tz.gathered(model, write=True)   engine, blocks    settle, full weights of all units, written ones are adopted
+    tz.EMA(model).update()                weight_average    Average.update: the average follows the master weights
+    with tz.gathered(model, write=True)   gathered_blocks   settle, full weights of all units, written ones are adopted
     model.state_dict(), a checkpoint      engine            settle: all is at rest; then `states` reads it
 
-    engine        one sharded model: its units, their schedule, and what can be asked of them
-    names         persistent buffers and extra state, which every rank holds whole
-    description   what a sharded model is, as text
-    gradients     all gradients, between backwards and steps
-    blocks        blocks inside which users have full weights
-    average       a moving average of master weights
-    drivers       what steps the model: put on it, and let go of
-    outer_step    rounds of replicas that train by themselves, and the step that joins their weights
-    accumulation  micro-batches that are not a step's last
-    together      what ranks do as one, or all raise
-    digest        what they compare in the place of tensors
-    alike         values that a user gives on each rank, compared or broadcast
-    unused        backwards that no step uses
-    wrappers      torch's own data parallelism, refused
+    engine            one sharded model: its units, their schedule, and what can be asked of them
+    description       what a sharded model is, as text
+    gradients         all gradients, between backwards and steps
+    gathered_blocks   blocks inside which users have full weights
+    weight_average    a moving average of master weights
+    drivers           what steps the model: put on it, and let go of
+    outer_step        rounds of replicas that train by themselves, and the step that joins their weights
+    accumulation      micro-batches that are not a step's last
+    unused_gradients  backwards that no step uses
+    torch_wrappers    torch's own data parallelism, refused
 
 Read them in that order.
 """

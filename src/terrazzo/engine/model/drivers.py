@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch.optim import Optimizer
 
+from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.consensus.loss_scale import LossScale
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.template import Templates

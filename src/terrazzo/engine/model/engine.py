@@ -21,17 +21,17 @@ from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.dry_run.promise import Promise
 from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.average import KeptAverage
-from terrazzo.engine.model.blocks import GatheredBlocks, Write
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
+from terrazzo.engine.model.gathered_blocks import GatheredBlocks, Write
 from terrazzo.engine.model.gradients import ModelGradients
 from terrazzo.engine.model.outer_step import OuterSteps
+from terrazzo.engine.model.weight_average import KeptAverage
 from terrazzo.engine.offload.store import Store
+from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.plan.stages import Stages
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse

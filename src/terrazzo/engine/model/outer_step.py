@@ -20,8 +20,8 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.diloco import MESSAGE_NUMEL, DiLoCo
 from terrazzo.engine.plan.layout import Range, round_up, tiles
 from terrazzo.engine.plan.precision import WireFormat

@@ -7,7 +7,7 @@ goes through these modules, from top to bottom:
       torch's hook before it: OptimizerDriver._before_step               driver
         engine.prepare_step()          edits of users are taken over     model/engine
         ParamGroups.begin_step         segments replace parameters       groups
-        LossScale.skips                fp16 only: overflow ends here     consensus/loss_scale
+        LossScale.skips                fp16 only: overflow ends here     autograd/loss_scale
         ParamGroups.recut              split at parameters without       groups, segment
                                        a gradient
         OffDeviceUpdates.prepare_step  waits for updates that last       offload/background

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from terrazzo.engine.autograd.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.hyper_parameters import HyperParameters
-from terrazzo.engine.consensus.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.optim.clipping import overflowed
 from terrazzo.engine.optim.device_updates import DeviceUpdates
 from terrazzo.engine.optim.groups import ParamGroups

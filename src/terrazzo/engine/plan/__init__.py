@@ -11,9 +11,7 @@
     bucket_memory  what a bucket allocates and frees at each event of a step
     box            the part of a parameter that a rank holds along `tp` or `ep`
     partition      which module is a unit, and which unit owns each parameter
-    sharding_spec  what all units follow
-    stages         which layers this rank runs of a model in stages, and when
-    absent         parameters that a model has and this rank lacks
+    sharding_spec  the plan and the precision on this mesh, which all units follow
 
 Read them in that order.
 

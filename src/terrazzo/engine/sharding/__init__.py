@@ -5,7 +5,7 @@
 
     prepare                             what is asked for is read, on all ranks or on none      prepare
       _check_model, _read               the model's kind, units, plan, optimizers               checks, mesh_checks
-      check_agreement                   ranks have the same model, and were told the same       compared
+      check_alike                   ranks have the same model, and were told the same       compared
       _plan: a Bucket for each group    and what these cannot do is refused                     packed_checks,
                                                                                                 matrix_checks
     ------------------------------------------------------------------------------------------------------------

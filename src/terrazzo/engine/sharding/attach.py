@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.border.sharded_optimizer import make_sharded_optimizer
+from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.background import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
 from terrazzo.engine.offload.update import Updater
@@ -62,8 +62,8 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         templates = all_or_none(axes, check)
         stepped = [[member.name, member.group] for member in members if member.group >= first]
         facts = {"optimizer": optimizer_facts(optimizer)}
-        check_agreement(axes, {**facts, "optimizer state": state_facts(optimizer), "parameters": stepped})
-        check_agreement(axes, facts, along=axes.stages)
+        check_alike(axes, {**facts, "optimizer state": state_facts(optimizer), "parameters": stepped})
+        check_alike(axes, facts, along=axes.stages)
         all_templates = [*engine.drivers.templates, *templates]
         all_or_none(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
     except BaseException:

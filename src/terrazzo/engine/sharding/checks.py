@@ -19,7 +19,7 @@ from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
 from terrazzo.engine.model.engine import is_sharded
-from terrazzo.engine.model.wrappers import check_unwrapped
+from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES, STATE_BLOCKS

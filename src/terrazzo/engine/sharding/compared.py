@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from terrazzo.engine.consensus.digest import digest
+from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.digest import digest
-from terrazzo.engine.model.together import check_agreement
 from terrazzo.engine.optim.settings import NOT_HYPER
 from terrazzo.engine.plan.partition import UnitSpec
 
@@ -26,7 +26,7 @@ def check_versions(axes: Axes) -> None:
     Raises:
         BadInput: on every rank.
     """
-    check_agreement(axes, versions(), "Install the same on every machine.")
+    check_alike(axes, versions(), "Install the same on every machine.")
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def versions() -> dict[str, object]:
 
 
 def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
-    """The class of an optimizer and the hyper-parameters of its groups, for `check_agreement`."""
+    """The class of an optimizer and the hyper-parameters of its groups, for `check_alike`."""
     if optimizer is None:
         return []
     plain = (bool, int, float, str, type(None), list, tuple)
@@ -58,7 +58,7 @@ def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
 
 
 def state_facts(optimizer: Optimizer) -> list[object]:
-    """Digests of what it keeps for each parameter already, for `check_agreement`: each rank goes on with its own."""
+    """Digests of what it keeps for each parameter already, for `check_alike`: each rank goes on with its own."""
     stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
     return [
         [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in state.items()}]
@@ -68,7 +68,7 @@ def state_facts(optimizer: Optimizer) -> list[object]:
 
 
 def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
-    """Names, shapes, dtypes and groups of every unit's parameters, for `check_agreement`."""
+    """Names, shapes, dtypes and groups of every unit's parameters, for `check_alike`."""
     return {
         spec.name: [
             [m.name, list(m.shape), str(m.parameter.dtype), m.trainable, m.group, m.family.value] for m in spec.members

@@ -13,9 +13,9 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.model.engine import is_sharded
+from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.box import record_of
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse, listed

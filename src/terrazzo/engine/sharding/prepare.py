@@ -17,23 +17,23 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
-from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import check_optimizer, drop_meta_states
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
 from terrazzo.engine.optim.template import Templates
-from terrazzo.engine.plan.absent import as_one
+from terrazzo.engine.pipeline.absent_parameters import as_one
+from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.sharding.checks import (
@@ -129,8 +129,8 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     compiled = [each.name for each in arguments.specs if compilation_of(each.module) is not None]
     of_stage: dict[str, object] = {"parameters": model_facts(arguments.specs), "compiled units": compiled}
     of_stage["optimizer state"] = [state_facts(each) for each in arguments.optimizers]
-    check_agreement(axes, {**facts, **of_stage})
-    check_agreement(axes, facts, along=axes.stages)
+    check_alike(axes, {**facts, **of_stage})
+    check_alike(axes, facts, along=axes.stages)
     check_parts([member for spec in arguments.specs for member in spec.members], axes)
     replica = axes if options.diloco is None else axes.with_replicas_apart()
     sharding = ShardingSpec(replica, arguments.plan, arguments.precision, diloco=options.diloco)

@@ -17,23 +17,23 @@ from terrazzo.engine.border.grad_attribute import show_gradients
 from terrazzo.engine.border.measured import let_measure
 from terrazzo.engine.border.sharded_module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.pass_end import meet, weights_are_split
 from terrazzo.engine.consensus.progress import Denominator, Progress
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
 from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock import orphans
+from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime.pages import keep_freed, return_freed
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule

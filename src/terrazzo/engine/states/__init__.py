@@ -12,6 +12,7 @@ them, put together one bucket after the other on all ranks.
     optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, whole, restore
     tz.shard, of a model on the meta device           materialize, unit by unit         materialize
 
-Read model_state, with pieces and restore; listing, what of that other stages of a pipeline have; whole, state_dict and
-optimizer_states; ema, a moving average; unit_snapshot, whether what is at rest stays as it was; and materialize.
+Read model_state, with pieces and restore; buffers_and_extra_state, which every rank holds whole; listing, what other
+stages of a pipeline have; whole, state_dict and optimizer_states; ema, a moving average; unit_snapshot, whether what is
+at rest stays as it was; and materialize.
 """

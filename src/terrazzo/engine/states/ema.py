@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from terrazzo.engine.model.average import Average
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.model.together import all_or_none
+from terrazzo.engine.model.weight_average import Average
 from terrazzo.errors import Misuse
 
 __all__ = ["EMA"]

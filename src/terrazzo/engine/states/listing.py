@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.plan.absent import as_one
+from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.model_state import ModelState

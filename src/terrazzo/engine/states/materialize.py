@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.digest import digest
-from terrazzo.engine.plan.absent import as_one, readable
+from terrazzo.engine.pipeline.absent_parameters import as_one, readable
 from terrazzo.engine.plan.partition import Member, UnitSpec
 from terrazzo.errors import BadInput
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.model.digest import digest
+from terrazzo.engine.consensus.digest import digest
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.model.names import PersistentBuffer
-from terrazzo.engine.model.together import all_or_none
-from terrazzo.engine.plan.absent import as_one
+from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.diloco import kind_of_first
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer
 from terrazzo.engine.states.pieces import (
     Piece,
     average_pieces,

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.model.digest import digest
+from terrazzo.engine.consensus.digest import digest
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import NOT_HYPER
 from terrazzo.engine.optim.stepper import bare_copy
 from terrazzo.engine.optim.stock import take_fused
 from terrazzo.engine.optim.template import Template
-from terrazzo.engine.plan.stages import require_whole
+from terrazzo.engine.pipeline.stages import require_whole
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import require_known_states
 from terrazzo.engine.states.restore import restore_optimizer

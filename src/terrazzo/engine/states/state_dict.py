@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.plan.absent import as_one
+from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
 
 __all__ = ["shows_all", "whole_state_dict"]

@@ -19,12 +19,12 @@ from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.model.names import persistent_buffers
+from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.rectangles import Rectangle
-from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.states.buffers_and_extra_state import persistent_buffers
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
 

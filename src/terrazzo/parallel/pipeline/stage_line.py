@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from terrazzo.engine import Stages
-from terrazzo.engine.plan.stages import Turn
+from terrazzo.engine.pipeline.stages import Turn
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
 
 __all__ = ["ModelLine"]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.consensus.joint_checks import all_or_none
+from terrazzo.engine.consensus.written_weights import broadcast_first, compare_written
 from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.alike import broadcast_first, compare_written
-from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from terrazzo.engine.model.digest import digest
+from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.model.engine import Engine
 from terrazzo.errors import Misuse
 

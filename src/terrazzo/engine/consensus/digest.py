@@ -1,4 +1,4 @@
-"""What ranks compare in the place of tensors, to see whether they hold the same."""
+"""A hash that ranks compare in the place of a tensor, to see whether they hold the same."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def digest(tensor: Tensor) -> Tensor:
 _WORDS = 1 << 19
 """Words of eight bytes that are hashed at once: 4 MiB, and three times that for a moment."""
 _GOLDEN = -0x61C8864680B583EB
-"""2^64 over the golden ratio, as a signed number: what tells places apart."""
+"""2^64 over the golden ratio, as a signed number: what tells positions apart."""
 
 
 def _hashed(raw: Tensor) -> Tensor:
-    """The sum of `_mixed` words, each with its place in it, and the length: sums alone could cancel out."""
+    """The sum of `_mixed` words, each with its position in it, and the length: sums alone could cancel out."""
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
     for start in range(0, raw.numel(), 8 * _WORDS):
         piece = raw[start : start + 8 * _WORDS]
         words = torch.zeros(-(-piece.numel() // 8), dtype=torch.int64, device=raw.device)
         words.view(torch.uint8)[: piece.numel()].copy_(piece)
-        places = torch.arange(start // 8 + 1, start // 8 + 1 + words.numel(), device=raw.device)
-        total += _mixed(words.bitwise_xor_(places.mul_(_GOLDEN))).sum()
+        positions = torch.arange(start // 8 + 1, start // 8 + 1 + words.numel(), device=raw.device)
+        total += _mixed(words.bitwise_xor_(positions.mul_(_GOLDEN))).sum()
     return _mixed(total)
 
 

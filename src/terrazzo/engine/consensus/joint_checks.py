@@ -1,4 +1,4 @@
-"""What ranks do as one: each does its part, or all raise; and all have been told the same, or all raise.
+"""Checks that all ranks pass, or all raise: that each can do its part, and that all have been told the same.
 
 They exchange numbers, over the axes of one model's mesh, which need not have all ranks and may be that of a dry run.
 `terrazzo.exchange.together` is for what all ranks of the default group do, and carries the error itself.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import BadInput
 
-__all__ = ["all_or_none", "check_agreement"]
+__all__ = ["all_or_none", "check_alike"]
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
     return result
 
 
-def check_agreement(
+def check_alike(
     axes: Axes,
     facts: Mapping[str, object],
     fix: str = "Give every rank the same model and arguments.",

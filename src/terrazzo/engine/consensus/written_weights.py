@@ -1,4 +1,4 @@
-"""Values that a user gives on each rank, and that must be the same on all: each keeps its own part of them."""
+"""What users write into gathered weights, of which each rank keeps its part: compared, or taken from one rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import view
 from terrazzo.engine.comm.collectives import MessageRoute
+from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart, listed

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Access, Buffer
+from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.together import check_agreement
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["Average", "KeptAverage"]
@@ -60,7 +60,7 @@ class Average:
         """
         fix = "Give tz.EMA the same decay on every rank, and call ema.update() on all of them."
         updates = f"{self._updates}, the checksum of their decays {self._decays:08x}"
-        check_agreement(axes, {"decay": self.decay, "updates": updates}, fix, along=axes.with_stages)
+        check_alike(axes, {"decay": self.decay, "updates": updates}, fix, along=axes.with_stages)
 
     def begin(self, buckets: Iterable[Bucket]) -> None:
         """Begin as the master weights are now."""
