@@ -121,7 +121,7 @@ class Progress:
         self.abandoned = self._forward_raised = False
         self.denominator.forget_use()
 
-    def end_step(self) -> None:
+    def count_step(self) -> None:
         """An optimizer has stepped."""
         self.steps += 1
         self.denominator.forget_use()

@@ -78,7 +78,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     else:
         chunks = step.stages.share_out([*map(parameters_of, units)])
         staged = PipelineSchedule(counting, chunks, step.prefetch, meeting)
-        staged.begin_step()
+        staged.begin_micro_batches()
         with tally.ledger.holding(step.buffer_bytes):
             for turn in step.stages.turns(step.micro_batches):
                 staged.turn_to(turn.chunk, turn.ends_model)
@@ -86,7 +86,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
                     _forward(staged, [counting[place] for place in chunks[turn.chunk]])
                 else:
                     _backward(staged, counting)
-        staged.end_step()
+        staged.end_micro_batches()
         staged.end_backward()
         _record_control(sharding, traffic, flags_numel(units))
     if sharding.precision.loss_scaling:

@@ -54,6 +54,6 @@ class Hooks:
         """From now on, no forward may gather weights; None: it may again."""
         self._forward.refuse(why)
 
-    def end_step(self, schedule: PipelineSchedule) -> None:
+    def end_micro_batches(self, schedule: PipelineSchedule) -> None:
         """Every micro-batch of a step in stages has run: sum what they have added up. Collective."""
-        self._backward.complete(schedule.end_step())
+        self._backward.complete(schedule.end_micro_batches())

@@ -6,7 +6,7 @@
     with tz.accumulate(model)             accumulation      sets what becomes of the next backwards' gradients
     loss.backward()                       hooks             BackwardHooks.start, by the first hook that torch calls
     tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
-    optimizer.step()                      engine            prepare_step before it, publish behind it; see `optim`
+    optimizer.step()                      engine            before_step, publish and after_step; see `optim`
                                           outer_step        behind the last of a round: OuterSteps.run
     tz.EMA(model).update()                weight_average    Average.update: the average follows the master weights
     with tz.gathered(model, write=True)   gathered_blocks   settle, full weights of all units, written ones are adopted

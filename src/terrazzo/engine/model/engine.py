@@ -135,7 +135,7 @@ class Engine:
         self.settle()
         self.drivers.retire()
 
-    def prepare_step(self) -> None:
+    def before_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
         self.average.require_own_weights("optimizer.step()")
         self.gradients.require_whole("optimizer.step()")
@@ -145,7 +145,7 @@ class Engine:
             self.drivers.catch_up()
             self.outer.begin()
 
-    def end_step(self) -> None:
+    def after_step(self) -> None:
         """An optimizer has stepped: behind the last step of a round replicas agree on weights."""
         if self.outer is not None and self.outer.count_step():
             self.settle()

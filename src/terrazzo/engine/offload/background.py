@@ -63,7 +63,7 @@ class BackgroundUpdates(OffDeviceUpdates):
             unit.weights.catch_up()
             self._begin(unit, self._early, handed_over([each for each in self._of(unit.buckets) if each.due]))
 
-    def prepare_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         self._check_whole()
         early, begun = self._early, set(self._begun)
         changed = early.changed_since(optimizer) if early is not None else ()
@@ -99,7 +99,7 @@ class BackgroundUpdates(OffDeviceUpdates):
         for unit in units:
             self._begin(unit, stepper, finished)
 
-    def end_step(self) -> None:
+    def after_step(self) -> None:
         """`optimizer.step()` returns."""
         if self.mode == "synchronous":
             self.catch_up()

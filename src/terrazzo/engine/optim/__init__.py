@@ -5,12 +5,12 @@ goes through these modules, from top to bottom:
 
     optimizer.step()
       torch's hook before it: OptimizerDriver._before_step               driver
-        engine.prepare_step()          edits of users are taken over     model/engine
-        ParamGroups.begin_step         segments replace parameters       groups
+        engine.before_step()           edits of users are taken over     model/engine
+        ParamGroups.hold_segments      segments replace parameters       groups
         LossScale.skips                fp16 only: overflow ends here     autograd/loss_scale
         ParamGroups.recut              split at parameters without       groups, segment
                                        a gradient
-        OffDeviceUpdates.prepare_step  waits for updates that last       offload/background
+        OffDeviceUpdates.before_step   waits for updates that last       offload/background
         MatrixSteps.step               whole matrices (Muon):            matrix_steps, matrix_owners
           exchange_parts               - to owners, and back             matrix_exchange
           OffDeviceUpdates.carry_out   - elements away from the device   matrix_host_steps, offload/update
@@ -22,9 +22,10 @@ goes through these modules, from top to bottom:
           Segment.take_gradient        - all others: `.grad` is set      segment
       the optimizer's own code: updates what has a `.grad`               torch
       torch's hook behind it: OptimizerDriver._after_step                driver
-        ParamGroups.end_step           parameters are back               groups
+        ParamGroups.hold_parameters    parameters are back               groups
         engine.publish()               weights follow the masters        model/engine
-        OffDeviceUpdates.end_step      waits, if step='synchronous'      offload/background
+        OffDeviceUpdates.after_step    waits, if step='synchronous'      offload/background
+        engine.after_step()            an outer step, where one is due   model/outer_step
 
 So an element is updated by the optimizer's own code in either of two callers: its `step()`, over all segments that are
 in its groups; or a `Stepper`, which runs the same code on one segment and on any thread. The latter steps what

@@ -155,7 +155,7 @@ class OptimizerDriver:
         self._unpublished = True
         for bucket in self.buckets:
             bucket.gradient.finished.expect_changes()
-        self.off_device.prepare_step(optimizer)
+        self.off_device.before_step(optimizer)
         finished = handed_over([segment for segment in self.segments if segment.due])
         self._on_device.matrices.step(optimizer, self.segments, finished, self.off_device)
         self.off_device.begin(finished)
@@ -174,7 +174,7 @@ class OptimizerDriver:
             )
         model = self.model
         self.sharding.axes.tally.phases.begin("update")
-        model.prepare_step()
+        model.before_step()
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
@@ -183,21 +183,21 @@ class OptimizerDriver:
         self.groups.check(optimizer)
         self.groups.check_parameters(optimizer)
         self._skipping = None
-        self.groups.begin_step(self._on_device.excludes)
+        self.groups.hold_segments(self._on_device.excludes)
         for unit in self.units:
             unit.weights.finish_publishing()  # behind a step, with no forward between: what is sent is about to change
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_inside_own_step(optimizer):
             return
-        self.groups.end_step()
+        self.groups.hold_parameters()
         if self._skipping is not None:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
-        self.progress.end_step()
+        self.progress.count_step()
         self._note_hyper_parameters(optimizer)
         self._publish()  # skipped alike on all ranks
-        self.off_device.end_step()
-        self.model.end_step()
+        self.off_device.after_step()
+        self.model.after_step()
         self.sharding.axes.tally.phases.begin("other")
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
@@ -212,7 +212,7 @@ class OptimizerDriver:
 
     def recover(self) -> None:
         """A step may have ended without a word, since it raised: weights are those that it has left. Collective."""
-        self.groups.end_step()
+        self.groups.hold_parameters()
         self._publish()
 
     @property
@@ -222,7 +222,7 @@ class OptimizerDriver:
 
     def forget(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
-        self.groups.end_step()
+        self.groups.hold_parameters()
         if not set_to_none:
             self.catch_up()  # an update may still read what is going to be zero
         self.off_device.forget(abandoned=True)

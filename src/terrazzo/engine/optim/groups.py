@@ -41,7 +41,7 @@ class ParamGroups:
         """Have these segments, of all the groups, inside of steps."""
         self.segments = segments
 
-    def begin_step(self, excluded: Callable[[Segment], bool]) -> None:
+    def hold_segments(self, excluded: Callable[[Segment], bool]) -> None:
         """Have each group hold its segments, none of which has a gradient.
 
         Args:
@@ -64,7 +64,7 @@ class ParamGroups:
             self.segments = segments
             self._fill()
 
-    def end_step(self) -> None:
+    def hold_parameters(self) -> None:
         """A step has ended, be it by raising: groups hold what they were given, and new values are where they rest."""
         if self.stepping:
             for segment in self.segments:

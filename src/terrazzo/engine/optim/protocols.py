@@ -27,13 +27,13 @@ class Driven(Protocol):
     progress: Progress
     schedule: Schedule
 
-    def prepare_step(self) -> None:
+    def before_step(self) -> None:
         """Gradients are about to be taken, and master weights to be changed."""
 
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring compute weights of some buckets in line with updated master weights."""
 
-    def end_step(self) -> None:
+    def after_step(self) -> None:
         """The optimizer has stepped, and its updates are made or under way."""
 
 
@@ -74,7 +74,7 @@ class OffDeviceUpdates:
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished."""
 
-    def prepare_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """`optimizer.step()` comes: refuse what cannot be, and wait for updates of an earlier step."""
 
     def carry_out(
@@ -93,7 +93,7 @@ class OffDeviceUpdates:
             finished: the gradients of buckets.
         """
 
-    def end_step(self) -> None:
+    def after_step(self) -> None:
         """`optimizer.step()` returns."""
 
     def forget(self, abandoned: bool = False) -> None:

@@ -127,7 +127,7 @@ class GatheredWeights:
         """Whether this is a step of several micro-batches in flight, from its first forward to its last backward."""
         return self._lasts
 
-    def begin_step(self) -> None:
+    def begin_micro_batches(self) -> None:
         """A step of several micro-batches in flight begins: weights stay at the plan's `between` until it ends."""
         self._lasts = True
 

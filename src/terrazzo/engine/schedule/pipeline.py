@@ -46,12 +46,12 @@ class PipelineSchedule(Schedule):
         """What comes is a forward or backward of that chunk, with whose output the model ends or does not."""
         self.program, self.ends_model = self._programs[chunk], ends_model
 
-    def begin_step(self) -> None:
-        """Until `end_step`, forwards and backwards of several micro-batches take turns."""
+    def begin_micro_batches(self) -> None:
+        """Until `end_micro_batches`, forwards and backwards of several micro-batches take turns."""
         self.set_pass(Pass.ADDS)
-        self._weights.begin_step()
+        self._weights.begin_micro_batches()
 
-    def end_step(self) -> BackwardPass:
+    def end_micro_batches(self) -> BackwardPass:
         """Every micro-batch has run: start summing what they have added up, as one backward, which has to be ended."""
         self.rest()
         self.set_pass(Pass.FINISHES)

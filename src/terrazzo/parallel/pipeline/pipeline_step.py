@@ -101,13 +101,13 @@ class PipelineStep:
         with buffers_kept(self.model, self.line, engine.tally.ledger):
             self._run_and_meet(actions, schedule)
         if self.trains:
-            engine.hooks.end_step(schedule)
+            engine.hooks.end_micro_batches(schedule)
         return engine.axes.total(self._losses.reshape(1), engine.axes.stages).reshape(())
 
     def _run_and_meet(self, actions: Sequence[Action], schedule: PipelineSchedule) -> None:
         """Run all actions and meet the other ranks. Where one of them fails, no gradients are left."""
         if self.trains:
-            schedule.begin_step()
+            schedule.begin_micro_batches()
         try:
             with nullcontext() if self._deferred is None else self._deferred.by(self.model):
                 problem = self._go_through(actions, schedule)
