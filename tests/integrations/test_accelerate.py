@@ -78,8 +78,8 @@ def test_autocast_and_batches_and_schedules_are_accelerates(two_processes: Pool)
 def _fp16() -> tuple[float, int, bool]:
     """What the drop-in asks for under fp16, in autocast by hand: on a CPU Accelerate itself does not enter it."""
     import terrazzo as tz
-    from terrazzo.integrations.accelerate.requested_setup import RequestedSetup
-    from terrazzo.integrations.shared.engine_setup import TerrazzoArguments
+    from terrazzo.integrations.accelerate.requested import RequestedSetup
+    from terrazzo.integrations.shared.arguments import TerrazzoArguments
 
     precision = (
         RequestedSetup({"mixed_precision": "fp16"}, TerrazzoArguments(), False).setup(torch.device("cuda"), 1).precision

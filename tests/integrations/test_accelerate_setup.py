@@ -27,9 +27,10 @@ from accelerate.utils import (
     TERecipeKwargs,
 )
 
-from terrazzo.integrations.accelerate.requested_setup import RequestedSetup, hidden
+from terrazzo.integrations.accelerate.requested import RequestedSetup, hidden
 from terrazzo.integrations.shared import first_rank
-from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
+from terrazzo.integrations.shared.engine_setup import EngineSetup
 
 CPU = torch.device("cpu")
 FSDP = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16"}
@@ -87,7 +88,7 @@ def test_the_launcher_and_the_plugin_say_the_same(
     for name in [name for name in os.environ if name.startswith("FSDP_")] + ["ACCELERATE_USE_FSDP"]:
         monkeypatch.delenv(name)
     assert asked(fsdp_plugin=plugin).setup(CPU, 2) == from_launcher
-    assert (from_launcher.plan.name, from_launcher.units) == (plan, units)
+    assert (from_launcher.plan.name, from_launcher.arguments.units) == (plan, units)
     if plan != "zero0":
         assert dtypes(from_launcher)[1:] == ("bfloat16", "bfloat16", "float32")
 
@@ -217,7 +218,7 @@ def test_deepspeeds_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_replicas_keep_the_models_dtype_and_weights_whole() -> None:
     plain = asked().setup(CPU, 2)
-    assert (plain.plan.name, plain.precision, plain.units) == ("zero2", Precision(), None)
+    assert (plain.plan.name, plain.precision, plain.arguments.units) == ("zero2", Precision(), None)
     half = asked(mixed_precision="bf16").setup(CPU, 2, nn.Linear(2, 2, dtype=torch.bfloat16))
     assert half.precision == Precision.named("bf16-pure")
 
@@ -227,9 +228,9 @@ def test_the_words_of_terrazzo_hold() -> None:
     words = TerrazzoArguments("zero3@cpu", "bf16", [nn.Linear], offload=offload)
     setup = asked(words).setup(CPU, 2)
     assert (setup.plan, setup.precision) == (Plan.named("zero3@cpu"), Precision.named("bf16"))
-    assert (setup.units, setup.offload) == ([nn.Linear], offload)
+    assert (setup.arguments.units, setup.arguments.offload) == ([nn.Linear], offload)
     beside = asked(TerrazzoArguments(units=[nn.Linear]), fsdp_plugin=FullyShardedDataParallelPlugin()).setup(CPU, 2)
-    assert (beside.plan.name, beside.units) == ("zero3", [nn.Linear])
+    assert (beside.plan.name, beside.arguments.units) == ("zero3", [nn.Linear])
     axes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     replicated = asked(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=axes)
     assert replicated.setup(CPU, 4).plan.name == "hybrid_shard"

@@ -14,8 +14,8 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.errors import BadInput
 from terrazzo.integrations import deepspeed
-from terrazzo.integrations.deepspeed.config import Configuration, read
 from terrazzo.integrations.deepspeed.optimizers import build_optimizer
+from terrazzo.integrations.deepspeed.requested import Configuration, read
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import terrazzo as tz
-from terrazzo.engine import Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations import deepspeed
 from terrazzo.integrations.fsdp2 import fully_shard
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
@@ -28,7 +28,7 @@ def by_fully_shard(model: nn.Module, mesh: Any) -> None:
 
 def by_setup(model: nn.Module, mesh: Any) -> None:
     """As accelerate, Lightning, DeepSpeed and the Trainer do, whose users may name a mesh."""
-    EngineSetup(Plan.named("zero3"), Precision(), mesh).shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    EngineSetup(TerrazzoArguments("zero3", "fp32", mesh=mesh)).shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def by_deepspeed(model: nn.Module, mesh: Any) -> None:

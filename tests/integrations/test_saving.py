@@ -16,7 +16,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.integrations.shared import saving
+from terrazzo.integrations.shared import checkpoints
 from tests.checkpoint import faults
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -31,7 +31,7 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(path: Path | str, step: int) -> None:
-    run_in_threads(2, lambda rank: saving.save_over(path, *built(), {"step": step}))
+    run_in_threads(2, lambda rank: checkpoints.save_over(path, *built(), {"step": step}))
 
 
 def step_of(path: Path) -> int:
@@ -39,7 +39,7 @@ def step_of(path: Path) -> int:
 
 
 def settled(path: Path) -> bool:
-    found: list[bool] = run_in_threads(2, lambda rank: saving.settle(path))
+    found: list[bool] = run_in_threads(2, lambda rank: checkpoints.settle(path))
     assert len(set(found)) == 1
     return found[0]
 
@@ -49,7 +49,7 @@ def replaced_by(folder: Path) -> Any:
     save(folder / "tag", 1)
     (folder / f".tag.saving-{NONCE}").touch()
     save(folder / f"tag.new-{NONCE}", 2)
-    return lambda: saving._take_place(str(folder / "tag"), NONCE)
+    return lambda: checkpoints._take_place(str(folder / "tag"), NONCE)
 
 
 def points(folder: Path) -> int:
@@ -69,7 +69,9 @@ def test_only_what_is_known_is_replaced(name: str, files: bool, refused: bool, t
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     said = f"'{tmp_path / name}' is there and is not a checkpoint of Terrazzo's"
     with pytest.raises(tz.BadInput, match=said) if refused else nullcontext():
-        run_in_threads(2, lambda rank: saving.check_replaceable(f"{tmp_path / name}/", files=files))
+        run_in_threads(2, lambda rank: checkpoints.save_over(f"{tmp_path / name}/", *built(), {"step": 2}, files=files))
+    assert refused or step_of(tmp_path / name) == 2
+    assert (tmp_path / "folder").is_dir()
 
 
 def test_a_kill_at_any_point_leaves_one_under_the_name(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_reader_may_settle_at_any_point_of_a_save(tmp_path: Path) -> None:
 
         def fault(call: faults.Call, real: faults.Real, folder: Path = folder, point: int = point) -> Any:
             if call.number == point:
-                saving._settle(str(folder / "tag"))
+                checkpoints._settle(str(folder / "tag"))
             return real()
 
         with faults.Tap(folder, fault):
@@ -119,12 +121,12 @@ def test_a_reader_needs_neither_list_nor_remove(tmp_path: Path, monkeypatch: pyt
     save(tmp_path / "tag", 1)
     (tmp_path / f".tag.replaced-{NONCE}").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(saving.os, "remove", refused)
+        patch.setattr(checkpoints.os, "remove", refused)
         assert settled(tmp_path / "tag")
-        patch.setattr(saving.os, "listdir", refused)
+        patch.setattr(checkpoints.os, "listdir", refused)
         assert settled(tmp_path / "tag")
     (tmp_path / "tag").rename(tmp_path / f"tag.new-{NONCE}")
-    monkeypatch.setattr(saving.os, "rename", refused)
+    monkeypatch.setattr(checkpoints.os, "rename", refused)
     with pytest.raises(tz.BadInput, match="rank 0: PermissionError"):
         settled(tmp_path / "tag")
 
@@ -200,7 +202,7 @@ def test_a_save_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytes
     def fails(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(saving, "_take_place", fails)
+    monkeypatch.setattr(checkpoints, "_take_place", fails)
     with pytest.raises(tz.SaveFailed, match="rank 0: PermissionError"):
         save(tmp_path / "tag", 2)
     assert step_of(tmp_path / "tag") == 1

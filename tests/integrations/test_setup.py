@@ -40,7 +40,13 @@ def test_a_silent_description_gets_the_defaults() -> None:
     setup = made()
     assert setup.plan.name == "zero3"
     assert {setup.precision.weight, setup.precision.reduce, setup.precision.moments} == {torch.float32}
-    assert (setup.mesh, setup.units, setup.clip, setup.accumulation, setup.compile) == (None, None, None, 1, False)
+    assert (setup.arguments.mesh, setup.arguments.units, setup.clip, setup.accumulation, setup.compile) == (
+        None,
+        None,
+        None,
+        1,
+        False,
+    )
 
 
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hpz"])
@@ -53,7 +59,9 @@ def test_tiers_go_into_the_plan_and_their_ways_into_offload() -> None:
         **of_row("zero3"), offload__optim="nvme", offload__grad="cpu", offload__path=("/a",), offload__block_bytes=2**20
     )
     assert (setup.plan.optim.tier, setup.plan.grad.tier, setup.plan.weight.tier) == ("nvme", "cpu", "device")
-    assert (setup.offload.path, setup.offload.block_mib, setup.offload.step) == (("/a",), 1.0, "overlapped")
+    offload = setup.arguments.offload
+    assert offload is not None
+    assert (offload.path, offload.block_mib, offload.step) == (("/a",), 1.0, "overlapped")
 
 
 def test_linear_layers_are_converted_before_the_model_is_sharded() -> None:
@@ -106,12 +114,12 @@ def test_dynamic_loss_scaling_is_passed_on() -> None:
     ],
 )
 def test_units(given: dict[str, Any], units: tuple[str, ...] | None) -> None:
-    assert made(**given).units == units
+    assert made(**given).arguments.units == units
 
 
 def test_the_larger_prefetch_counts() -> None:
-    assert made(prefetch__forward=0, prefetch__backward=2).prefetch == 2
-    assert made(prefetch__forward=0).prefetch == 0
+    assert made(prefetch__forward=0, prefetch__backward=2).arguments.prefetch == 2
+    assert made(prefetch__forward=0).arguments.prefetch == 0
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,7 @@ def test_the_larger_prefetch_counts() -> None:
 )
 def test_the_mesh_is_over_all_ranks(given: dict[str, Any], sizes: dict[str, int]) -> None:
     with fake_group(8):
-        mesh = made(**given).mesh
+        mesh = made(**given).arguments.mesh
         assert mesh is not None
         assert dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) == sizes
 
@@ -140,7 +148,7 @@ def test_nodes_are_replicas_where_a_launcher_tells_them(node: int, name: str, mo
     monkeypatch.setenv(name, str(node))
     assert ranks_here(otherwise=1) == node
     with fake_group(8):
-        mesh = made(mesh__dp_replicate=None, **of_row("hybrid_shard")).mesh
+        mesh = made(mesh__dp_replicate=None, **of_row("hybrid_shard")).arguments.mesh
         assert mesh is not None
         assert (mesh.mesh_dim_names, mesh.shape) == (("dp_replicate", "dp_shard"), (8 // node, node))
 
@@ -155,7 +163,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *sizes: str | None) -> None:
 
 def test_nodes_alike_are_replicas_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, *["2"] * 4)
-    meshes = run_in_threads(4, lambda rank: made(mesh__dp_replicate=None, **of_row("hybrid_shard")).mesh)
+    meshes = run_in_threads(4, lambda rank: made(mesh__dp_replicate=None, **of_row("hybrid_shard")).arguments.mesh)
     assert [mesh.shape for mesh in meshes if mesh is not None] == [(2, 2)] * 4
 
 

@@ -219,7 +219,7 @@ def _arguments(folder: Path, **given: Any) -> Any:
 def test_what_the_engine_cannot_do_is_refused_by_name(
     tmp_path: Path, given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from terrazzo.integrations.transformers.arguments import check
+    from terrazzo.integrations.transformers.requested import check
 
     for name in ("BACKEND", "MODE"):  # which TrainingArguments sets, for good
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "no")
@@ -228,7 +228,7 @@ def test_what_the_engine_cannot_do_is_refused_by_name(
 
 
 def test_the_dtype_is_that_of_the_adapters_and_not_of_their_frozen_base(tmp_path: Path) -> None:
-    from terrazzo.integrations.transformers.arguments import check
+    from terrazzo.integrations.transformers.requested import check
 
     model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False), nn.Linear(2, 2))
     assert check(_arguments(tmp_path), model) is torch.float32
@@ -237,7 +237,7 @@ def test_the_dtype_is_that_of_the_adapters_and_not_of_their_frozen_base(tmp_path
 
 def test_ranks_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without use_cpu and without a GPU the unmodified Trainer trains one lone model on each rank."""
-    from terrazzo.integrations.transformers.arguments import check
+    from terrazzo.integrations.transformers.requested import check
 
     arguments = _arguments(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -256,7 +256,7 @@ def test_ranks_that_would_train_alone_are_refused(tmp_path: Path, monkeypatch: p
 def test_what_accelerate_launch_says_of_engines_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, str], message: str
 ) -> None:
-    from terrazzo.integrations.transformers.arguments import describe
+    from terrazzo.integrations.transformers.requested import describe
 
     arguments = _arguments(tmp_path)
     for name, value in told.items():
@@ -270,7 +270,7 @@ def test_what_accelerate_launch_says_of_engines_is_refused(
 
 
 def test_a_key_that_training_arguments_pass_over_is_refused(tmp_path: Path) -> None:
-    from terrazzo.integrations.transformers.arguments import describe
+    from terrazzo.integrations.transformers.requested import describe
 
     arguments = _arguments(tmp_path, fsdp=True, fsdp_config={"offload_params": True})
     with pytest.raises(BadInput, match=r"offload_params.*cpu_offload"):
@@ -280,7 +280,7 @@ def test_a_key_that_training_arguments_pass_over_is_refused(tmp_path: Path) -> N
 def test_what_is_lost_of_a_deepspeed_document_is_named_in_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from terrazzo.integrations.transformers.arguments import describe
+    from terrazzo.integrations.transformers.requested import describe
 
     arguments = _arguments(tmp_path)  # what is set behind it needs no DeepSpeed
     arguments.deepspeed = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
@@ -296,7 +296,7 @@ def test_what_is_lost_of_a_deepspeed_document_is_named_in_one_warning(
 
 def test_a_deepspeed_document_must_agree_with_the_arguments(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="TrainingArguments(deepspeed=...) want it")
-    from terrazzo.integrations.transformers.arguments import describe
+    from terrazzo.integrations.transformers.requested import describe
 
     stage = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
     describe(_arguments(tmp_path, deepspeed={**stage, "gradient_clipping": "auto"}), torch.float32)

@@ -105,7 +105,7 @@ def _asked(folder: Path, name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["sync_ref_model", "use_vllm"])
 def test_what_needs_whole_weights_is_refused_where_they_are_split(tmp_path: Path, name: str) -> None:
-    from terrazzo.integrations.transformers.arguments import check, check_split
+    from terrazzo.integrations.transformers.requested import check, check_split
 
     arguments = _asked(tmp_path, name)
     check(arguments, nn.Linear(2, 2))
@@ -114,7 +114,7 @@ def test_what_needs_whole_weights_is_refused_where_they_are_split(tmp_path: Path
 
 
 def test_continuous_batching_is_refused(tmp_path: Path) -> None:
-    from terrazzo.integrations.transformers.arguments import check
+    from terrazzo.integrations.transformers.requested import check
 
     name = "use_transformers_continuous_batching"
     with pytest.raises(BadInput, match=name):

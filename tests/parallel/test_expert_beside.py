@@ -16,7 +16,8 @@ from torch import Tensor
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.engine import Plan, Precision, compile_units, engine_of
+from terrazzo.engine import compile_units, engine_of
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
@@ -159,7 +160,7 @@ def test_torchs_own_data_parallelism_around_shared_experts_is_refused() -> None:
 def test_a_model_of_shared_experts_is_refused_by_integrations() -> None:
     def body(rank: int) -> None:
         model = tz.parallelize(copy.deepcopy(base()), tz.mesh(ep=2))
-        EngineSetup(Plan.named("zero3"), Precision.named("fp32")).shard(model, sgd)
+        EngineSetup(TerrazzoArguments("zero3", "fp32")).shard(model, sgd)
 
     with pytest.raises(tz.BadInput, match=r"tz\.parallelize, so ranks along ep"):
         run_in_threads(2, body)

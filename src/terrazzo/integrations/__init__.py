@@ -8,15 +8,21 @@
     transformers  Hugging Face's Trainer, and what derives from it
     shared        what several of them have in common
 
-What an integration changes of the other library's, of a user's objects or of the process stands in its `__init__`,
-under "What it changes". All of them shard a model in place, as `tz.shard` does, and give a model of transformers on
-which ranks share weights a `generate` of its own (`shared.generation`).
+Each `__init__` lists its modules in one order:
 
-How one is written. A folder has the other library's names; its objects stay the user's own. What the user asks for
-becomes a document, which the library's dialect reads: nothing else decides what a key means. `shared.honour` refuses
-what cannot be done of it, or names it in a warning. `shared.from_description` makes an `EngineSetup` of the rest, which
-shards the model. The loop's own calls and its checkpoints (`shared.saving`) are translated last. Its test is a loop of
-the other library's, which has to give that library's losses.
+    Taken and refused  what the user's objects, files and environment say becomes a document, which is read by the
+                       library's dialect: nothing else decides what a key means. `shared.honour` refuses what cannot be
+                       done of it, or names it in a warning. `shared.from_description` makes an `EngineSetup` of the
+                       rest.
+    Built              the other library's classes, on which its loop goes on. `EngineSetup.shard` shards the model.
+    Translated         the loop's own calls, and its checkpoints (`shared.checkpoints`).
+    Changed            of the other library's, of the user's objects or of the process; and how long it stays so.
+
+All of them shard a model in place, as `tz.shard` does, and give a model of transformers on which ranks share weights a
+`generate` of its own (`shared.generation`).
+
+To add one: a folder of these four, with the other library's names, and its place in the list above. Its test is a loop
+of the other library's, which has to give that library's losses.
 
 Open to other packages:
 

@@ -5,19 +5,25 @@ from terrazzo.integrations.accelerate import Accelerator  # the only line that c
 accelerator = Accelerator(plan="zero3")
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-In reading order:
+Taken and refused:
 
-    requested_setup  what a script and its launcher ask of the engine, from every place that Accelerate looks at
-    accelerator      the `Accelerator`: models and optimizers are sharded and not wrapped
-    optimizer        Accelerate's wrapper around the optimizer of a sharded model
-    checkpoints      Accelerate's checkpoint folder, with Terrazzo's checkpoints inside
-    local_sgd        `LocalSGD`, which is refused
+    requested    what a script and its launcher ask of the engine, from every place that Accelerate looks at
+    local_sgd    `LocalSGD`, which is refused
 
-What it changes:
+Built:
+
+    accelerator  the `Accelerator`: models and optimizers are sharded and not wrapped
+    optimizer    Accelerate's wrapper around the optimizer of a sharded model
+
+Translated:
+
+    checkpoints  Accelerate's checkpoint folder, with Terrazzo's checkpoints inside
+
+Changed:
 
     on import               `LocalSGD.__init__`, which refuses an Accelerator of this class (`local_sgd`)
     as one is made          a process group of this process alone, if there is none (`accelerator`)
-    meanwhile               os.environ without what would start another engine (`requested_setup.hidden`)
+    until it is made        os.environ without what would start another engine (`requested.hidden`)
     of that Accelerator     `scaler` is None
     of the process          Accelerate's `GradientState`, which all Accelerators share, has the number of micro-batches
                             that the configuration says (`accelerator`)

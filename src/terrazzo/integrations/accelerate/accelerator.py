@@ -24,8 +24,9 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
-from terrazzo.integrations.accelerate.requested_setup import RequestedSetup, hidden
-from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
+from terrazzo.integrations.accelerate.requested import RequestedSetup, hidden
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
+from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.owners import owner_of
 
 __all__ = ["Accelerator"]
@@ -77,8 +78,8 @@ class Accelerator(accelerate.Accelerator):
     def _set_up(self, model: nn.Module | None = None) -> EngineSetup:
         """What the engine is told of a model, or of a model in fp32; with clipping and accumulation noted here."""
         setup = self.setup or self._requested.setup(self.device, dist.get_world_size(), model)
-        if setup.mesh is None:  # not by what the group could do: `cpu=True` holds beside a GPU
-            setup = setup.over(mesh=data_mesh(self.device.type, dist.get_world_size()))
+        if setup.arguments.mesh is None:  # not by what the group could do: `cpu=True` holds beside a GPU
+            setup = setup.behind(TerrazzoArguments(mesh=data_mesh(self.device.type, dist.get_world_size())))
         if setup.autocast is not None and not self.native_amp:
             raise BadInput(f"The configuration asks for autocast: pass mixed_precision='bf16' ({setup.autocast}), too.")
         steps: int = self.gradient_state.num_steps

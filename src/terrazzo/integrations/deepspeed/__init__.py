@@ -6,15 +6,19 @@ A script that says `import deepspeed` itself runs unchanged under
 
     torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed script.py --its arguments
 
-The JSON is read by `terrazzo.dialects`: what Terrazzo cannot honour is refused before anything starts, and what is lost
-without changing results is said once, on rank 0.
+Taken and refused, before anything starts; what is lost without changing results is said once, on rank 0:
 
-In reading order:
+    requested    the JSON, read by its dialect
+    absent       names of DeepSpeed that are imported and refused when used
+
+Built:
 
     api          `initialize` and `add_config_arguments`
-    config       the JSON, read by its dialect
     optimizers   the optimizer that the JSON asks for
     runtime      the engine that `initialize` returns, its loader and its schedules
+
+Translated:
+
     answers      what a script may ask the engine about its configuration
     checkpoints  folders in DeepSpeed's order, in Terrazzo's format
     zero         `deepspeed.zero`: contexts around building a model and reading its weights
@@ -22,9 +26,8 @@ In reading order:
     accelerator  `deepspeed.accelerator`: the device of this process
     ops          `deepspeed.ops`: optimizers that scripts build themselves
     utils        `deepspeed.utils`: logging, and a loader without an end
-    absent       names of DeepSpeed that are imported and refused when used
 
-What it changes:
+Changed, for good:
 
     with `python -m`   `deepspeed` and all below it in sys.modules and sys.meta_path, sys.argv, sys.path (`__main__`)
     init_distributed   RANK, WORLD_SIZE and their like in os.environ where they are missing, and the GPU (`comm`)

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from terrazzo.errors import BadInput
-from terrazzo.integrations.deepspeed.config import Configuration
+from terrazzo.integrations.deepspeed.requested import Configuration
 
 __all__ = ["Answers"]
 

@@ -18,8 +18,8 @@ from terrazzo.errors import BadInput
 from terrazzo.integrations.deepspeed import zero
 from terrazzo.integrations.deepspeed.accelerator import local_device
 from terrazzo.integrations.deepspeed.comm import init_distributed
-from terrazzo.integrations.deepspeed.config import Configuration, read
 from terrazzo.integrations.deepspeed.optimizers import Parameters, build_optimizer
+from terrazzo.integrations.deepspeed.requested import Configuration, read
 from terrazzo.integrations.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from terrazzo.integrations.deepspeed.runtime.engine import DeepSpeedEngine
 from terrazzo.integrations.deepspeed.runtime.lr_schedules import SCHEDULES

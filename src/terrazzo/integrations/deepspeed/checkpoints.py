@@ -16,11 +16,11 @@ import terrazzo as tz
 from terrazzo.checkpoint import Source
 from terrazzo.checkpoint.exporters.full_state import full_state_dict
 from terrazzo.errors import BadInput
-from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.exchange import gather_json, on_first
 from terrazzo.files import replace_file, replacing
-from terrazzo.integrations.deepspeed.config import Configuration
+from terrazzo.integrations.deepspeed.requested import Configuration
+from terrazzo.integrations.shared.checkpoints import opened, save_over, settle
 from terrazzo.integrations.shared.first_rank import warn_once
-from terrazzo.integrations.shared.saving import check_replaceable, save_over, settle
 
 __all__ = ["Checkpoints"]
 
@@ -63,7 +63,6 @@ class Checkpoints:
         own["client_state"] = dict(client_state or {})
         if hasattr(self.lr_scheduler, "state_dict"):
             own["lr_scheduler"] = self.lr_scheduler.state_dict()
-        check_replaceable(path)
         save_over(path, self.module, self.optimizer, {"step": self.global_steps, _OWN: own})
         if save_latest:
             on_first(lambda: replace_file(Path(save_dir, "latest"), name, sync=True))
@@ -100,7 +99,7 @@ class Checkpoints:
         path = Path(load_dir) / name
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
         settle(path)
-        source = together(lambda: tz.checkpoint.open_source(path), BadInput)
+        source = opened(path)
         tz.checkpoint.load(path, self.module, optimizer)
         own = source.extra.get(_OWN) or _of_deepspeed(source)
         if not load_module_only:

@@ -8,16 +8,22 @@ trainer = Trainer(strategy=TerrazzoStrategy(plan="zero2", units=["Block"]), prec
 fabric = Fabric(strategy="terrazzo", devices=8)
 fabric = Fabric(strategy=terrazzo.integrations.lightning.fabric.TerrazzoStrategy(plan="zero2"), devices=8)
 
-In reading order:
+Taken and refused:
 
     sharded_strategy   what both strategies share: the options of `tz.shard`, and ranks
+    precision          Lightning's `precision`: the engine casts and scales, steps and clipping are left
+
+Built:
+
     trainer            the Trainer's strategy
     fabric             Fabric's strategy
-    precision          Lightning's `precision`: the engine casts and scales, steps and clipping are left
-    checkpoint_folder  checkpoints as folders, under the names that Lightning and Fabric give
+
+Translated:
+
+    checkpoint_folder  checkpoints as folders, under the names that Lightning and Fabric give; files that they wrote
     plain_state        the part of a checkpoint that is not tensors, as JSON
 
-What it changes:
+Changed, for good:
 
     on import               "terrazzo" in the strategy registries of the Trainer and of Fabric
     when processes start    the rank that Lightning's `rank_zero_only` goes by (`sharded_strategy`)

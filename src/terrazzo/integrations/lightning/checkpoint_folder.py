@@ -6,25 +6,13 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from terrazzo.checkpoint.loading.load import own_folder
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
-from terrazzo.integrations.shared.saving import check_replaceable, save_over, settle
+from terrazzo.integrations.shared.checkpoints import settle
 
-__all__ = ["is_folder", "read_file", "write_folder"]
-
-
-def write_folder(path: str, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> None:
-    """Write a checkpoint, in place of one of the same name, once it is complete. Collective.
-
-    Raises:
-        BadInput: A folder that is no checkpoint has the name.
-    """
-    check_replaceable(path, files=True)
-    save_over(path, model, optimizer, extra)
+__all__ = ["is_folder", "read_file"]
 
 
 def is_folder(path: str) -> bool:

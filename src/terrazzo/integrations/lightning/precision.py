@@ -21,19 +21,14 @@ _NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16-pure", "16
 _PLUGINS = {getattr(of, name) for of in (fabric, pytorch) for name in ("Precision", "MixedPrecision", "HalfPrecision")}
 
 
-def precision_of(plugin: fabric.Precision, requested: Precision | None) -> Precision:
-    """The engine's precision for one of Lightning's plugins, unless the strategy has been told another.
-
-    Raises: `BadInput` for a plugin that does what the engine cannot, or one beside the strategy's own precision.
-    """
+def precision_of(plugin: fabric.Precision) -> Precision:
+    """The engine's precision for one of Lightning's plugins. Raises: `BadInput` for what the engine cannot do."""
     if type(plugin) not in _PLUGINS or plugin.precision not in _NAMES:
         raise BadInput(
             f"precision {plugin.precision!r} ({type(plugin).__name__}) is not one that Terrazzo trains in. "
             f"Use one of {', '.join(_NAMES)}, or TerrazzoStrategy(precision=tz.Precision(...))."
         )
-    if requested is not None and plugin.precision != "32-true":
-        raise BadInput(f"precision={plugin.precision!r} and TerrazzoStrategy(precision=...) are both given: give one.")
-    return requested or Precision.named(_NAMES[plugin.precision])
+    return Precision.named(_NAMES[plugin.precision])
 
 
 class FabricPrecision(fabric.Precision):

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.distributed import _distributed_is_initialized, _init_dist_connection
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import Offload, Plan, Precision, data_mesh
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
+from terrazzo.integrations.lightning.precision import precision_of
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
 
 if TYPE_CHECKING:
@@ -63,12 +71,11 @@ class ShardedStrategy(_Base):
         timeout: timedelta | None = default_pg_timeout,
         **lightning: Any,
     ) -> None:
-        self._requested = Precision.named(precision) if isinstance(precision, str | torch.dtype) else precision
+        arguments = TerrazzoArguments(plan, precision, units, prefetch=prefetch, offload=offload)
+        self._arguments = arguments.resolved()  # before Lightning's class sets its precision
         super().__init__(**lightning)
-        self._plan = Plan.named(plan) if isinstance(plan, str) else plan
-        self._units = tuple(units) if units is not None else None
-        self._prefetch, self._offload, self._dp_replicate = prefetch, offload or Offload(), dp_replicate
-        self._local, self._recompute = accumulate_locally, ActivationSetup(activation_checkpointing)
+        self._dp_replicate, self._local = dp_replicate, accumulate_locally
+        self._activation_checkpointing = ActivationSetup(activation_checkpointing)
         self._backend, self._timeout = process_group_backend, timeout
         self._num_nodes = 1
 
@@ -125,24 +132,20 @@ class ShardedStrategy(_Base):
         dist.broadcast_object_list(objects, src)
         return objects[0]
 
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
     # -- what tz.shard is told ---------------------------------------------------------------------------------
 
-    def _setup(self) -> EngineSetup:
-        return EngineSetup(
-            plan=self._plan,
-            precision=self._requested or Precision(),
-            mesh=self._mesh(),
-            units=self._units,  # type: ignore[arg-type]  # classes do as well
-            prefetch=self._prefetch,
-            offload=self._offload,
-            activation_checkpointing=self._recompute,
-        )
-
-    def _mesh(self) -> DeviceMesh:
-        ranks, replicas = dist.get_world_size(), self._dp_replicate
-        if replicas < 1 or ranks % replicas:
-            raise BadInput(f"dp_replicate is {replicas}, which must divide the {ranks} ranks.")
-        return data_mesh(self.root_device.type, *((ranks,) if replicas == 1 else (replicas, ranks // replicas)))
+    def _take_precision(self, plugin: Any) -> None:
+        """Lightning's precision, where the strategy was given none."""
+        precision = precision_of(plugin)
+        if self._arguments.precision is None:
+            self._arguments = replace(self._arguments, precision=precision)
+        elif plugin.precision != "32-true":
+            raise BadInput(
+                f"precision={plugin.precision!r} and TerrazzoStrategy(precision=...) are both given: give one."
+            )
 
     def _check_checkpoint_io(self) -> None:
         if type(self.checkpoint_io) is not TorchCheckpointIO:
@@ -150,3 +153,18 @@ class ShardedStrategy(_Base):
                 f"{type(self.checkpoint_io).__name__}: checkpoints are written by tz.checkpoint, which takes no "
                 "CheckpointIO. Leave it out."
             )
+
+    def _setup(self) -> EngineSetup:
+        defaults = TerrazzoArguments(precision=Precision(), mesh=self._mesh())
+        arguments = self._arguments.before(defaults)
+        return EngineSetup(arguments, activation_checkpointing=self._activation_checkpointing)
+
+    def _mesh(self) -> DeviceMesh:
+        ranks, replicas = dist.get_world_size(), self._dp_replicate
+        if replicas < 1 or ranks % replicas:
+            raise BadInput(f"dp_replicate is {replicas}, which must divide the {ranks} ranks.")
+        return data_mesh(self.root_device.type, *((ranks,) if replicas == 1 else (replicas, ranks // replicas)))
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """`empty_init`: on the meta device; values are given unit by unit, by `reset_parameters`, or a checkpoint."""
+        return torch.device("meta") if empty_init else nullcontext()

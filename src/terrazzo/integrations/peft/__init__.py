@@ -8,13 +8,18 @@
 The frozen base is split as the plan says, and has no gradient and no optimizer state. PEFT's own `save_pretrained`
 cannot read sharded weights; the functions here can. All of them are called by every rank.
 
-names           what PEFT calls parameters, in a model and in a folder
+Taken and refused:
+
 quantized       the precision that keeps a frozen base as a quantization config says
 prepare         what `tz.shard` can take, and initial values of adapters on the meta device
+
+Translated:
+
+names           what PEFT calls parameters, in a model and in a folder
 adapter_folder  an adapter saved and loaded
 merge           the base saved with an adapter added to its weights
 
-What it changes:
+Changed:
 
 prepare_adapters   on the meta device: `reset_parameters` of adapter layers and the model's `_init_weights`
 save_adapter       while names are read: `state_dict` of the modules in `modules_to_save` (`names`)

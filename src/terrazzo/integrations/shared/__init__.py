@@ -1,10 +1,13 @@
 """What several integrations share.
 
-engine_setup      `EngineSetup`: what an integration asks of the engine, and what it does to a model before sharding
+In reading order:
+
+arguments         `TerrazzoArguments`: those of `tz.shard`, as a user of another library gives them
+engine_setup      `EngineSetup`: these, what is done to a model before it is sharded, and what the loop does
+honour            a configuration read by its dialect; what is asked for and not done is refused, or named in a warning
 from_description  the `EngineSetup` that the neutral description of a configuration comes to
-honour            what a configuration asks for and is not done: refused, or named in a warning
 first_rank        warnings and other lines of the first rank alone
 owners            whose an optimizer is
-saving            where a checkpoint of the same name lies
+checkpoints       a checkpoint saved over one of the same name, and opened on all ranks
 generation        of text, by ranks together
 """

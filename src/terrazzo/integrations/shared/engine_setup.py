@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine import (
-    Offload,
-    Plan,
-    Precision,
-    Units,
-    checkpoint_activations,
-    compile_units,
-    shard,
-)
+from terrazzo.engine import Plan, Precision, checkpoint_activations, compile_units, shard
 from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.errors import BadInput
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.first_rank import is_first
 from terrazzo.integrations.shared.generation import generate_together
 from terrazzo.nn import float8
 
-__all__ = ["ActivationSetup", "EngineSetup", "TerrazzoArguments", "trained_dtypes"]
+__all__ = ["ActivationSetup", "EngineSetup", "trained_dtype", "trained_dtypes"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -44,41 +36,49 @@ class ActivationSetup:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What a configuration asks of the engine.
+    """What a configuration asks for: of `tz.shard`, of the model before that, and of the loop around it.
 
     Attributes:
-        plan, precision, units, prefetch, offload: as for `tz.shard`.
-        mesh: of all ranks; None where there is no process group.
-        autocast: dtype of torch.autocast, which the integration enters around the model's forward; None for none.
-        clip: largest global gradient norm; None for no clipping.
-        accumulation: micro-batches per optimizer step.
+        arguments: of `tz.shard`, with a plan and a precision. Without a mesh: all ranks on one axis.
+
         activation_checkpointing: of the units.
         compile: each unit's forward is compiled.
         float8: the recipe by which linear layers multiply in 8 bits, as for `tz.nn.float8`; None for none. skip: globs
             over names of those that do not; None: those outside of the blocks.
+
+        autocast: dtype of torch.autocast, which the integration enters around the model's forward; None for none.
+        clip: largest global gradient norm; None for no clipping.
+        accumulation: micro-batches per optimizer step.
     """
 
-    plan: Plan
-    precision: Precision
-    mesh: DeviceMesh | None = None
-    units: tuple[str, ...] | None = None
-    prefetch: int = 1
-    offload: Offload = field(default_factory=Offload)
-    autocast: torch.dtype | None = None
-    clip: float | None = None
-    accumulation: int = 1
+    arguments: TerrazzoArguments
     activation_checkpointing: ActivationSetup = ActivationSetup()
     compile: bool = False
     float8: str | None = None
     skip: tuple[str, ...] | None = None
+    autocast: torch.dtype | None = None
+    clip: float | None = None
+    accumulation: int = 1
 
-    def over(self, **changes: Any) -> Self:
-        """This one with what is given in its place, plan and precision perhaps by name; None leaves what is here."""
-        set_ones = {name: value for name, value in changes.items() if value is not None}
-        for name, kind in (("plan", Plan), ("precision", Precision)):
-            if isinstance(set_ones.get(name), str | torch.dtype):
-                set_ones[name] = kind.named(set_ones[name])
-        return replace(self, **set_ones)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", self.arguments.resolved())
+
+    @property
+    def plan(self) -> Plan:
+        """That of the arguments."""
+        assert isinstance(self.arguments.plan, Plan)
+        return self.arguments.plan
+
+    @property
+    def precision(self) -> Precision:
+        """That of the arguments."""
+        assert isinstance(self.arguments.precision, Precision)
+        return self.arguments.precision
+
+    def behind(self, arguments: TerrazzoArguments) -> Self:
+        """This one where the arguments say nothing. A precision of theirs is in place of autocast, too."""
+        autocast = self.autocast if arguments.precision is None else None
+        return replace(self, arguments=arguments.before(self.arguments), autocast=autocast)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that `tz.parallelize` has given to ranks that see the same batches.
@@ -107,49 +107,15 @@ class EngineSetup:
         self.check(model)
         if self.float8 is not None:
             _convert_linears(model, self.float8, self.skip)
-        chosen = self.activation_checkpointing
+        chosen, units = self.activation_checkpointing, self.arguments.units
         checkpoint_activations(
-            model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
+            model, chosen.mode, units=units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
         )
         if self.compile:
-            compile_units(model, units=self.units)
-        sharded = shard(
-            model,
-            optimizer,
-            self.plan,
-            units=self.units,
-            precision=self.precision,
-            mesh=self.mesh,
-            prefetch=self.prefetch,
-            offload=self.offload,
-        )
+            compile_units(model, units=units)
+        sharded = shard(model, optimizer, **self.arguments.set_ones())
         generate_together(model)
         return sharded
-
-
-@dataclass(frozen=True)
-class TerrazzoArguments:
-    """What goes before the other library's own arguments, as for `tz.shard`; None leaves it to them.
-
-    Attributes:
-        plan: such as `zero3`. TrainingArguments say it by `fsdp` or `deepspeed`, and without those mean `zero0`, DDP.
-        precision: such as `bf16`. TrainingArguments' `bf16` without FSDP is autocast on fp32 weights.
-        units: class names of the modules that are gathered as one.
-        mesh: of all ranks.
-        prefetch: units gathered ahead.
-        offload: how states on `cpu` or `nvme` are kept.
-    """
-
-    plan: Plan | str | None = None
-    precision: Precision | str | torch.dtype | None = None
-    units: Units | None = None
-    mesh: DeviceMesh | None = None
-    prefetch: int | None = None
-    offload: Offload | None = None
-
-    def over(self, setup: EngineSetup) -> EngineSetup:
-        """The setup with what is given here."""
-        return replace(setup.over(**vars(self)), autocast=None if self.precision is not None else setup.autocast)
 
 
 def trained_dtypes(model: nn.Module) -> list[torch.dtype]:
@@ -159,6 +125,14 @@ def trained_dtypes(model: nn.Module) -> list[torch.dtype]:
     """
     trained = [each for each in model.parameters() if each.requires_grad] or list(model.parameters())
     return list(dict.fromkeys(each.dtype for each in trained if each.is_floating_point())) or [torch.float32]
+
+
+def trained_dtype(model: nn.Module) -> torch.dtype:
+    """The one dtype of what is trained. Raises: `BadInput` where there are several."""
+    dtypes = trained_dtypes(model)
+    if len(dtypes) > 1:
+        raise BadInput(f"The trained parameters are {', '.join(sorted(map(str, dtypes)))}: give them one dtype.")
+    return dtypes[0]
 
 
 def _convert_linears(model: nn.Module, recipe: str, skip: Sequence[str] | None) -> None:

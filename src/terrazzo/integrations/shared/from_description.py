@@ -23,6 +23,7 @@ from terrazzo.engine import (
 from terrazzo.engine.offload.topology import told_ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
 
 __all__ = ["setup_for"]
@@ -51,20 +52,23 @@ def setup_for(description: Description, device: torch.device, loaded: torch.dtyp
     """
     _check_extras(description)
     _check_units(description)
-    return EngineSetup(
+    arguments = TerrazzoArguments(
         plan=description.plan or Plan.named("zero3"),
         precision=_precision(description, loaded),
-        mesh=_mesh(description, device),
         units=_units(description),
+        mesh=_mesh(description, device),
         prefetch=_prefetch(description),
         offload=_offload(description),
-        autocast=_autocast(description),
-        clip=description.value("training.clip") or None,
-        accumulation=description.value("batch.accumulation") or 1,
+    )
+    return EngineSetup(
+        arguments,
         activation_checkpointing=_activation_checkpointing(description),
         compile=bool(description.value("training.compile")),
         float8=_float8(description),
         skip=tuple(description.value("precision.skip") or ()) or None,
+        autocast=_autocast(description),
+        clip=description.value("training.clip") or None,
+        accumulation=description.value("batch.accumulation") or 1,
     )
 
 

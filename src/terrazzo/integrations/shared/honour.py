@@ -1,4 +1,4 @@
-"""What a configuration asks for and an integration cannot do: refused, or named in a warning."""
+"""A configuration in its library's words, read by its dialect: what cannot be done of it is refused or named."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from collections.abc import Container, Sequence
 
 from terrazzo.dialects.core.agreement import extras_by_key
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import Reading
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["honour", "lost", "refuse"]
 
 
-def honour(reading: Reading, who: str) -> Description:
+def honour(name: str, document: ConfigDocument, context: ReadingContext, who: str) -> Description:
     """What a configuration means, once what is refused and what is lost of it has been said.
 
     What is lost is a warning on rank 0, the first time.
 
     Args:
+        name: of its dialect.
         who: the configuration's name in messages.
 
     Raises:
         BadInput: listing every key that is refused, each with its value and why.
     """
+    reading = read_document(dialect(name), document, context)
     refuse(who, [f"{each.key} is {each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"])
     for text in lost(reading):
         warn_once(f"{who}: {text}")

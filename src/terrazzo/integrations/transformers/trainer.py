@@ -20,12 +20,13 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
-from terrazzo.exchange import on_first, together
+from terrazzo.exchange import on_first
 from terrazzo.integrations.accelerate import Accelerator
-from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
+from terrazzo.integrations.shared.checkpoints import opened, save_over, settle
+from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.from_description import setup_for
-from terrazzo.integrations.shared.saving import save_over, settle
-from terrazzo.integrations.transformers.arguments import check, check_split, describe
+from terrazzo.integrations.transformers.requested import check, check_split, describe
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -79,7 +80,7 @@ class TerrazzoTrainerMixin(_Base):
         self.exports_checkpoints = description.value("saving.export") != "none"
         if self.args.save_only_model and not self.exports_checkpoints:
             raise BadInput("save_only_model with state_dict_type SHARDED_STATE_DICT would save nothing: drop one.")
-        setup = self.terrazzo.over(setup_for(description, self.args.device, loaded))
+        setup = setup_for(description, self.args.device, loaded).behind(self.terrazzo)
         setup = replace(setup, accumulation=1, clip=None)  # the Trainer's own loop does both
         if setup.plan.weight.axes:
             check_split(self.args, setup.plan.name)
@@ -171,11 +172,6 @@ def state_of(folder: str) -> str:
     """The sharded state in `checkpoint-N`, or the folder itself where another stack wrote it. Collective."""
     own = os.path.join(folder, _FOLDER)
     return own if settle(own) else folder
-
-
-def opened(path: str, model: nn.Module | None = None) -> checkpoint.Source:
-    """`checkpoint.open_source`, once no rank has failed at it. Collective."""
-    return together(lambda: checkpoint.open_source(path, model), BadInput)
 
 
 def newest_complete(output_dir: str) -> str | None:

@@ -21,7 +21,7 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.deepspeed.accelerator import local_device
 from terrazzo.integrations.deepspeed.answers import Answers
 from terrazzo.integrations.deepspeed.checkpoints import Checkpoints
-from terrazzo.integrations.deepspeed.config import Configuration
+from terrazzo.integrations.deepspeed.requested import Configuration
 from terrazzo.integrations.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from terrazzo.integrations.shared.first_rank import is_first
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from terrazzo import checkpoint as checkpoints
 from terrazzo.engine import ShardedModule, ShardedOptimizer
 from terrazzo.errors import BadInput
-from terrazzo.exchange import together
-from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file, write_folder
+from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file
 from terrazzo.integrations.lightning.plain_state import from_json, to_json
+from terrazzo.integrations.shared.checkpoints import opened, save_over
 
 __all__ = ["load_state", "load_weights", "save_state"]
 
@@ -32,7 +32,7 @@ def save_state(path: str, state: Mapping[str, Any]) -> None:
     model, optimizer, rest = _sorted(state, "save")
     plain = {name: value.state_dict() if isinstance(value, _Stateful) else value for name, value in rest.items()}
     step = next((value for name in _STEPS if type(value := rest.get(name)) is int and value >= 0), 0)
-    write_folder(path, model, optimizer, {"step": step, _KEY: to_json(plain, "state")})
+    save_over(path, model, optimizer, {"step": step, _KEY: to_json(plain, "state")}, files=True)
 
 
 def load_state(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def load_state(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]
     """
     model, optimizer, rest = _sorted(state, "load")
     if ours := is_folder(path):
-        source = together(lambda: checkpoints.open_source(path), BadInput)
+        source = opened(path)
         saved: dict[str, Any] = from_json(source.extra.get(_KEY, {}))
     else:
         saved = read_file(path)

@@ -11,14 +11,13 @@ import torch
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine import accumulate, attach, clip_grad_norm_
 from terrazzo.errors import BadInput
 from terrazzo.integrations.lightning.fabric.checkpoint import load_state, load_weights, save_state
-from terrazzo.integrations.lightning.precision import FabricPrecision, precision_of
+from terrazzo.integrations.lightning.precision import FabricPrecision
 from terrazzo.integrations.lightning.sharded_strategy import ShardedStrategy
 from terrazzo.integrations.shared.owners import owner_of
 
@@ -52,9 +51,6 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         self._backward_sync_control = _Accumulation(self._local)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
-
     # -- models ------------------------------------------------------------------------------------------------
 
     @property
@@ -65,13 +61,9 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
     @precision.setter
     def precision(self, plugin: Any) -> None:
         if plugin is not None and not isinstance(plugin, FabricPrecision):
-            self._requested = precision_of(plugin, self._requested)
+            self._take_precision(plugin)
             plugin = FabricPrecision(plugin.precision)
         self._precision = plugin
-
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """`empty_init`: on the meta device; values are given unit by unit, by `reset_parameters`, or a checkpoint."""
-        return torch.device("meta") if empty_init else nullcontext()
 
     def module_to_device(self, module: nn.Module) -> None:
         """Bring what has no parameters, such as metrics; the engine brings the rest, when it shards."""

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from terrazzo import checkpoint as checkpoints
 from terrazzo.errors import BadInput
-from terrazzo.exchange import together
-from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file, write_folder
+from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file
 from terrazzo.integrations.lightning.plain_state import from_json, to_json
+from terrazzo.integrations.shared.checkpoints import opened, save_over
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -25,7 +25,8 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None, ch
     One that has the same name is replaced, once the new one is complete.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in _TENSORS}
-    write_folder(path, model, optimizer, {"step": int(checkpoint.get("global_step", 0)), _KEY: to_json(rest)})
+    extra = {"step": int(checkpoint.get("global_step", 0)), _KEY: to_json(rest)}
+    save_over(path, model, optimizer, extra, files=True)
 
 
 def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
     """
     if not is_folder(path):
         return _load_file(path, model, optimizer)
-    source = together(lambda: checkpoints.open_source(path), BadInput)
+    source = opened(path)
     if _KEY not in source.extra:
         raise BadInput(f"'{path}' is a checkpoint without a Trainer's state: load it with tz.checkpoint.load_weights.")
     saved: dict[str, Any] = from_json(source.extra[_KEY])

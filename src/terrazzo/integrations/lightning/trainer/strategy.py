@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine import accumulate, attach, engine_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
+from terrazzo.integrations.lightning.precision import TerrazzoPrecision
 from terrazzo.integrations.lightning.sharded_strategy import ShardedStrategy
 from terrazzo.integrations.lightning.trainer.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.trainer.root import Root
@@ -43,8 +41,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         super().setup_environment()
         reset_seed()
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+    reduce = ShardedStrategy.all_reduce
 
     # -- the model ---------------------------------------------------------------------------------------------
 
@@ -57,7 +54,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None and not isinstance(plugin, TerrazzoPrecision):
-            self._requested = precision_of(plugin, self._requested)
+            self._take_precision(plugin)
             plugin = TerrazzoPrecision(plugin.precision, self)
         self._precision_plugin = plugin
 
@@ -115,11 +112,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
             if next(module.parameters(), None) is None:
                 module.to(self.root_device)
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """`empty_init`: on the meta device; values are given unit by unit, by `reset_parameters`, or a checkpoint."""
-        with torch.device("meta") if empty_init else nullcontext():
-            yield
+    tensor_init_context = ShardedStrategy.module_init_context
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

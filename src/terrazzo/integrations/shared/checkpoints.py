@@ -1,4 +1,4 @@
-"""Saving where a checkpoint of the same name may lie, which other libraries replace."""
+"""Checkpoints under the names that other libraries give: saved over an older one, and opened on all ranks."""
 
 from __future__ import annotations
 
@@ -12,27 +12,40 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from terrazzo.checkpoint import Source, open_source
 from terrazzo.checkpoint.loading.load import own_folder
 from terrazzo.checkpoint.saving.save import save_as_first
 from terrazzo.errors import BadInput
-from terrazzo.exchange import on_first
+from terrazzo.exchange import on_first, together
 from terrazzo.files import sync_folder
 
-__all__ = ["check_replaceable", "save_over", "settle"]
+__all__ = ["opened", "save_over", "settle"]
 
 
 def save_over(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any],
+    *,
+    files: bool = False,
 ) -> None:
     """`checkpoint.save`, in place of what lies under that name, which stays until the new one is complete. Collective.
 
     Of `extra` the first rank's values are saved, as the other libraries do.
 
-    Whether it may be replaced is for `check_replaceable` to say. Between the two renames at the end nothing has the
-    name: the old one is `.NAME.replaced-NONCE` and the new one `NAME.new-NONCE`. After a kill just there, `settle` goes
-    on. After an earlier kill the next save removes the new one: that it is ours says the file `.NAME.saving-NONCE`.
+    Between the two renames at the end nothing has the name: the old one is `.NAME.replaced-NONCE` and the new one
+    `NAME.new-NONCE`. After a kill just there, `settle` goes on. After an earlier kill the next save removes the new
+    one: that it is ours says the file `.NAME.saving-NONCE`.
+
+    Args:
+        files: whether another library's checkpoint, a single file, may be replaced too.
+
+    Raises:
+        BadInput: what has the name is no checkpoint of Terrazzo's.
     """
     path = _named(path)
+    on_first(lambda: _check_replaceable(path, files), BadInput)
     nonce = on_first(lambda: _begin(path))
     if nonce is None:
         save_as_first(path, model, optimizer, extra)
@@ -43,18 +56,6 @@ def save_over(
         _remove(_hidden(path, "saving", nonce))
         raise
     on_first(lambda: _take_place(path, nonce))
-
-
-def check_replaceable(path: str | os.PathLike[str], *, files: bool = False) -> None:
-    """What lies under a name that is to be saved over is a checkpoint of Terrazzo's, or nothing. Collective.
-
-    Args:
-        files: whether another library's checkpoint, a single file, may be replaced too.
-
-    Raises:
-        BadInput: it is something else.
-    """
-    on_first(lambda: _check_replaceable(_named(path), files), BadInput)
 
 
 def _check_replaceable(path: str, files: bool) -> None:
@@ -73,6 +74,11 @@ def settle(path: str | os.PathLike[str]) -> bool:
     Raises: `BadInput` where that cannot be done.
     """
     return on_first(lambda: _settle(_named(path)), BadInput)
+
+
+def opened(path: str | os.PathLike[str], model: nn.Module | None = None) -> Source:
+    """`checkpoint.open_source`, once no rank has failed at it. Collective."""
+    return together(lambda: open_source(path, model), BadInput)
 
 
 def _named(path: str | os.PathLike[str]) -> str:

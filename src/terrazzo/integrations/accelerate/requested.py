@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,10 @@ from terrazzo.dialects.formats.accelerate.launch_environment import (
     launched_document,
     parallelism_section,
 )
-from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments, trained_dtypes
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
+from terrazzo.integrations.shared.engine_setup import EngineSetup, trained_dtype
 from terrazzo.integrations.shared.from_description import setup_for
 from terrazzo.integrations.shared.honour import honour
 
@@ -40,17 +40,6 @@ _REFUSED = {
     "megatron_lm_plugin": "it is another engine",
     "torch_tp_plugin": "it splits tensors, and this integration trains data-parallel only",
 }
-
-
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """An environment in which Accelerate finds no other engine to start."""
-    names = [name for name in os.environ if name in SWITCHES.values() or name.startswith(DYNAMO)]
-    variables = {name: os.environ.pop(name) for name in names}
-    try:
-        yield
-    finally:
-        os.environ.update(variables)
 
 
 class RequestedSetup:
@@ -77,7 +66,6 @@ class RequestedSetup:
         self.float8 = self.mixed == "fp8"
         if self.float8:
             arguments["mixed_precision"] = self.mixed = "bf16"
-        self.scaling = LossScaling()
         self.document, plugin = launched_document(os.environ), _one_plugin(arguments)
         self.plugin = deepspeed_file(self.document, os.environ) if plugin is None else plugin
         if (fsdp := arguments.pop("fsdp_plugin", None)) is not None:
@@ -85,11 +73,14 @@ class RequestedSetup:
         if (sizes := arguments.pop("parallelism_config", None)) is not None:
             kind = self.document.get("distributed_type", "MULTI_GPU")
             self.document |= {"distributed_type": kind, "parallelism_config": parallelism_section(sizes)}
-        self.compile = _compile(arguments)
         self.deepspeed = self.plugin is not None or self.document.get("distributed_type") == "DEEPSPEED"
+        self.compile = _compile(arguments)
+        self.scaling = LossScaling()
         for handler in arguments.get("kwargs_handlers") or ():
             self._take(handler)
         self._refuse(arguments, alone)
+
+    # -- taken, and refused ------------------------------------------------------------------------------------------
 
     def _take(self, handler: object) -> None:
         """What a kwargs handler asks of the engine that Terrazzo stands in for."""
@@ -135,6 +126,8 @@ class RequestedSetup:
                 "launcher or DeepSpeed's configuration) says a precision, too: leave out one of them."
             )
 
+    # -- built -------------------------------------------------------------------------------------------------------
+
     def setup(self, device: torch.device, world: int, model: nn.Module | None = None) -> EngineSetup:
         """What `tz.shard` is to be told.
 
@@ -143,14 +136,16 @@ class RequestedSetup:
             world: number of ranks.
             model: its dtype holds where nothing says one; None for a look at the rest, as for an fp32 model.
         """
-        loaded = torch.float32 if model is None else _dtype(model)
+        loaded = torch.float32 if model is None else trained_dtype(model)
         description = self._description(world)
-        if description is not None:
-            setup = setup_for(description, device, loaded)
+        if description is None:
+            replicas = TerrazzoArguments(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
+            setup = EngineSetup(replicas)
         else:
-            setup = EngineSetup(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
-        float8 = "tensorwise" if self.float8 else None
-        return self.words.over(setup).over(compile=self.compile or None, float8=float8)
+            setup = setup_for(description, device, loaded)
+        setup = setup.behind(self.words)
+        recipe = "tensorwise" if self.float8 else setup.float8
+        return replace(setup, compile=self.compile or setup.compile, float8=recipe)
 
     def _of_replicas(self, loaded: torch.dtype, device: torch.device) -> Precision:
         """The precision of plain replicas: all in the model's dtype, under autocast if `mixed_precision` says so."""
@@ -163,20 +158,15 @@ class RequestedSetup:
         return Precision(*(loaded,) * 6, self.scaling if self.mixed == "fp16" else None)
 
     def _description(self, world: int) -> Description | None:
-        if self.plugin is None and not self.document:
-            return None
-        name, document = "accelerate", self.document | {"mixed_precision": self.mixed}
+        """What the documents say; None where there are none."""
+        context = ReadingContext(world=world)
         if self.plugin is not None:
-            name, document = "deepspeed", deepspeed_document(self.plugin, self.mixed)
-        reading = read_document(dialect(name), document, ReadingContext(world=world))
-        return honour(reading, "DeepSpeed's configuration" if self.plugin is not None else "Accelerate's configuration")
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    dtypes = trained_dtypes(model)
-    if len(dtypes) > 1:
-        raise BadInput(f"The trained parameters are {', '.join(sorted(map(str, dtypes)))}: give them one dtype.")
-    return dtypes[0]
+            document = deepspeed_document(self.plugin, self.mixed)
+            return honour("deepspeed", document, context, "DeepSpeed's configuration")
+        if not self.document:
+            return None
+        document = self.document | {"mixed_precision": self.mixed}
+        return honour("accelerate", document, context, "Accelerate's configuration")
 
 
 def _one_plugin(arguments: dict[str, Any]) -> Any:
@@ -206,3 +196,17 @@ def _compile(arguments: dict[str, Any]) -> bool:
             "inductor and its defaults. Leave the others out."
         )
     return True
+
+
+# -- changed, and undone ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """An environment in which Accelerate finds no other engine to start."""
+    names = [name for name in os.environ if name in SWITCHES.values() or name.startswith(DYNAMO)]
+    variables = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(variables)

@@ -41,8 +41,8 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
         document |= {args.mixed_precision: True}
     name = DTYPE_NAMES.get(loaded, str(loaded).removeprefix("torch."))
     context = ReadingContext(args.world_size, load_dtype=name, trainer=document)
-    reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
-    description = honour(reading, "TrainingArguments")
+    ours = {key: document[key] for key in _OURS if document.get(key)}
+    description = honour("trainer", ours, context, "TrainingArguments")
     if args.deepspeed:
         _check_deepspeed(document, context)
     return description
