@@ -32,8 +32,10 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
     try:
         for axis in axes.live(axes.with_stages):
             links = axes.along(axis)
-            places = torch.zeros(links.size, device=axes.device)
-            moves: Moves[Tensor] = links.all_gather(places) if gathers else links.reduce_scatter(places, places.dtype)
+            numbers = torch.zeros(links.size, device=axes.device)
+            moves: Moves[Tensor] = (
+                links.all_gather(numbers) if gathers else links.reduce_scatter(numbers, numbers.dtype)
+            )
             Transfer(moves, label).finish()
         yield
     except RanksApart as error:

@@ -100,7 +100,7 @@ class Bucket(BucketSpec):
     @property
     def is_primary(self) -> bool:
         """Whether this rank's copy stands for those of all stages that share it: the first of them has that one."""
-        return not self.stages or self.sharding.axes.place_among_stages == self.stages[0]
+        return not self.stages or self.sharding.axes.stage == self.stages[0]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

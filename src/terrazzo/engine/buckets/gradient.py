@@ -191,12 +191,12 @@ class Gradient:
             self._keep_partial(Buffer(self.space, reduction.axes, data), partial_bytes)
         else:
             yield Released(ledger, partial_bytes, lent=True)
-            ledger.acquire(reduction.beside_bytes)
+            ledger.acquire(reduction.finishing_bytes)
             with tail():
                 if reduction.partial and reduction.partial_axes == reduction.axes:
                     next_stream()  # nothing that is used has to be given back
                 data = yield from self._complete(data, reduction, denominator)
-            yield Released(ledger, reduction.beside_bytes)
+            yield Released(ledger, reduction.finishing_bytes)
         yield Released(ledger, held_bytes, lent=True)
         return data
 
@@ -313,7 +313,7 @@ class Gradient:
 
 def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
     """The tensors of all these stages, in their order; `own` is this rank's. Collective over the stages; blocks."""
-    links, place = axes.along(axes.stages[0]), axes.place_among_stages
+    links, place = axes.along(axes.stages[0]), axes.stage
     others, handles = {stage: torch.empty_like(own) for stage in stages if stage != place}, []
     for source in stages:  # all begin their messages in one order: NCCL waits for each before the next on its route
         if source == place:

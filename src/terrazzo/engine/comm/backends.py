@@ -47,21 +47,21 @@ def _for_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """What carries numbers of the host's memory between the ranks of `group`: itself, or gloo beside NCCL alone."""
     if group.size() == 1 or HOST.type in _by_device(group) or "nccl" not in _by_device(group).values():
         return group
-    if (beside := _BESIDE.get(group)) is None:
+    if (gloo := _GLOO_GROUPS.get(group)) is None:
         ranks = dist.get_process_group_ranks(group)
         try:
-            beside = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         except RuntimeError as error:
             error.add_note(
                 "Terrazzo's ranks exchange small numbers over gloo, beside NCCL. If it does not find the network "
                 "between them, name the interface: GLOO_SOCKET_IFNAME=eth0."
             )
             raise
-        _BESIDE[group] = beside
-    return beside
+        _GLOO_GROUPS[group] = gloo
+    return gloo
 
 
-_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_GLOO_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -43,7 +43,7 @@ class Columns:
         self.own_row = next(row for row in rows if rank in row)
         self.width = len(self.own_row)
         self._slots = min(ROUNDS, len(rows) - 1)
-        self._index, self._place = rows.index(self.own_row), self.own_row.index(rank)
+        self._index, self._column = rows.index(self.own_row), self.own_row.index(rank)
 
     @property
     def staging_chunks(self) -> int:
@@ -54,7 +54,7 @@ class Columns:
         """Fill `full` from every rank's own chunk of it."""
         chunks = full.view(-1, full.numel() // (len(self.rows) * self.width))
         own = chunks[self.rank]
-        self._rounds(group, stamp, lambda turn, rank: own, lambda row: chunks[row[self._place]])
+        self._rounds(group, stamp, lambda turn, rank: own, lambda row: chunks[row[self._column]])
         with memories_of(near, "gather", full, stamp.label) as memories:
             for other, memory in memories.items():
                 for row in self.rows:
@@ -117,7 +117,7 @@ class Columns:
             if len(under_way) == self._slots:
                 under_way.popleft().finish()
             ahead, back = self.rows[(self._index + turn) % count], self.rows[(self._index - turn) % count]
-            source, target, code = back[self._place], ahead[self._place], torch.empty_like(own)
+            source, target, code = back[self._column], ahead[self._column], torch.empty_like(own)
             coming_code = group.recv([code], source, stamp.first)
             coming = group.recv([incoming(back)], source, stamp.then)
             announced = group.send([own], target, stamp.first)

@@ -35,7 +35,7 @@ class CommStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = self._user = Stream.beside(device)
+        self._stream = self._user = Stream.new(device)
         self._further: list[Stream] = []
 
     @contextlib.contextmanager
@@ -47,14 +47,14 @@ class CommStreams:
             yield
 
     @contextlib.contextmanager
-    def beside(self, index: int) -> Iterator[None]:
+    def further(self, index: int) -> Iterator[None]:
         """Inside of `chain`: work is queued on a further stream, behind the chain; other chains do not wait for it.
 
         Args:
             index: of the further streams, which one chain takes in order.
         """
         if index == len(self._further):
-            self._further.append(Stream.beside(self._stream.device))
+            self._further.append(Stream.new(self._stream.device))
         self._further[index].wait_event(self.mark())
         with self._further[index].inside():
             yield
@@ -72,7 +72,7 @@ class CommStreams:
         return made
 
     def mark(self) -> torch.Event | None:
-        """An event at the end of what is queued now, inside of `chain` or `beside`."""
+        """An event at the end of what is queued now, inside of `chain` or `further`."""
         return Stream.current(self._stream.device).mark()
 
     def wait(self, mark: torch.Event | None) -> None:

@@ -282,8 +282,8 @@ def _readers(
     longest = max(map(len, on_machine.values()), default=1)
     same_machine = on_machine.get(machines[rank], [])
     words = [0] * -(-longest // _WORD_BITS)
-    for place, other in enumerate(same_machine):
-        words[place // _WORD_BITS] |= (other in reads) << place % _WORD_BITS
+    for position, other in enumerate(same_machine):
+        words[position // _WORD_BITS] |= (other in reads) << position % _WORD_BITS
     words_of_ranks = all_gather(torch.tensor(words)).tolist()
     word, bit = divmod(same_machine.index(rank), _WORD_BITS) if same_machine else (0, 0)
     return {other for other in same_machine if words_of_ranks[other][word] >> bit & 1}

@@ -96,7 +96,7 @@ class Traffic:
     @property
     def wait_s(self) -> float:
         """That this rank stood waiting for weights and gradients."""
-        return sum(times.exposed_s for (_, kind), times in self.times.items() if kind not in _BESIDE_DATA)
+        return sum(times.exposed_s for (_, kind), times in self.times.items() if kind not in _NOT_DATA)
 
     @property
     def control_wait_s(self) -> float:
@@ -116,7 +116,7 @@ class Traffic:
         return self.wait_s + sum(each.total_wait_s for each in self.along.values())
 
 
-_BESIDE_DATA = ("control", "update")
+_NOT_DATA = ("control", "update")
 """Kinds of waits for what is neither weights nor gradients: for small numbers, and for updates of this rank itself."""
 
 

@@ -242,7 +242,7 @@ class Transfer(Generic[T]):
         assert self._streams is not None, "without streams a chain runs in the computation"
         if self._depth + 1 == len(self._stretches):
             self._stretches.append(_Stretch())
-        with self._streams.beside(self._depth):
+        with self._streams.further(self._depth):
             self._depth += 1
             try:
                 yield
@@ -254,7 +254,7 @@ class Transfer(Generic[T]):
         if self._streams is None:
             self._start_next()
             return
-        before = _beside.set(self)
+        before = _queued_chain.set(self)
         try:
             with self._streams.chain():
                 try:
@@ -265,7 +265,7 @@ class Transfer(Generic[T]):
                 finally:
                     self._stretches[0].mark = self._streams.mark()
         finally:
-            _beside.reset(before)
+            _queued_chain.reset(before)
 
     def _start_next(self) -> None:
         before = moving.set(self._label)
@@ -287,7 +287,7 @@ class Transfer(Generic[T]):
             moving.reset(before)
 
 
-_beside: ContextVar[Transfer[Any] | None] = ContextVar("beside", default=None)
+_queued_chain: ContextVar[Transfer[Any] | None] = ContextVar("queued_chain", default=None)
 """The chain that is being queued beside the computation."""
 
 
@@ -296,7 +296,7 @@ def outlives_chain(make: Callable[[], T]) -> T:
 
     What `make` only returns, such as tensors of the computation that the chain reads, is held as long.
     """
-    transfer = _beside.get()
+    transfer = _queued_chain.get()
     return make() if transfer is None else cast(T, transfer.outlive(make))
 
 
@@ -305,7 +305,7 @@ def tail() -> Iterator[None]:
     """Inside, the running chain may go on to further streams, by `next_stream`; what it does behind the block does not
     wait for these. The block is the end of a chain but for what that releases.
     """
-    transfer = _beside.get()
+    transfer = _queued_chain.get()
     with transfer.tail() if transfer is not None else nullcontext():
         yield
 
@@ -316,7 +316,7 @@ def next_stream() -> None:
     Outside of a tail, and where the host does the work, it stays where it is. On CUDA all of the tail must be queued
     work, and it must release none of the memory that it uses, which the chain's result holds.
     """
-    if (transfer := _beside.get()) is not None:
+    if (transfer := _queued_chain.get()) is not None:
         transfer.next_stream()
 
 

@@ -55,7 +55,7 @@ class Agreement:
         Raises:
             RanksApart: if the ranks have not run the same.
         """
-        if backward.this_pass is Pass.FINISHES:
+        if backward.this_pass is Pass.LAST:
             strayed, any_late, seen = self._exchange_flags(backward)
             left = iter(seen)
             for bucket in _trainable(self._units):

@@ -25,7 +25,7 @@ class HyperParameters:
 
     def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
         self._marks: list[torch.Event] = []
-        self._numbers = {place: self._noted(number) for place, number in numbers.items()}
+        self._numbers = {key: self._noted(number) for key, number in numbers.items()}
 
     def _noted(self, number: float | Tensor) -> float | Tensor:
         if not isinstance(number, Tensor) or not is_cuda(number.device):
@@ -40,8 +40,8 @@ class HyperParameters:
         for mark in self._marks:
             mark.synchronize()
         self._marks = []
-        return {place: float(number) for place, number in self._numbers.items()}
+        return {key: float(number) for key, number in self._numbers.items()}
 
     def followed_by(self, numbers: Mapping[str, float | Tensor]) -> HyperParameters:
-        """Those of a later step, in the same places: ranks compare as many as ever, whoever adds a key to a group."""
-        return HyperParameters({place: numbers.get(place, 0.0) for place in self._numbers})
+        """Those of a later step, under the same keys: ranks compare as many as ever, whoever adds a key to a group."""
+        return HyperParameters({key: numbers.get(key, 0.0) for key in self._numbers})

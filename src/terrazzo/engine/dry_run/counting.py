@@ -32,7 +32,7 @@ class ExpectedGradient(NamedTuple):
         bucket: number of its bucket in the unit.
     """
 
-    place: float
+    position: float
     numel: int
     bucket: int
 
@@ -68,7 +68,7 @@ class CountingUnit:
 
     Attributes:
         gradients: that come in a backward, in any order; none where nobody has said.
-        last_place: the highest place of its parameters; infinite where it has none.
+        last_position: the highest position of its parameters; infinite where it has none.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class CountingUnit:
         comm_streams: CommStreams | None = None,
     ) -> None:
         self.name, self.index, self.comm_streams = name, index, comm_streams
-        self.buckets = [CountingBucket(bucket, counts, beside=comm_streams is not None) for bucket in buckets]
+        self.buckets = [CountingBucket(bucket, counts, overlaps=comm_streams is not None) for bucket in buckets]
         self.weights = CountingWeights(self.buckets)
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
         self.gradients: list[ExpectedGradient] = []
-        self.last_place: float = math.inf
+        self.last_position: float = math.inf
         self._filled_numel = 0
 
     def expect_in_turn(self, buckets: Sequence[Bucket], is_around: bool) -> None:
@@ -99,11 +99,11 @@ class CountingUnit:
                 are registered, but for a table, whose gradient comes when they have run.
         """
         members = [(number, member) for number, bucket in enumerate(buckets) for member in bucket.members]
-        self.last_place = max((member.place for _, member in members), default=math.inf)
+        self.last_position = max((member.position for _, member in members), default=math.inf)
         for number, member in members:
             if buckets[number].trainable:
-                place = math.inf if is_around and not member.is_table else member.place
-                self.gradients.append(ExpectedGradient(place, math.prod(member.shape), number))
+                position = math.inf if is_around and not member.is_table else member.position
+                self.gradients.append(ExpectedGradient(position, math.prod(member.shape), number))
 
     def add_gradient(self, gradient: ExpectedGradient, this_pass: Pass) -> None:
         self.buckets[gradient.bucket].accumulate_gradients(this_pass)
@@ -179,11 +179,11 @@ class CountingBucket:
 
     Args:
         counts: where it counts that, and what it sends.
-        beside: whether chains of collectives run beside the computation.
+        overlaps: whether chains of collectives run beside the computation.
     """
 
-    def __init__(self, spec: BucketSpec, counts: StepCounts, beside: bool) -> None:
-        self.spec, self._traffic, self._beside = spec, counts.traffic, beside
+    def __init__(self, spec: BucketSpec, counts: StepCounts, overlaps: bool) -> None:
+        self.spec, self._traffic, self._overlaps = spec, counts.traffic, overlaps
         self._transient, self._ledgers = counts.transient, counts.by_kind
         self.present = spec.resident
         self._gathered_again = self._arrives = self._is_kept = False
@@ -203,7 +203,7 @@ class CountingBucket:
             self._count(bucket_memory.gather(self.spec, again))
             self._is_kept = self._is_kept or self.spec.wire.codes_stay
             self._record(self.spec.collectives(When.BACKWARD if again else When.FORWARD))
-            if self._beside:
+            if self._overlaps:
                 self.decode()
 
     def decode(self) -> None:

@@ -72,5 +72,5 @@ class Promise:
         return dry_run_outer_step([bucket for unit in self.units for bucket in unit.buckets]).traffic
 
     def _step(self, micro_batches: int, local: bool | None) -> StepSpec:
-        adds = self.stages is not None or self.units[0].sharding.pass_of(False, local) is Pass.ADDS
+        adds = self.stages is not None or self.units[0].sharding.pass_of(last=False, local=local) is Pass.ADDS
         return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)

@@ -70,10 +70,10 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         schedule = Schedule(counting, step.prefetch, meeting)
         earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
         for index in range(step.micro_batches):
-            schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
+            schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.LAST)
             _forward(schedule, counting)
             _backward(schedule, counting)
-            if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
+            if schedule.this_pass is Pass.LAST or (schedule.meet is None and not step.local_sums):
                 _record_control(sharding, traffic, flags_numel(units))
     else:
         chunks = step.stages.share_out([*map(parameters_of, units)])
@@ -83,7 +83,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
             for turn in step.stages.turns(step.micro_batches):
                 staged.turn_to(turn.chunk, turn.ends_model)
                 if turn.is_forward:
-                    _forward(staged, [counting[place] for place in chunks[turn.chunk]])
+                    _forward(staged, [counting[index] for index in chunks[turn.chunk]])
                 else:
                     _backward(staged, counting)
         staged.end_micro_batches()
@@ -118,7 +118,7 @@ def _forward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
 
 
 def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
-    """Gradients come in the reverse of the order in which parameters are registered, as far as places say."""
+    """Gradients come in the reverse of the order in which parameters are registered, as far as positions say."""
     backward, coming = schedule.begin_backward(), list[tuple[float, CountingUnit, ExpectedGradient]]()
 
     def come(until: float) -> None:
@@ -129,9 +129,9 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
 
     for index in schedule.order.backward:
         unit = units[index]
-        come(until=unit.last_place)
+        come(until=unit.last_position)
         backward.enter(unit)
-        coming += [(gradient.place, unit, gradient) for gradient in unit.gradients]
+        coming += [(gradient.position, unit, gradient) for gradient in unit.gradients]
         coming.sort(key=lambda each: each[0])
     come(until=-1)
     backward.end()

@@ -1,4 +1,4 @@
-"""The axes of a device mesh: their sizes, this rank's place on them, and the collectives along each."""
+"""The axes of a device mesh: their sizes, this rank's index on them, and the collectives along each."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Axes:
         return tuple(axis for axis in self._collectives if axis == STAGES)
 
     @property
-    def place_among_stages(self) -> int:
+    def stage(self) -> int:
         """This rank's number along the axis of stages; 0 where there is none."""
         return self.cuts(self.stages)[0][0] if self.stages else 0
 

@@ -25,7 +25,7 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
     """
     engine = engine_of(model)
     before = engine.schedule.this_pass
-    engine.schedule.set_pass(engine.sharding.pass_of(False, local))
+    engine.schedule.set_pass(engine.sharding.pass_of(last=False, local=local))
     try:
         yield
     finally:

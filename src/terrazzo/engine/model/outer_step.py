@@ -36,7 +36,7 @@ class _Part(NamedTuple):
 
     bucket: Bucket
     elements: Range
-    place: Range
+    in_message: Range
 
 
 class OuterSteps:
@@ -104,7 +104,7 @@ class OuterSteps:
         self._compare()
         label = Label(Purpose.OUTER, number=self.number + 1)
         for parts in _messages(self._buckets):
-            numel, device = parts[-1].place.stop, self._axes.device.type
+            numel, device = parts[-1].in_message.stop, self._axes.device.type
             with self._ledger.holding(self.settings.held_bytes(numel, self._along.size, device)):
                 self._exchange(parts, label)
         for bucket in self._buckets:
@@ -126,15 +126,15 @@ class OuterSteps:
 
     def _exchange(self, parts: Sequence[_Part], label: Label) -> None:
         """Have the mean of outer gradients, and take the step."""
-        numel, along, device = parts[-1].place.stop, self._along, self._axes.device
+        numel, along, device = parts[-1].in_message.stop, self._along, self._axes.device
         message = torch.zeros(round_up(numel, along.size), device=device)
-        for bucket, tile, place in _tiles(parts, device):
+        for bucket, tile, within in _tiles(parts, device):
             with bucket.outer[0].opened(tile) as first, bucket.master.opened(tile) as weights:
-                message[place].copy_(first - weights)
+                message[within].copy_(first - weights)
         mean = _mean_of_blocks if self.settings.traffic == "int8" else _mean
         Transfer(mean(message, numel, along), label).finish()
-        for bucket, tile, place in _tiles(parts, device):
-            self._step(bucket.outer, tile, message[place])
+        for bucket, tile, within in _tiles(parts, device):
+            self._step(bucket.outer, tile, message[within])
 
     def _step(self, states: Sequence[Resting], tile: Range, gradient: Tensor) -> None:
         """Each product is rounded by itself: the bits are those of any way to cut, and of plain PyTorch."""
@@ -166,10 +166,10 @@ def _messages(buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
 
 def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucket, Range, slice]]:
     """The same a little at a time, as states in files are read."""
-    for bucket, elements, place in parts:
+    for bucket, elements, in_message in parts:
         for cut in bucket.master.cuts(elements):
             for tile in tiles(cut, device.type):
-                start = place.start + tile.start - elements.start
+                start = in_message.start + tile.start - elements.start
                 yield bucket, tile, slice(start, start + tile.numel)
 
 

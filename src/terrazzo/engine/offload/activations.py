@@ -130,7 +130,7 @@ class Route:
 
     def __init__(self, device: torch.device, pin: bool) -> None:
         self.device = device
-        self.stream, self.pool = Stream.beside(device), HostPool(device if pin else None)
+        self.stream, self.pool = Stream.new(device), HostPool(device if pin else None)
 
     def copy(self, source: Tensor, target: Tensor) -> Copy:
         """Start copying what this thread's stream has written by then."""

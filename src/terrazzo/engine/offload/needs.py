@@ -57,8 +57,8 @@ class Need:
 
 def host_sum_bytes(spec: BucketSpec) -> int:
     """Host memory for sums of earlier micro-batches, each reduced by itself, where gradients rest beside the device."""
-    beside = spec.trainable and spec.tiers.grad != "device"
-    return beside * padded_bytes(spec.numel(spec.plan.grad.axes) * spec.precision.accumulate.itemsize)
+    off_device = spec.trainable and spec.tiers.grad != "device"
+    return off_device * padded_bytes(spec.numel(spec.plan.grad.axes) * spec.precision.accumulate.itemsize)
 
 
 def moment_names(bucket: Bucket, templates: Templates) -> list[str]:

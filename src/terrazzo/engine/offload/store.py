@@ -61,7 +61,7 @@ class Store:
 
     def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int) -> None:
         self.device, self.settings, self._need = device, settings, need
-        self.copies_out, self.copies_in, self.steps = Stream.beside(device), Stream.beside(device), Steps()
+        self.copies_out, self.copies_in, self.steps = Stream.new(device), Stream.new(device), Steps()
         self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
         self.arenas = [self._arena(arena_bytes)] if arena_bytes else []

@@ -33,7 +33,7 @@ def clip_grad_norm(
     gradients = [bucket.gradient.finished for bucket in finished]
     contributions = [(bucket.gradient.finished.contribution() for bucket in finished if bucket.is_primary)]
     wide = torch.promote_types(sharding.precision.accumulate, torch.float32)  # than which torch's factor is no wider
-    total = norms(contributions, sharding, norm_type, beside=sharding.axes.stages)[0].to(wide)
+    total = norms(contributions, sharding, norm_type, also_over=sharding.axes.stages)[0].to(wide)
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
@@ -47,16 +47,16 @@ def clip_grad_norm(
 
 
 def norms(
-    groups: Iterable[Iterable[Tensor | None]], sharding: ShardingSpec, kind: float, beside: tuple[str, ...] = ()
+    groups: Iterable[Iterable[Tensor | None]], sharding: ShardingSpec, kind: float, also_over: tuple[str, ...] = ()
 ) -> Tensor:
     """The p-norm of each group of tensors over all ranks, fp64 [number of groups]. Collective.
 
     Args:
         groups: what this rank gives of each, as `FinishedGradient.contribution`, None for nothing; one after the other.
         kind: the p; infinity for the maximum.
-        beside: axes whose ranks give other parameters to the same groups.
+        also_over: axes whose ranks give other parameters to the same groups.
     """
-    axes, split = sharding.axes, (*sharding.contributed_over, *beside)
+    axes, split = sharding.axes, (*sharding.contributed_over, *also_over)
     powers = torch.stack([_power(group, kind, axes.device) for group in groups])
     if kind == float("inf"):
         return axes.total(powers, split, reduce=torch.amax)

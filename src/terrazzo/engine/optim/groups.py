@@ -16,7 +16,7 @@ __all__ = ["ParamGroups"]
 
 
 class ParamGroups:
-    """They are known by their places, and so are the parameters in each.
+    """They are known by their order, and so are the parameters in each.
 
     Args:
         first: number of the first among the param groups of all the model's optimizers.
@@ -101,8 +101,8 @@ class ParamGroups:
         Raises:
             Misuse: there.
         """
-        now, places = optimizer.param_groups, {id(group): place for place, group in enumerate(self._listed)}
-        if len(now) != len(self._listed) or any(places.get(id(group), i) != i for i, group in enumerate(now)):
+        now, listed = optimizer.param_groups, {id(group): index for index, group in enumerate(self._listed)}
+        if len(now) != len(self._listed) or any(listed.get(id(group), i) != i for i, group in enumerate(now)):
             raise Misuse(
                 f"The param groups of this {type(optimizer).__name__} were removed or reordered after sharding: it had"
                 f" {len(self._listed)} and has {len(now)}. Leave optimizer.param_groups as it was, and change what is"

@@ -111,7 +111,7 @@ class _Crossing:
         held = [matrix for matrix in among if owners.has_part(matrix)]
         others = [other for other in range(size) if other != rank]
         self.rank, self.own = rank, [matrix for matrix in held if owners.is_here(matrix)]
-        self.away = [(matrix, other) for other in others for matrix in held if owners.places[matrix][CUT] == other]
+        self.away = [(matrix, other) for other in others for matrix in held if owners.coordinates[matrix][CUT] == other]
         self.home = [(matrix, other) for other in others for matrix in self.own]
         self.away_numels, self.home_numels = [0] * size, [0] * size
         for matrix, other in self.away:

@@ -73,21 +73,21 @@ class Owners:
     """Matrices that are exchanged at once, of buckets that are split alike, and the owner of each.
 
     Args:
-        places: by matrix the owner's place along each axis of `axes`.
+        coordinates: by matrix the owner's index along each axis of `axes`.
 
     Attributes:
         split: the axes over which their states are split; along the others of `axes`, ranks hold the same.
     """
 
-    places: Mapping[Matrix, Mapping[str, int]]
+    coordinates: Mapping[Matrix, Mapping[str, int]]
 
     @property
     def matrices(self) -> Collection[Matrix]:
-        return self.places.keys()
+        return self.coordinates.keys()
 
     @cached_property
     def _any(self) -> Bucket:
-        return next(iter(self.places)).bucket
+        return next(iter(self.coordinates)).bucket
 
     @property
     def axes(self) -> Axes:
@@ -96,7 +96,7 @@ class Owners:
     @property
     def group(self) -> int:
         """Number of the param group of one of the matrices."""
-        matrix = next(iter(self.places))
+        matrix = next(iter(self.coordinates))
         return matrix.bucket.members[matrix.number].group
 
     @property
@@ -110,19 +110,19 @@ class Owners:
     @property
     def cut(self) -> tuple[str, ...]:
         """The axis along which ranks have parts of each, if there is one."""
-        return (CUT,) if next(iter(self.places)).boxes else ()
+        return (CUT,) if next(iter(self.coordinates)).boxes else ()
 
     def is_here(self, matrix: Matrix) -> bool:
         """Whether this rank owns it."""
-        return self.has_part(matrix) and self._beside(matrix, self.cut)
+        return self.has_part(matrix) and self._at_owner(matrix, self.cut)
 
     def has_part(self, matrix: Matrix) -> bool:
         """Whether what ranks like this one along `tp` have of it comes together here."""
-        return self._beside(matrix, (*self.split, *self.copies))
+        return self._at_owner(matrix, (*self.split, *self.copies))
 
     def along(self, axis: str) -> tuple[int, int]:
-        """This rank's place along an axis, and how many there are."""
-        return self._place(axis)
+        """This rank's index along an axis, and how many there are."""
+        return self._coordinate(axis)
 
     def held(self, matrix: Matrix) -> Range:
         """What this rank holds of it."""
@@ -130,7 +130,7 @@ class Owners:
 
     def sends(self, matrix: Matrix) -> bool:
         """Whether the owner's update begins with what this rank holds: others may hold the same."""
-        return self._beside(matrix, self.copies)
+        return self._at_owner(matrix, self.copies)
 
     def gathers(self, among: Collection[Matrix]) -> Iterator[AxisExchange]:
         """Bring the parts of `among`, the same on every rank, to the owners."""
@@ -142,14 +142,14 @@ class Owners:
         for depth in range(1, len(self.split) + 1):
             yield self._exchange(depth, among, gathers=False)
         for number, axis in enumerate(self.copies):
-            rank, size = self._place(axis)
+            rank, size = self._coordinate(axis)
             sent: list[list[MatrixPart]] = [[] for _ in range(size)]
             received: list[list[MatrixPart]] = [[] for _ in range(size)]
             for matrix in among:
                 part = MatrixPart(matrix, self.held(matrix))
-                if not (part.range.numel and self._beside(matrix, self.copies[number + 1 :])):
+                if not (part.range.numel and self._at_owner(matrix, self.copies[number + 1 :])):
                     continue
-                if (source := self.places[matrix][axis]) != rank:
+                if (source := self.coordinates[matrix][axis]) != rank:
                     received[source].append(part)
                 else:
                     for other in range(size):
@@ -159,31 +159,31 @@ class Owners:
     def _exchange(self, depth: int, among: Collection[Matrix], gathers: bool) -> AxisExchange:
         """Along the axis that cuts ranges at that depth."""
         axis, inner = self.split[depth - 1], self.split[depth:]
-        rank, size = self._place(axis)
+        rank, size = self._coordinate(axis)
         outwards: list[list[MatrixPart]] = [[] for _ in range(size)]
         inwards: list[list[MatrixPart]] = [[] for _ in range(size)]
-        for matrix in (each for each in among if self._beside(each, (*inner, *self.copies))):
-            if (owner := self.places[matrix][axis]) != rank:
+        for matrix in (each for each in among if self._at_owner(each, (*inner, *self.copies))):
+            if (owner := self.coordinates[matrix][axis]) != rank:
                 outwards[owner].extend(self._part(matrix, depth, rank))
             else:
                 for other in range(size):
                     inwards[other].extend(self._part(matrix, depth, other) if other != rank else ())
         return AxisExchange(axis, outwards, inwards) if gathers else AxisExchange(axis, inwards, outwards)
 
-    def _part(self, matrix: Matrix, depth: int, place: int) -> Iterator[MatrixPart]:
-        """What a rank has of it that is at `place` along the axis of that depth, and along outer ones here."""
+    def _part(self, matrix: Matrix, depth: int, index: int) -> Iterator[MatrixPart]:
+        """What a rank has of it that has `index` along the axis of that depth, and along outer ones here."""
         axes = matrix.bucket.sharding.axes
         cuts = axes.cuts(self.split[:depth])
-        cuts[-1] = (place, cuts[-1][1])
+        cuts[-1] = (index, cuts[-1][1])
         held = share(matrix.bucket.space.layout.whole, cuts).intersect(matrix.range)
         if held.numel:
             yield MatrixPart(matrix, held)
 
-    def _beside(self, matrix: Matrix, axes: Sequence[str]) -> bool:
+    def _at_owner(self, matrix: Matrix, axes: Sequence[str]) -> bool:
         """Whether this rank is where the owner is, along these axes."""
-        return all(self._place(axis)[0] == self.places[matrix][axis] for axis in axes)
+        return all(self._coordinate(axis)[0] == self.coordinates[matrix][axis] for axis in axes)
 
-    def _place(self, axis: str) -> tuple[int, int]:
+    def _coordinate(self, axis: str) -> tuple[int, int]:
         along = self._any.sharding.axes.along(axis)
         return along.rank, along.size
 
@@ -224,12 +224,12 @@ def _matrices(bucket: Bucket, groups: Collection[int]) -> Iterator[Matrix]:
 
 def _shared_out(matrices: Sequence[Matrix], load: list[int], sizes: Mapping[str, int]) -> Owners:
     """The longest first, each to the rank with the least to do; `load` is what each has had, and is added to."""
-    places: dict[Matrix, Mapping[str, int]] = {}
+    coordinates: dict[Matrix, Mapping[str, int]] = {}
     for matrix in sorted(matrices, key=lambda each: -each.work):
         owner = load.index(min(load))
         load[owner] += matrix.work
-        place = {}
+        coordinate = {}
         for axis, size in sizes.items():
-            owner, place[axis] = divmod(owner, size)
-        places[matrix] = place
-    return Owners({matrix: places[matrix] for matrix in matrices})
+            owner, coordinate[axis] = divmod(owner, size)
+        coordinates[matrix] = coordinate
+    return Owners({matrix: coordinates[matrix] for matrix in matrices})

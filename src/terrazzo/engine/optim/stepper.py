@@ -47,9 +47,9 @@ class Stepper:
         number, groups = group - self._first, self._settings.groups
         shown = enumerate(groups) if self.is_own else [(number, groups[number])]
         copy.param_groups = [{**frozen(each), "params": [parameter] if i == number else []} for i, each in shown]
-        place = parameter.detach()
+        values = parameter.detach()
         unhooked_step(copy)
-        bring_back(parameter, place)
+        bring_back(parameter, values)
         return dict(copy.state[parameter])
 
     def changed_since(self, optimizer: Optimizer) -> list[str]:
@@ -73,12 +73,12 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     return copied
 
 
-def bring_back(parameter: nn.Parameter, place: Tensor) -> None:
-    """An update has given `parameter` other memory, by `p.data = ...`, where its values are looked for in `place`."""
-    if parameter.data_ptr() != place.data_ptr():
+def bring_back(parameter: nn.Parameter, values: Tensor) -> None:
+    """An update has given `parameter` other memory, by `p.data = ...`, where others look for them in `values`."""
+    if parameter.data_ptr() != values.data_ptr():
         with torch.no_grad():
-            place.copy_(parameter.detach())
-        parameter.data = place
+            values.copy_(parameter.detach())
+        parameter.data = values
 
 
 def unhooked_step(optimizer: Optimizer) -> None:

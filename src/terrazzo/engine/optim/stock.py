@@ -67,18 +67,18 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
 def hyper_parameters(optimizer: Optimizer) -> dict[str, float | Tensor]:
     """Every number in its param groups, by where it is; tensors of one element as they are."""
     settings = [(number, *item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
-    places = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in settings if key not in NOT_HYPER]
-    return {place: number for each in places for place, number in _numbers(*each)}
+    entries = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in settings if key not in NOT_HYPER]
+    return {key: number for each in entries for key, number in _numbers(*each)}
 
 
-def _numbers(place: str, value: Any) -> Iterator[tuple[str, float | Tensor]]:
+def _numbers(key: str, value: Any) -> Iterator[tuple[str, float | Tensor]]:
     if isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            yield from _numbers(f"{place}[{index}]", part)
+            yield from _numbers(f"{key}[{index}]", part)
     elif isinstance(value, int | float):
-        yield place, float(value)
+        yield key, float(value)
     elif isinstance(value, Tensor) and value.numel() == 1:
-        yield place, value
+        yield key, value
 
 
 def orphans(members: Sequence[Member]) -> list[str]:

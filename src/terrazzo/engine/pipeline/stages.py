@@ -33,7 +33,7 @@ class Stages:
 
     Attributes:
         ranks: how many have stages of the model.
-        rank: this one's place among them.
+        rank: which of them this one is.
         chunks: for each of this rank's stages, the names of the modules that it runs.
     """
 
@@ -74,7 +74,7 @@ class Stages:
     def share_out(self, units: Sequence[Iterable[str]]) -> list[list[int]]:
         """For each chunk, which of the units it uses, each given by the names of its parameters."""
         used = [set(self.chunks_of(*names)) for names in units]
-        return [[place for place, chunks in enumerate(used) if chunk in chunks] for chunk in range(len(self.chunks))]
+        return [[index for index, chunks in enumerate(used) if chunk in chunks] for chunk in range(len(self.chunks))]
 
     def chunks_of(self, *names: str) -> list[int]:
         """Which chunks use a module or a parameter of these names."""

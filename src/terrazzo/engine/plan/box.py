@@ -83,11 +83,11 @@ class Box:
                     yield Owned(each, elements, here.from_start_of(within), (here.numel,), (slice(0, here.numel),))
                 before += each.numel
             return
-        places = self.places()
+        local_parts = self.local_rectangles()
         for part in rectangles_of(self.local_shape, within.start, within.stop):
-            for each, place in zip(self.rectangles, places, strict=True):
-                if (common := place.intersect(part)) is not None:
-                    tile = common.relative_to(place).placed_in(each)
+            for each, local in zip(self.rectangles, local_parts, strict=True):
+                if (common := local.intersect(part)) is not None:
+                    tile = common.relative_to(local).placed_in(each)
                     inside = Range(before, before + part.numel)
                     yield Owned(tile, Range(0, tile.numel), inside, part.sizes, common.relative_to(part).slices)
             before += part.numel
@@ -111,14 +111,14 @@ class Box:
             flat = flat // self.local_shape[dim]
         return positions
 
-    def places(self) -> list[Rectangle]:
-        """Where each of the rectangles is in what the rank has."""
-        places, start = [], 0
+    def local_rectangles(self) -> list[Rectangle]:
+        """The rectangles in the order of `rectangles`, as parts of what the rank has."""
+        rectangles, start = [], 0
         for each in self.rectangles:
             offsets = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
-            places.append(Rectangle(offsets, each.sizes))
+            rectangles.append(Rectangle(offsets, each.sizes))
             start += each.sizes[self.dim]
-        return places
+        return rectangles
 
     def of(self, full: Tensor) -> Tensor:
         """What the rank has of `full`, in memory of its own, contiguous."""
@@ -127,8 +127,8 @@ class Box:
 
     def put(self, part: Tensor, full: Tensor) -> None:
         """The reverse of `of`: copy what the rank has to where it belongs in `full`."""
-        for place, each in zip(self.places(), self.rectangles, strict=True):
-            full[each.slices] = part[place.slices]
+        for local, each in zip(self.local_rectangles(), self.rectangles, strict=True):
+            full[each.slices] = part[local.slices]
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def reduction(
         pending_bytes: of the unreduced gradient.
         partial_bytes: sums of earlier micro-batches that are here.
     """
-    partial, _, finish, _, beside_bytes = spec.sums.of(last)
+    partial, _, finish, _, finishing_bytes = spec.sums.of(last)
     sum_bytes = 0
     for move in partial:
         yield Allocation(_SUMS, move.sum_bytes)
@@ -197,10 +197,10 @@ def reduction(
         yield GivenBack(_UNREDUCED, partial_bytes, lent=True)
     else:
         yield Allocation(_UNREDUCED, spec.partial_bytes - partial_bytes)
-    yield Allocation(_RECEIVE, beside_bytes)
+    yield Allocation(_RECEIVE, finishing_bytes)
     for move in finish:
         yield from _in_flight(move)
-    yield GivenBack(_RECEIVE, beside_bytes, lent=False)
+    yield GivenBack(_RECEIVE, finishing_bytes, lent=False)
     if not partial:
         yield GivenBack(_RECEIVE, pending_bytes, lent=True)
     if last:

@@ -54,11 +54,16 @@ class When(enum.StrEnum):
 
 
 class Pass(enum.Enum):
-    """What becomes of the gradients of a backward pass."""
+    """What becomes of the gradients of a backward pass.
+
+    The schedule has it (`Schedule.set_pass`), and this alone says whether a micro-batch is its step's last: `LAST`,
+    unless `tz.accumulate` or a step in stages has said that others follow, see `ShardingSpec.pass_of`. A
+    `BackwardPass` keeps the one that it began with; what it calls is told `last`, or gets a denominator to divide by.
+    """
 
     ADDS = "added to what is on this rank, and no more"
     REDUCES = "summed over ranks, to the plan's `grad` place"
-    FINISHES = "summed over ranks and divided: the step's last micro-batch"
+    LAST = "summed over ranks and divided: the step's last micro-batch"
     DROPS = "reported, unit by unit, on this rank, and forgotten: a backward that no step uses"
 
 
@@ -285,10 +290,10 @@ class BucketSpec(OuterShare):
         partial_axes = grad or optim
         partial = self._scatters((), partial_axes)
         finish = [*self._scatters(partial_axes, optim), *self._all_reduces()]
-        beside = self.numel(partial_axes) * self.precision.accumulate.itemsize if partial and finish else 0
+        finishing_bytes = self.numel(partial_axes) * self.precision.accumulate.itemsize if partial and finish else 0
         return Sums(
             earlier=Reduction(self._scatters((), grad), grad, (), grad, 0),
-            last=Reduction(partial, partial_axes, finish, optim, beside),
+            last=Reduction(partial, partial_axes, finish, optim, finishing_bytes),
         )
 
     def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], wire: Wire, what: str) -> list[MoveBytes]:

@@ -45,14 +45,14 @@ class Reduction(NamedTuple):
         partial, finish: reduce-scatters and all-reduces, in their order. An all-reduce of blocks is a reduce-scatter
             and an all-gather.
         partial_axes, axes: over which the partial sum is split, and the one at the end.
-        beside_bytes: the partial sum, in memory of its own while it is finished.
+        finishing_bytes: the partial sum, in memory of its own while it is finished.
     """
 
     partial: Sequence[MoveBytes]
     partial_axes: tuple[str, ...]
     finish: Sequence[MoveBytes]
     axes: tuple[str, ...]
-    beside_bytes: int
+    finishing_bytes: int
 
 
 class Sums(NamedTuple):

@@ -32,7 +32,7 @@ class Member:
     """One parameter: every name it has, where it is registered, and what steps it.
 
     Attributes:
-        place: among the parameters of the model, in the order of registration.
+        position: among the parameters of the model, in the order of registration.
         is_table: of an embedding, which is looked up before all that is registered behind it.
         is_matrix: the weight of one linear layer, which no other module has.
         record: what this rank has of it, where ranks share it; None for an ordinary parameter.
@@ -45,7 +45,7 @@ class Member:
     names: tuple[str, ...]
     parameter: nn.Parameter
     holders: tuple[tuple[nn.Module, str], ...]
-    place: int
+    position: int
     is_table: bool
     is_matrix: bool = False
     record: Record | None = None
@@ -283,14 +283,14 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
     members = []
-    for place, (names, parameter) in enumerate(zip(parameter_names(model), model.parameters(), strict=True)):
+    for position, (names, parameter) in enumerate(zip(parameter_names(model), model.parameters(), strict=True)):
         paths = [name.rpartition(".") for name in names]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
         record = next(filter(None, (record_of(*holder) for holder in holders)), None)
         is_table = isinstance(holders[0][0], nn.Embedding)
         (module, attribute), *others = holders
         is_matrix = isinstance(module, nn.Linear) and attribute == "weight" and not others
-        members.append(Member(tuple(names), parameter, holders, place, is_table, is_matrix, record))
+        members.append(Member(tuple(names), parameter, holders, position, is_table, is_matrix, record))
     return members
 
 

@@ -59,7 +59,7 @@ class ShardingSpec:
             BadInput: `local=False` under a plan that keeps whole gradients.
         """
         if last:
-            return Pass.FINISHES
+            return Pass.LAST
         if local is False and not self.mesh_plan.grad.axes:
             raise BadInput(
                 f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.mesh_plan.name} keeps "

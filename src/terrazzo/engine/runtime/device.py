@@ -140,7 +140,7 @@ class Stream:
         return cls(device, torch.cuda.current_stream(device) if is_cuda(device) else None)
 
     @classmethod
-    def beside(cls, device: torch.device) -> Stream:
+    def new(cls, device: torch.device) -> Stream:
         """A new one, beside the computation's. Make it once: fresh ones cost memory at every step."""
         return cls(device, torch.cuda.Stream(device) if is_cuda(device) else None)
 

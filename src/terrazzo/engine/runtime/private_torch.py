@@ -37,21 +37,21 @@ __all__ = [
 ]
 
 
-def lookup(place: Any, *path: str) -> Any:
+def lookup(owner: Any, *path: str) -> Any:
     """What torch has there under these names, one inside of the other.
 
     Raises:
         ImportError: where it has not.
     """
     for name in path:
-        named = vars(place)[name] if isinstance(place, type) and name in vars(place) else getattr(place, name, _NONE)
+        named = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name, _NONE)
         if named is _NONE:
             raise ImportError(
-                f"Terrazzo's engine needs {name!r} of {getattr(place, '__name__', place)!s}, which torch "
+                f"Terrazzo's engine needs {name!r} of {getattr(owner, '__name__', owner)!s}, which torch "
                 f"{torch.__version__} does not have. It is there from torch 2.11 to 2.13: install one of these."
             )
-        place = named
-    return place
+        owner = named
+    return owner
 
 
 _NONE = object()
@@ -107,7 +107,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_attributes() -> None:
     """Raises `ImportError` where torch's objects have others than those that the engine reads."""
-    for place, names in (
+    for owner, names in (
         (Tensor, ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
         (torch.UntypedStorage, ("_cdata", "resize_")),
         (torch.utils.checkpoint, ("_checkpoint_hook", "_recomputation_hook")),
@@ -116,7 +116,7 @@ def _check_attributes() -> None:
         (ProcessGroup, ("_get_backend",)),
     ):
         for name in names:
-            lookup(place, name)
+            lookup(owner, name)
     modules = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks")
     hooks = ("_forward_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     module = nn.Module()

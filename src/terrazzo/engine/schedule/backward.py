@@ -189,7 +189,7 @@ class BackwardPass:
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients over ranks."""
-        last = self.this_pass is Pass.FINISHES
+        last = self.this_pass is Pass.LAST
         label = self._weights.label(Purpose.GRADIENT if last else Purpose.PARTIAL, unit.index, self._number)
         self._reductions.start(unit, label, last)
 

@@ -184,7 +184,7 @@ class Program:
 def _closes(forward: Sequence[int], backward: Sequence[int]) -> list[tuple[int, ...]]:
     """`closes` of an `Order`."""
     first = {unit: position for position, unit in reversed(list(enumerate(forward)))}
-    begun = {unit: place for place, unit in enumerate(dict.fromkeys(backward))}
+    begun = {unit: index for index, unit in enumerate(dict.fromkeys(backward))}
     last_visit = {unit: position for position, unit in enumerate(backward)}
     closes: list[tuple[int, ...]] = []
     over: list[tuple[int, int]] = []  # a heap of units whose visits are over, latest forward first
@@ -304,7 +304,7 @@ def merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
             followers[before].add(after)
     waiting = Counter(after for afters in followers.values() for after in afters)
     rank_of = {step: (position, rank) for rank, chain in enumerate(chains) for position, step in enumerate(chain)}
-    ready = [(place, step) for step, place in rank_of.items() if not waiting[step]]
+    ready = [(rank, step) for step, rank in rank_of.items() if not waiting[step]]
     heapq.heapify(ready)
     merged: list[_Step] = []
     while ready:

@@ -23,7 +23,7 @@ class PipelineSchedule(Schedule):
     is waited for inside of a backward would have other stages wait, too.
 
     Args:
-        chunks: the places among the units of those of each; the others are as of `Schedule`.
+        chunks: the indices of the units of each; the others are as of `Schedule`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PipelineSchedule(Schedule):
         denominator: Divisor = lambda: 1.0,
     ) -> None:
         super().__init__(units, prefetch, meet, denominator)
-        self._programs = [Program([units[place] for place in each]) for each in chunks]
+        self._programs = [Program([units[index] for index in each]) for each in chunks]
         self.program = self._programs[0]
 
     @property
@@ -54,7 +54,7 @@ class PipelineSchedule(Schedule):
     def end_micro_batches(self) -> BackwardPass:
         """Every micro-batch has run: start summing what they have added up, as one backward, which has to be ended."""
         self.rest()
-        self.set_pass(Pass.FINISHES)
+        self.set_pass(Pass.LAST)
         backward = self.begin_backward()
         for unit in self.units:  # nothing of another kind is under way: what stages share waits for other ranks
             unit.add_stages()

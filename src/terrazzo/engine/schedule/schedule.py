@@ -49,7 +49,7 @@ class Schedule:
         self, units: Sequence[Runnable], prefetch: int, meet: Meet | None = None, denominator: Divisor = lambda: 1.0
     ) -> None:
         self.units, self.program, self.meet = units, Program(units), meet
-        self.this_pass, self.ends_model = Pass.FINISHES, True
+        self.this_pass, self.ends_model = Pass.LAST, True
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self._forwards = self._backwards = 0

@@ -145,8 +145,8 @@ def _surround(module: nn.Module, layer: Layer) -> None:
     forward: Any = module.forward
     inner, layers = (forward.inner, forward.layers) if isinstance(forward, LayeredForward) else (forward, ())
     is_offloaded = bool(layers) and isinstance(layers[-1], OffloadedActivations)
-    place = len(layers) - 1 if is_offloaded else len(layers)
-    module.forward = LayeredForward(inner, (*layers[:place], layer, *layers[place:]))
+    behind = len(layers) - 1 if is_offloaded else len(layers)
+    module.forward = LayeredForward(inner, (*layers[:behind], layer, *layers[behind:]))
 
 
 def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:

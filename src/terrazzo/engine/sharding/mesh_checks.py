@@ -88,8 +88,8 @@ def check_experts_shared(model: nn.Module, mesh: DeviceMesh) -> None:
     experts = expert_mesh(mesh)
     if experts is None or next(SHARES_EXPERTS.all_in(model), None) is not None:
         return
-    places = ((module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False))
-    records = (record_of(module, name) for module, name in places)
+    holders = ((module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False))
+    records = (record_of(module, name) for module, name in holders)
     if all(record is None or record.family is not Family.EXPERT for record in records):
         raise BadInput(
             f"The mesh has ep {experts['ep'].size()}, along which ranks share experts, but tz.parallelize has cut none "

@@ -23,7 +23,7 @@ def packed_members(spec: UnitSpec, precision: Precision) -> frozenset[int]:
     """
     if precision.frozen is None or not spec.name:
         return frozenset()
-    return frozenset(member.place for member in spec.members if _is_packed(spec, member))
+    return frozenset(member.position for member in spec.members if _is_packed(spec, member))
 
 
 def _is_packed(spec: UnitSpec, member: Member) -> bool:

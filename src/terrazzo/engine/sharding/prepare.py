@@ -249,7 +249,7 @@ def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, o
                 ledger,
                 not spec.name,
                 tiers,
-                sharding.precision.frozen if group[0].place in packed else None,
+                sharding.precision.frozen if group[0].position in packed else None,
             )
             for group in groups
         ]
@@ -264,7 +264,7 @@ def _bucket_groups(
     frozen ones by dtype. What several stages have lies apart: they hold it alike; so do matrices in 4 bits.
 
     Args:
-        packed: the places of these.
+        packed: the positions of these.
         precision: may send matrices in blocks: they lie apart from what is not.
     """
     groups: dict[tuple[bool, str, int, str, tuple[int, ...], bool, bool], list[Member]] = {}
@@ -272,7 +272,7 @@ def _bucket_groups(
         dtype = member.parameter.dtype
         owner = owners[member.group] if member.trainable and member.group >= 0 else -1
         stored = "" if dtype.is_floating_point else str(dtype)
-        is_packed = member.place in packed
+        is_packed = member.position in packed
         in_blocks = precision.sends_in_blocks(member.trainable)
         apart = in_blocks and not stored and not travels_in_blocks(member.shape)
         key = (not member.trainable, member.family.value, owner, stored, member.stages, is_packed, apart)

@@ -52,7 +52,7 @@ def listing(model: nn.Module) -> list[Listed]:
         shapes = [tuple(parameter.shape) for parameter in model.parameters()]
         names = parameter_names(model)
     own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}
-    stage, buckets = axes.place_among_stages, engine_of(model).buckets()
+    stage, buckets = axes.stage, engine_of(model).buckets()
     primary = {slot.name for bucket in buckets if bucket.is_primary for slot in bucket.slots}
     table = torch.zeros((len(names), 5), dtype=torch.int64, device=HOST)  # of what other ranks have, lower than theirs
     for row, (name, *_) in zip(table, names, strict=True):

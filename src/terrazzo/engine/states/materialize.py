@@ -110,12 +110,12 @@ def materialize(spec: UnitSpec, initialize: Initializer, axes: Axes) -> dict[nn.
         _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
         fresh.append((member, meta))
         touched |= {id(module): module for module, _ in holders}
-    places = {id(module): place for place, module in enumerate(spec.module.modules())}
-    for module in sorted(touched.values(), key=lambda module: places.get(id(module), len(places))):
+    order = {id(module): index for index, module in enumerate(spec.module.modules())}
+    for module in sorted(touched.values(), key=lambda module: order.get(id(module), len(order))):
         with readable(module):
             initialize(module, {member.parameter for member, _ in fresh})
     own = fresh[: len(fresh) - len(spec.drawn)]
-    for parameters, attribute in (place for member in spec.drawn for place in member.registered):
+    for parameters, attribute in (each for member in spec.drawn for each in member.registered):
         parameters[attribute] = None
     synchronize([member.parameter for member, _ in own], axes)
     for member, _ in own:
@@ -191,9 +191,9 @@ def synchronize(tensors: Sequence[Tensor], axes: Axes, along: tuple[str, ...] | 
     over = axes.every if along is None else along
     if not axes.live(over) or not tensors:
         return
-    by_place = {str(place): tensor for place, tensor in enumerate(tensors)}
-    for place in axes.differing({place: digest(tensor) for place, tensor in by_place.items()}, over):
-        value = by_place[place].detach().to(axes.device).contiguous()
+    by_number = {str(number): tensor for number, tensor in enumerate(tensors)}
+    for number in axes.differing({number: digest(tensor) for number, tensor in by_number.items()}, over):
+        value = by_number[number].detach().to(axes.device).contiguous()
         axes.broadcast(value, over)
         with torch.no_grad():
-            by_place[place].copy_(value)
+            by_number[number].copy_(value)

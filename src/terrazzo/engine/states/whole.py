@@ -113,7 +113,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     """
     engine = engine_of(model)
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
-    places = {slot.name: (unit, bucket, slot) for unit, bucket, slot in slots}
+    held = {slot.name: (unit, bucket, slot) for unit, bucket, slot in slots}
     everywhere = sorted(listing(model), key=lambda each: (each.stage, each.position))
     known = {name: each for each in everywhere for name in each.names}
     wanted = [each.name for each in everywhere] if names is None else list(names)
@@ -131,10 +131,10 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     current, data = None, None
     for name in wanted:
         each, own = known[name], None
-        if (place := places.get(each.name)) is None:
+        if (of_name := held.get(each.name)) is None:
             current, data = None, None
         else:
-            unit, bucket, slot = place
+            unit, bucket, slot = of_name
             if current is not bucket:
                 data = None  # before room is made for the next
                 current, data = bucket, gathered_state(unit, bucket.master if bucket.trainable else bucket.weight)

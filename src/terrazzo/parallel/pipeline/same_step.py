@@ -100,7 +100,7 @@ def check_as_many(model: nn.Module, engine: Engine, read: Callable[[], StepArgum
         Exception: what `read` raises here.
         BadInput: where it raises on another rank of those that exchange.
     """
-    sums = torch.is_grad_enabled() and engine.sharding.pass_of(False, None) is Pass.REDUCES
+    sums = torch.is_grad_enabled() and engine.sharding.pass_of(last=False) is Pass.REDUCES
     if not (sums or exchanges_inside(model, engine)):
         read()
         return

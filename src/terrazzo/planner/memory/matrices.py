@@ -80,8 +80,8 @@ def _updates(units: tuple[PlacedUnit, ...], iterations: int) -> MatrixUpdates:
 def _slowest(owners: Owners, iterations: int) -> float:
     """FLOPs of the rank that has most to compute of what is exchanged at once."""
     loads = Counter[tuple[int, ...]]()
-    for matrix, places in owners.places.items():
-        loads[tuple(places.values())] += _flops(matrix.shape, iterations)
+    for matrix, coordinate in owners.coordinates.items():
+        loads[tuple(coordinate.values())] += _flops(matrix.shape, iterations)
     return float(max(loads.values(), default=0))
 
 

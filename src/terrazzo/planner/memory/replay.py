@@ -150,7 +150,7 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        schedule.set_pass(Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
+        schedule.set_pass(Pass.LAST if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
         self._moment, self._live = "forward", self._trace.buffer_bytes
         self._forward = schedule.begin_forward(training=True)
         for event in self._trace.events:

@@ -45,7 +45,7 @@ class JoinedParts(Values):
         self._places = [
             (rectangle, place, part)
             for part, box in zip(parts, boxes, strict=True)
-            for rectangle, place in zip(box.rectangles, box.places(), strict=True)
+            for rectangle, place in zip(box.rectangles, box.local_rectangles(), strict=True)
         ]
 
     def read(self, start: int, stop: int) -> Tensor:
