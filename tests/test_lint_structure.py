@@ -86,10 +86,21 @@ def test_an_import_that_points_up(tmp_path: Path, name: str, source: str, line: 
         ("engine__comm__collectives", "\nfrom ..plan.place import x\n", "'engine/comm' must not import "),
         ("engine__comm____init__", "from terrazzo.engine.plan import place\n", "'engine/comm' must not import "),
         ("engine__offload__store", "import terrazzo.engine\n", "'engine/offload' must not import "),
+        (
+            "engine__buckets__resting__buffer",
+            "from terrazzo.engine.buckets.weights import full\n",
+            "'engine/buckets/resting' must not import ",
+        ),
+        (
+            "engine__buckets__weights__full",
+            "from ..bucket import x\n",
+            "'engine/buckets/weights' must not import ",
+        ),
     ],
 )
 def test_an_import_that_points_up_inside_the_engine(tmp_path: Path, name: str, source: str, text: str) -> None:
-    tree = _tree(tmp_path, **{"engine____init__": "", "engine__offload__store": "", name: source})
+    others = ["engine____init__", "engine__offload__store", "engine__buckets__bucket", "engine__buckets__weights__full"]
+    tree = _tree(tmp_path, **{**dict.fromkeys(others, ""), name: source})
     (finding,) = [found for found in _texts(tree) if "layer above" in found]
     assert finding.startswith(f"{_path(name)}:{source.count(chr(10))}: {text}")
 

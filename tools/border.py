@@ -83,12 +83,14 @@ _STATES = "States of whole parameters, as `torch.optim` has them. Collective."
 
 ACTS: Mapping[str, Act] = {
     "measure": Act("p.norm(), p.isnan().any()", "dddddd", "dddddd", "border/measured", _REFUSED, "Collective."),
-    "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameter", _REFUSED, _WAITS),
-    "write": Act("p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "buckets/edits", _REFUSED, _LEAVES_TRACES),
-    "write-data": Act("p.data.mul_(0.9)", "dddddd", "rlrrld", "buckets/edits", _REFUSED),
+    "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameters/parameter", _REFUSED, _WAITS),
+    "write": Act(
+        "p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "buckets/parameters/edits", _REFUSED, _LEAVES_TRACES
+    ),
+    "write-data": Act("p.data.mul_(0.9)", "dddddd", "rlrrld", "buckets/parameters/edits", _REFUSED),
     "other-data": Act(
         "p.data = other",
-        *("dddddd", "rlrrld", "buckets/edits", _REFUSED),
+        *("dddddd", "rlrrld", "buckets/parameters/edits", _REFUSED),
         "Views of what it had keep their values. Two parameters cannot be given one memory.",
     ),
     "groups": Act(
@@ -96,8 +98,8 @@ ACTS: Mapping[str, Act] = {
         *("dndddd", "rnrrld", "optim/driver", _REFUSED),
         "They are the model's parameters, but inside the optimizer's step.",
     ),
-    "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/edits"),
-    "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "buckets/edits"),
+    "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/parameters/edits"),
+    "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "buckets/parameters/edits"),
     "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "autograd/module_tree", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",

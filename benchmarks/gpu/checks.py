@@ -33,7 +33,7 @@ import terrazzo as tz
 from benchmarks.gpu.contenders import Workload
 from benchmarks.gpu.training import SMALL, Training, apart, same
 from terrazzo.engine import checkpoint_activations, compile_units
-from terrazzo.engine.buckets.buffer import Buffer
+from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.runtime import device as devices

@@ -133,7 +133,7 @@ def terrazzo(model: Decoder, setup: Setup) -> Loop:
     """Plan zero3 in precision bf16; offloaded, zero3@cpu, whose bf16 weights stay on the device."""
     import terrazzo as tz
     from terrazzo.engine import engine_of
-    from terrazzo.engine.buckets.buffer import Buffer
+    from terrazzo.engine.buckets.resting.buffer import Buffer
 
     mesh = init_device_mesh(setup.device, (setup.world,), mesh_dim_names=("dp_shard",))
     plan = "zero3@cpu" if setup.offload else "zero3"

@@ -16,7 +16,7 @@ import terrazzo as tz
 from terrazzo.checkpoint import exporters
 from terrazzo.checkpoint.exporters import huggingface
 from terrazzo.engine import whole_weights
-from terrazzo.engine.buckets.buffer import Buffer, Space
+from terrazzo.engine.buckets.resting.buffer import Buffer, Space
 from tests.engine.toys import EVERY_PLAN, Net, assert_equal, full_parameters, on_ranks, sharded, train
 from tests.helpers.cover import places
 

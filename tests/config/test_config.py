@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, config_from_dict, flatten, load_config
 from terrazzo.config.files import load
+from terrazzo.config.sections import precision
+from terrazzo.engine import DTYPES, FrozenFormat, StateFormat, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.parallel import STYLES
 from terrazzo.train.checkpoints.resume import resume_from
@@ -34,6 +36,14 @@ def test_one_key_is_a_complete_configuration(tmp_path: Path) -> None:
     path = tmp_path / "short.yaml"
     path.write_text("train: {steps: 1000}\n")
     assert load_config(path) == Config()
+
+
+def test_every_format_of_the_engine_has_its_name() -> None:
+    """Sections are read without torch, and so without the engine's own table."""
+    assert get_args(precision.FrozenName) == tuple(FrozenFormat)
+    assert get_args(precision.GatherName) == ("compute", *(form for form in WireFormat if form.of_weights))
+    assert get_args(precision.QuantizedReduceName) == ("none", *(form for form in WireFormat if form.of_gradients))
+    assert set(get_args(precision.MomentsName)) == {*DTYPES, *StateFormat}
 
 
 @pytest.mark.parametrize("text", ["", "# later\n", "{}", "null"])

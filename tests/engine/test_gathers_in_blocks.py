@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import Precision, WireFormat, engine_of, whole_weights
-from terrazzo.engine.buckets import wire
-from terrazzo.engine.buckets.weight_gathers import complete_in_blocks
+from terrazzo.engine.buckets.weights import weight_gathers
+from terrazzo.engine.buckets.weights.weight_gathers import update_way
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.plan.weight_wire import BlockWire
+from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, Wire
 from terrazzo.errors import BadInput
 from tests.engine.narrow import as_sent
 from tests.engine.offload import runs
 from tests.engine.parity import CUSTOM, Case, assert_same_bits, axes, check, with_feature
 from tests.engine.toys import Net, full_parameters, on_ranks, sharded, train
+from tests.helpers.fake import fake_group
 
 PLANS = [
     *(Case(plan, 3) for plan in ("zero1", "zero2", "zero3", "shard_grad_op")),
@@ -125,8 +127,8 @@ def test_what_has_been_sent_once_is_the_same_when_it_is_sent_again(
     form: WireFormat, dtype: torch.dtype, size: float
 ) -> None:
     values = (torch.randn(300_000, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
-    once = wire.as_sent(values, form, dtype)
-    assert torch.equal(wire.as_sent(once, form, dtype), once)
+    once = form.blocks.as_decoded(values, dtype)
+    assert torch.equal(form.blocks.as_decoded(once, dtype), once)
     if size == 1.0:
         assert torch.equal(once.view(1, -1), as_sent(values.view(1, -1), form.value))
         error = (once.double() - values.double()).norm() / values.double().norm()
@@ -138,7 +140,7 @@ def test_what_has_been_sent_once_is_the_same_when_it_is_sent_again(
 def test_a_value_that_is_not_finite_makes_its_block_not_finite(form: WireFormat, bits: int) -> None:
     values = torch.ones(768)
     values.view(torch.int32)[300] = bits
-    seen = wire.as_sent(values, form, torch.float32)
+    seen = form.blocks.as_decoded(values, torch.float32)
     assert not seen[256:512].isfinite().any()
     torch.testing.assert_close(seen[:256], values[:256], rtol=1e-5, atol=0)
     torch.testing.assert_close(seen[512:], values[512:], rtol=1e-5, atol=0)
@@ -150,6 +152,48 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(BadInput, match="gather int8 of weights that are computed with in fp64"):
         Precision(*[torch.float64] * 6, gather="int8")  # type: ignore[arg-type]
     assert str(gathering("int8")).endswith(", gathered in int8")
+
+
+class LowBits(Wire):
+    """Sends what is computed with, but for the bits of it that are in the mask."""
+
+    rounds = True
+
+    def as_seen(self, values: Tensor, compute: torch.dtype) -> Tensor:
+        return values.to(compute).view(torch.int32).bitwise_and(-0x10000).view(torch.float32)
+
+    def sent_bytes(self, numel: int) -> float:
+        return 4.0 * numel
+
+
+@pytest.mark.parametrize(("plan", "refused"), [("zero3", "Weights cannot be"), ("zero2", "New weights cannot")])
+def test_what_rounds_is_never_sent_as_if_it_did_not(plan: str, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wire of its own that has no way yet is refused before anything is built."""
+    monkeypatch.setattr(BucketSpec, "_wire", lambda spec: LowBits())
+    if plan == "zero2":
+        monkeypatch.setitem(weight_gathers._GATHERS, LowBits, weight_gathers._GATHERS[DtypeWire])
+    with fake_group(2), pytest.raises(NotImplementedError, match=refused):
+        sharded(Net(width=37), plan)
+
+
+def test_values_of_any_wire_that_rounds_are_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights at rest, shown ones and what is adopted ask the wire, whatever it is."""
+    monkeypatch.setattr(BucketSpec, "_wire", lambda spec: LowBits())
+    for ways in (weight_gathers._GATHERS, weight_gathers._UPDATES):
+        monkeypatch.setitem(ways, LowBits, ways[DtypeWire])
+    base = Net(width=37)
+    weight = base.blocks[0].up.weight.detach()
+    wanted = LowBits().as_seen(weight, torch.float32)
+    assert not torch.equal(wanted, weight)
+
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        at_rest, _ = sharded(base, "zero2", 2)
+        split, _ = sharded(base, "zero3", 2)
+        return full_parameters(at_rest)["blocks.0.up.weight"], split.blocks[0].up.weight.norm()
+
+    for seen, norm in on_ranks(2, body):
+        assert torch.equal(seen, wanted)
+        torch.testing.assert_close(norm, wanted.norm(), rtol=1e-6, atol=0)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -194,8 +238,8 @@ def test_sizes_are_those_of_the_format() -> None:
         own = whole.narrow(bucket.weight_axes).data
         own.copy_(base.weight.detach().view(2, -1)[rank])
         engine.traffic.reset()
-        form, through = WireFormat.INT4, torch.float32
-        Transfer(complete_in_blocks(whole, bucket.weight_axes, form, through, bucket.ledger)).finish()
+        bucket.update_wire = half
+        Transfer(update_way(bucket, bucket.ledger)(whole, bucket.weight_axes)).finish()
         return engine.traffic.bytes["all_gather"], whole.data.clone()
 
     wanted = as_sent(base.weight.detach().view(1, -1), "int4").view(-1)

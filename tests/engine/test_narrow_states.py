@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import StateFormat, engine_of, estimate
-from terrazzo.engine.buckets.codec import decode, encode
 from terrazzo.engine.plan.layout import tiled_step_bytes
 from terrazzo.errors import BadInput
 from tests.engine.census import PeakBytes, census, live_bytes
@@ -245,8 +244,9 @@ def test_a_state_dict_of_plain_pytorch_is_taken_and_given() -> None:
 def through(values: Tensor, form: str, squares: bool) -> tuple[Tensor, Tensor]:
     """The blocks that values become, and the values that those are."""
     packed = torch.zeros(values.numel() // 256 * 260, dtype=torch.uint8)
-    encode(values, StateFormat(form), squares, packed)
-    return packed, decode(packed, StateFormat(form), squares)
+    blocks = StateFormat(form).blocks
+    blocks.encode(values, squares, packed)
+    return packed, blocks.decode(packed, squares)
 
 
 @pytest.mark.parametrize("squares", [False, True])

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.buckets.nf4 import decode, encode
+from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.precision import FrozenFormat
 from terrazzo.engine.sharding.packed_checks import cuts_blocks
 from terrazzo.errors import BadInput, Misuse
 from tests.engine import toys
@@ -117,8 +116,8 @@ def through(value: Tensor, form: str) -> tuple[Tensor, Tensor]:
     kind = FrozenFormat(form)
     flat = torch.nn.functional.pad(value.flatten(), (0, -value.numel() % kind.blocks.numel))
     packed = torch.zeros(kind.blocks.size_bytes(flat.numel()), dtype=torch.uint8)
-    encode(flat, kind, packed)
-    return packed, decode(packed, kind)[: value.numel()].view(value.shape).bfloat16().float()
+    kind.blocks.encode(flat, packed)
+    return packed, kind.blocks.decode(packed)[: value.numel()].view(value.shape).bfloat16().float()
 
 
 def subjects() -> dict[str, Tensor]:

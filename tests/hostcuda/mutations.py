@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hostcuda.device import FAULTS, Watching, report
-from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.buckets.gradient import Gradient
+from terrazzo.engine.buckets.gradients.gradient import Gradient
+from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.comm.collectives import NativeCollectives
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Handle

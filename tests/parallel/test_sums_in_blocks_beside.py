@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 import terrazzo as tz
 from terrazzo.engine import WireFormat, engine_of
-from terrazzo.engine.buckets.gradient import Gradient
+from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.train.model.decoder import Block
 from terrazzo.train.model.experts import auxiliary_loss
 from tests.engine.narrow import as_sent

@@ -16,6 +16,7 @@ import terrazzo as tz
 from terrazzo.engine import Offload, Plan, Precision, estimate
 from terrazzo.engine.comm.columns import MANY_FAR, Columns
 from terrazzo.engine.comm.gloo import GlooCollectives
+from terrazzo.engine.formats import block_format
 from terrazzo.engine.plan import layout
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.partition import find_units, partition
@@ -64,7 +65,8 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _one_size_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's ranks are on CPUs, and the planner's on a device: what they decode at once is not the same."""
-    monkeypatch.setattr(layout, "tile_numel", lambda device: 1 << 16)
+    for module in (layout, block_format):
+        monkeypatch.setattr(module, "tile_numel", lambda device: 1 << 16)
 
 
 def decoder(layers: int, frozen: bool = False) -> nn.Module:

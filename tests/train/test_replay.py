@@ -20,7 +20,7 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import config_from_dict
 from terrazzo.engine import engine_of
-from terrazzo.engine.buckets.full import FullWeights
+from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.states import unit_snapshot
 from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-# The same inside six packages: folders, modules that are in none as CORE, "" for `__init__`.
+# The same inside of some packages and folders: folders, modules that are in none as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
     "checkpoint": (
@@ -34,9 +34,10 @@ INNER_LAYERS = {
     ),
     "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
-        *("runtime", "comm", "mesh", "pipeline", "plan", "buckets", "schedule", "autograd", "consensus"),
+        *("runtime", "comm", "mesh", "pipeline", "formats", "plan", "buckets", "schedule", "autograd", "consensus"),
         *("hooks", "optim", "offload", "dry_run", "model", "states", "border", "sharding", ""),
     ),
+    "engine.buckets": ("resting", "parameters", "gradients", "weights", CORE, ""),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
         *("estimates", "assemble", "choice", "report", CORE, ""),
@@ -80,23 +81,23 @@ def _check_direction(modules: dict[str, Module]) -> Iterator[Finding]:
 def _check_inside(modules: dict[str, Module]) -> Iterator[Finding]:
     """Inside the packages of `INNER_LAYERS` too imports point down the layers."""
     for part, layers in INNER_LAYERS.items():
-        inside = {name: module for name, module in modules.items() if module.part == part}
+        inside = {name: module for name, module in modules.items() if below(name.partition(".")[2], part)}
         for module in inside.values():
-            own_folder = _folder(module)
-            own = f"the {part}'s core" if own_folder == CORE else f"'{part}/{own_folder}'"
+            own_folder = _folder(module, part)
+            own = f"the core of {part}" if own_folder == CORE else f"'{part.replace('.', '/')}/{own_folder}'"
             if own_folder not in layers:
                 yield Finding(module.path, 1, f"{own} is in no layer: add it to INNER_LAYERS")
                 continue
             for line, target in imports_of(module, inside):
-                if _folder(inside[target]) in layers[layers.index(own_folder) + 1 :]:
+                if _folder(inside[target], part) in layers[layers.index(own_folder) + 1 :]:
                     yield Finding(
                         module.path, line, f"{own} must not import '{target}', which lies in a layer above it"
                     )
 
 
-def _folder(module: Module) -> str:
-    """Of a module of such a package, as in `INNER_LAYERS`: `comm` for `terrazzo.engine.comm.label`."""
-    inner, known = module.name.split(".")[2:], INNER_LAYERS.get(module.part, ())
+def _folder(module: Module, part: str) -> str:
+    """Of a module of `part`, as in `INNER_LAYERS`: `comm` for `terrazzo.engine.comm.label`."""
+    inner, known = module.name.split(".")[2 + part.count(".") :], INNER_LAYERS[part]
     return "" if not inner else inner[0] if inner[1:] or module.is_folder or inner[0] in known else CORE
 
 

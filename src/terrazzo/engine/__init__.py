@@ -6,6 +6,7 @@ Folders, from the lowest to the highest:
     comm        how ranks exchange
     mesh        the axes of the mesh, and the collectives along each
     pipeline    the stages of a model that this rank runs
+    formats     what numbers look like in fewer bits than any dtype has
     plan        what is stated: flat spaces, places, what moves
     buckets     what is in memory, and how parameters are views of it
     schedule    when it moves
@@ -23,37 +24,37 @@ Folders, from the lowest to the highest:
 Four ways through it, each from its first call to its last:
 
     A gradient, from autograd to the optimizer
-        hooks/backward_hooks    BackwardHooks.accumulate_gradient   autograd has put it into `.grad`
-        buckets/gradient        Gradient.accumulate                 it goes into the bucket's unreduced gradient
-        schedule/backward       BackwardPass.close                  its unit is complete
-        schedule/reductions     Reductions.start                    a Transfer drives what follows
-        buckets/unit            Unit.reduce                         bucket by bucket, in one chain
-        buckets/gradient        Gradient.reduce                     summed over ranks, axis by axis, and divided
-        buckets/finished        FinishedGradient.land               at rest on its tier
-        optim/driver            OptimizerDriver._before_step        torch's hook before `optimizer.step()`
-        buckets/gradient        Gradient.handed_over                what this step takes of it
-        optim/device_updates    DeviceUpdates.begin                 `.grad` of a segment of master weights
+        hooks/backward_hooks        BackwardHooks.accumulate_gradient  autograd has put it into `.grad`
+        buckets/gradients/gradient  Gradient.accumulate                it goes into the bucket's unreduced gradient
+        schedule/backward           BackwardPass.close                 its unit is complete
+        schedule/reductions         Reductions.start                   a Transfer drives what follows
+        buckets/unit                Unit.reduce                        bucket by bucket, in one chain
+        buckets/gradients/gradient  Gradient.reduce                    summed over ranks, axis by axis, and divided
+        buckets/gradients/finished  FinishedGradient.land              at rest on its tier
+        optim/driver                OptimizerDriver._before_step       torch's hook before `optimizer.step()`
+        buckets/gradients/gradient  Gradient.handed_over               what this step takes of it
+        optim/device_updates        DeviceUpdates.begin                `.grad` of a segment of master weights
 
     The gather of a unit's weights
-        hooks/forward_hooks     ForwardHooks.before_unit            torch begins the unit's forward
-        schedule/forward        ForwardPass.enter                   which units are due: this one, those to prefetch
-        schedule/gathered       GatheredWeights.gather              whether they are under way already
-        buckets/unit_weights    UnitWeights.gather, then .wait      behind an update; a Transfer for each bucket
-        buckets/full            FullWeights.gather                  from rest, or from what `between` has kept
-        buckets/weight_gathers  WeightGather.fill                   the way of what is sent: a dtype, blocks, codes
-        buckets/buffer          Buffer.gather                       cast, and one all-gather for each axis
-        buckets/full            FullWeights.install                 modules may read the parameters
+        hooks/forward_hooks             ForwardHooks.before_unit        torch begins the unit's forward
+        schedule/forward                ForwardPass.enter               which units are due: this one, those to prefetch
+        schedule/gathered               GatheredWeights.gather          whether they are under way already
+        buckets/unit_weights            UnitWeights.gather, then .wait  behind an update; a Transfer for each bucket
+        buckets/weights/full            FullWeights.gather              from rest, or from what `between` has kept
+        buckets/weights/weight_gathers  WeightGather.fill               the way of what is sent: a dtype, blocks, codes
+        buckets/resting/buffer          Buffer.gather                   cast, and one all-gather for each axis
+        buckets/weights/full            FullWeights.install             modules may read the parameters
 
     A step of what is kept in files: the docstring of `offload`, and of all else that of `optim`
 
     `p.data.copy_(new)` by a user
-        buckets/parameter       AtRest._answer                      values not here: `.data` is a Measured,
-        border/measured         Measured._answer                    and `copy_` of that raises
-        buckets/parameter       `data` in _linked                   values here: noted, or an alias that counts versions
-        buckets/edits           Edits.take_written                  gathered for reading: raises as they are released
-        model/gathered_blocks   GatheredBlocks.block                `tz.gathered(model, write=True)`: taken over
-        hooks/forward_hooks     ForwardHooks.before_model           whole weights: compared as the next pass begins,
-        buckets/bucket          Bucket.adopt_edits                  and taken over into the master weights
+        buckets/parameters/parameter  AtRest._answer             values not here: `.data` is a Measured,
+        border/measured               Measured._answer           and `copy_` of that raises
+        buckets/parameters/parameter  `data` in _linked          values here: noted, or an alias that counts versions
+        buckets/parameters/edits      Edits.take_written         gathered for reading: raises as they are released
+        model/gathered_blocks         GatheredBlocks.block       `tz.gathered(model, write=True)`: taken over
+        hooks/forward_hooks           ForwardHooks.before_model  whole weights: compared as the next pass begins,
+        buckets/bucket                Bucket.adopt_edits         and taken over into the master weights
 
 A module imports from its own folder and from those before it in this list. Other packages import from here: what they
 want of a sharded model, they ask its `Engine`. Open to other packages:
@@ -70,7 +71,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     offload.topology                            CPUs that a rank may use
     states.materialize, sharding.mesh_checks          what is done to a model before it is sharded
     consensus.joint_checks                      what ranks are told alike, or refuse as one
-    buckets.parameter                           what a forward does with a weight
+    buckets.parameters.parameter                what a forward does with a weight
 
 `python -m tools.lint` checks both.
 """
@@ -80,9 +81,10 @@ from terrazzo.engine.border.forward_methods import register_forward_method
 from terrazzo.engine.border.sharded_module import ShardedModule
 from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.border.unattached_optimizers import on_unattached_step
-from terrazzo.engine.buckets.parameter import Zeros
+from terrazzo.engine.buckets.parameters.parameter import Zeros
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill
+from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, WireFormat
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
 from terrazzo.engine.model.accumulation import accumulate
@@ -96,17 +98,7 @@ from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import Units, find_units, parameter_names
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
-from terrazzo.engine.plan.precision import (
-    DTYPE_NAMES,
-    DTYPES,
-    MOMENTS_NAMES,
-    PRECISIONS,
-    FrozenFormat,
-    LossScaling,
-    Precision,
-    StateFormat,
-    WireFormat,
-)
+from terrazzo.engine.plan.precision import DTYPE_NAMES, DTYPES, MOMENTS_NAMES, PRECISIONS, LossScaling, Precision
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, record_of
-from terrazzo.engine.buckets.parameter import has_hooks, note_of
+from terrazzo.engine.buckets.parameters.parameter import has_hooks, note_of
 from terrazzo.engine.states.materialize import successor
 from terrazzo.errors import BadInput, Misuse
 

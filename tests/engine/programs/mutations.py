@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.engine.buckets import gradient
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.finished import FinishedGradient
-from terrazzo.engine.buckets.full import FullWeights
-from terrazzo.engine.buckets.gradient import Gradient
+from terrazzo.engine.buckets.gradients import gradient
+from terrazzo.engine.buckets.gradients.finished import FinishedGradient
+from terrazzo.engine.buckets.gradients.gradient import Gradient
+from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.consensus.progress import Denominator
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.optim import driver

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.engine.buckets.full_memory import Storages
+from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.engine.runtime.private_torch import SavedHooks
 
 __all__ = ["SavedWeights", "others_watch", "packed_by"]

@@ -6,7 +6,7 @@ What a user does is intercepted in one of three ways. Which one follows from wha
     calls a method of the model or an optimizer:    a subclass: that one object's        sharded_module,
     model.state_dict(), optimizer.zero_grad()       `__class__` is replaced              sharded_optimizer
 
-    calls a function of torch with a tensor whose   a `Placeholder`: its                 buckets/parameter,
+    calls a function of torch with a tensor whose   a `Placeholder`: its                 buckets/parameters/parameter,
     values are not here: p.norm(), p.grad.mul_(2)   `__torch_function__` answers         measured, gradient_stand_in,
                                                                                          gradient_answers
 
@@ -14,8 +14,8 @@ What a user does is intercepted in one of three ways. Which one follows from wha
                                                                                          unattached_optimizers
 
 What goes past all three, such as `p.mul_(2)` where values are here, `p.grad = None` or `module.weight = other`, is
-found by comparison when the next pass or step begins: `buckets/edits` compares parameters, `autograd/module_tree`
-modules, and `grad_edits` what stands in `.grad`.
+found by comparison when the next pass or step begins: `buckets/parameters/edits` compares parameters,
+`autograd/module_tree` modules, and `grad_edits` what stands in `.grad`.
 
 Nothing is replaced on a user's class, nor in torch. Two objects that users reach are replaced whole, by the same rule:
 `optimizer.state` is a `FlatStates`, and a method given to `register_forward_method` an object that calls it

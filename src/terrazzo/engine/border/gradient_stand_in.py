@@ -14,7 +14,7 @@ from torch import Tensor
 
 from terrazzo.engine.border.measures import can_be_measured
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import Placeholder
+from terrazzo.engine.buckets.parameters.parameter import Placeholder
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.overrides import by_torch_names
 from terrazzo.engine.runtime.private_torch import FOREACH

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from terrazzo.engine.border.measures import ALIASES, ELEMENTWISE, MEASURES, SplitValues, Spread, can_be_measured
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import Placeholder, note_of
+from terrazzo.engine.buckets.parameters.parameter import Placeholder, note_of
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.runtime.overrides import by_torch_names, function_name
 from terrazzo.engine.runtime.weak import weakly

@@ -1,22 +1,30 @@
 """What is in memory: the states of the parameters that move together, and what is done with them.
 
+    resting        one state at rest, whatever the tier
+    parameters     what users see of parameters, and do to them
+    gradients      a gradient, from autograd to the optimizer
+    weights        full weights, which come and go
+    bucket         one flat space of a unit in memory: weight, master weight, moments, and these
+    unit_weights   the weights of all buckets of a unit, and the moves that may be under way for them
+    unit           the buckets of one module
+
 Who has what, from a unit down to memory:
 
-    Unit                       what is gathered and reduced together, a transformer block           unit
-      UnitWeights              its weights, and the moves that are under way for them               unit_weights
-      Bucket                   one flat space of it; a `BucketSpec` says which states exist         bucket
-        weight, master         at rest, whatever the tier: a `Resting`, such as a `Buffer`          buffer
-                               of frozen weights in 4 bits, a `PackedWeight`                        packed, nf4
-        moments                where they are away from the device, or a `NarrowState` of 8 bits    narrow, codec
-        FullWeights            what modules compute with; parameters are views of it                full
-          FullMemory           its memory, which comes and goes                                     full_memory
-          WeightGather         the way that it comes, by what is sent: a dtype, blocks, codes       weight_gathers, wire
-          Guard                parameters whose values are not here refuse to be read               parameter
-          Edits                what users have written into them                                    edits, aliases
-        Gradient               from autograd to the optimizer                                       gradient
-          UnreducedGradient    as autograd brings it                                                unreduced
-          SummedGradient       the sum of earlier micro-batches                                     summed
-          FinishedGradient     summed over ranks and divided; a `SummedGradient`, once it is there  finished
+    Unit                     what is gathered and reduced together, a transformer block         unit
+      UnitWeights            its weights, and the moves that are under way for them             unit_weights
+      Bucket                 one flat space of it; a `BucketSpec` says which states exist       bucket
+        weight, master       at rest, whatever the tier: a `Resting`, such as a `Buffer`        resting/buffer
+                             of frozen weights in 4 bits, a `PackedWeight`                      resting/packed
+        moments              where they are away from the device, or a `NarrowState` of 8 bits  resting/narrow
+        FullWeights          what modules compute with; parameters are views of it              weights/full
+          FullMemory         its memory, which comes and goes                                   weights/full_memory
+          WeightGather       the way that it comes, by what is sent: a dtype, blocks, codes     weights/weight_gathers
+          Guard              parameters whose values are not here refuse to be read             parameters/parameter
+          Edits              what users have written into them                                  parameters/edits
+        Gradient             from autograd to the optimizer                                     gradients/gradient
+          UnreducedGradient  as autograd brings it                                              gradients/unreduced
+          SummedGradient     the sum of earlier micro-batches                                   gradients/summed
+          FinishedGradient   summed over ranks and divided: a `SummedGradient` again            gradients/finished
 
 The life of one bucket under `zero3`:
 
@@ -31,8 +39,6 @@ The life of one bucket under `zero3`:
                          Bucket.publish                      weight follows master; next: forward begins
     zero_grad()          Bucket.zero_grad                    the gradient goes
 
-Read buffer, what can be at rest, and where; full_memory, weight_gathers and full, a weight's way; unreduced, summed,
-finished and gradient, a gradient's; bucket, unit_weights and unit, which have these; then parameter, edits and aliases,
-what users see and do. The rest are formats: codec, narrow and rounding, states in 8 bits; nf4 and packed, frozen
-weights in 4; wire, what is on its way in 8 or 4, and block_sums, sums of gradients that come so.
+Read resting, weights and gradients; then bucket, unit_weights and unit, which have these, and parameters. What is in
+fewer bits than any dtype has asks its format: `terrazzo.engine.formats`.
 """

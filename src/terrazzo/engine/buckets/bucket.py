@@ -10,24 +10,22 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, StateStore, copy_changed, differ
-from terrazzo.engine.buckets.edits import adopt_data
-from terrazzo.engine.buckets.full import FullWeights
-from terrazzo.engine.buckets.gradient import Gradient
-from terrazzo.engine.buckets.narrow import NarrowState
-from terrazzo.engine.buckets.packed import PackedWeight
-from terrazzo.engine.buckets.weight_gathers import complete_in_blocks
-from terrazzo.engine.buckets.wire import as_sent
+from terrazzo.engine.buckets.gradients.gradient import Gradient
+from terrazzo.engine.buckets.parameters.edits import adopt_data
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore, copy_changed, differ
+from terrazzo.engine.buckets.resting.narrow import NarrowState
+from terrazzo.engine.buckets.resting.packed import PackedWeight
+from terrazzo.engine.buckets.weights.full import FullWeights
+from terrazzo.engine.buckets.weights.weight_gathers import UpdateWay, update_way
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Layout, Range, Slot, travels_in_blocks
+from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
-from terrazzo.engine.plan.precision import FrozenFormat
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
-from terrazzo.engine.plan.weight_wire import BlockWire
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.errors import Misuse, listed
 
@@ -54,6 +52,7 @@ class Bucket(BucketSpec):
     weight: Resting
     master: Resting
     full: FullWeights
+    _update: UpdateWay
 
     def __init__(
         self,
@@ -142,6 +141,7 @@ class Bucket(BucketSpec):
         for slot, member in zip(self.slots, self.members, strict=True):
             self._fill(slot, member.parameter.detach())
         self.full = FullWeights(self.members, self, self.space, self.weight, self.ledger)
+        self._update = update_way(self, self.ledger)
 
     def build_moments(self, store: StateStore, windows: Mapping[str, Range]) -> None:
         """Room for what the optimizer will keep for each element away from the device or in 8 bits: what an earlier
@@ -159,7 +159,7 @@ class Bucket(BucketSpec):
                     space = self.space if everything else self.space.within(windows[name])
                     place = store.state(space, axes, self.precision.shown_moments, tier)
                 else:
-                    place = store.state(self.space.packed(STATE_BLOCKS), axes, torch.uint8, tier)
+                    place = store.state(self.space.packed(form.blocks), axes, torch.uint8, tier)
                 places.append((windows[name], place))
                 room = len(places) - 1
             place = places[room][1]
@@ -197,18 +197,15 @@ class Bucket(BucketSpec):
             for part in state.cuts(slot.range):
                 with state.opened(part, "change") as data:
                     values = flat[part.within(slot.range)]
-                    data.copy_(self.as_seen(values) if state is self.weight and self.updated_in_blocks else values)
+                    data.copy_(self._update_as_seen(values) if state is self.weight else values)
 
     def as_seen(self, values: Tensor) -> Tensor:
-        """What ranks see of weights at rest that are sent: rounded in blocks, where they are sent in these.
+        """What ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""
+        return self.wire.as_seen(values, self.compute_dtype)
 
-        Args:
-            values: 1-D, from the beginning of a block.
-        """
-        return as_sent(values, self.wire.form, self.compute_dtype) if isinstance(self.wire, BlockWire) else values
-
-    def _master_as_seen(self, values: Tensor) -> Tensor:
-        return self.as_seen(values) if self.updated_in_blocks else values
+    def _update_as_seen(self, values: Tensor) -> Tensor:
+        """What weights at rest become of new ones. `values` as for `as_seen`."""
+        return self.update_wire.as_seen(values, self.compute_dtype)
 
     # -- what users write --------------------------------------------------------------------------------------
 
@@ -225,7 +222,7 @@ class Bucket(BucketSpec):
         if not self.resident:
             copy_changed(self.weight, self.full.buffer, self.as_seen if self.weight_axes else lambda values: values)
         if self.has_own_master:
-            copy_changed(self.master, self.weight, self._master_as_seen)
+            copy_changed(self.master, self.weight, self._update_as_seen)
 
     def refuse_packed_edits(self) -> None:
         """Refuse what was written into gathered weights that are kept in 4 bits, which would round it.
@@ -258,11 +255,11 @@ class Bucket(BucketSpec):
             return
         has_master, edits = self.has_own_master, self.full.edits
         if edits.take_written() or (
-            has_master and edits.data_taken and differ(self.master, self.weight, self._master_as_seen)
+            has_master and edits.data_taken and differ(self.master, self.weight, self._update_as_seen)
         ):
             self.note_change()
             if has_master:
-                copy_changed(self.master, self.weight, self._master_as_seen)
+                copy_changed(self.master, self.weight, self._update_as_seen)
 
     # -- after an update ---------------------------------------------------------------------------------------
 
@@ -293,10 +290,7 @@ class Bucket(BucketSpec):
         """
         if own is not None:
             yield from weight.take(own)
-        if self.updated_in_blocks and isinstance(self.wire, BlockWire):
-            yield from complete_in_blocks(weight, self.optim_axes, self.wire.form, self.compute_dtype, self.ledger)
-        else:
-            yield from weight.complete(self.optim_axes)
+        yield from self._update(weight, self.optim_axes)
 
     @property
     def own_weight(self) -> Resting | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import view
+from terrazzo.engine.buckets.resting.buffer import view
 from terrazzo.engine.comm.collectives import MessageRoute
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes

@@ -17,9 +17,9 @@ from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.autograd.module_tree import ModuleTree
 from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
 from terrazzo.engine.autograd.saved import SavedWeights
-from terrazzo.engine.buckets.full_memory import Storages
-from terrazzo.engine.buckets.parameter import note_of
+from terrazzo.engine.buckets.parameters.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
+from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.consensus.row_exchanges import RowExchanges

@@ -13,18 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.block_sums import sum_everywhere
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import Buffer, Resting
+from terrazzo.engine.buckets.gradients.block_sums import sum_everywhere
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.diloco import MESSAGE_NUMEL, DiLoCo
+from terrazzo.engine.plan.diloco import MESSAGE_NUMEL, OUTER_BLOCKS, DiLoCo
 from terrazzo.engine.plan.layout import Range, round_up, tiles
-from terrazzo.engine.plan.precision import WireFormat
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import Misuse, RanksApart
 
@@ -182,7 +181,7 @@ def _mean(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
 def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
     """The same, of what blocks of 8 bits stand for; so are those of this replica itself."""
     own = message[:numel]
-    yield from sum_everywhere(along, own, WireFormat.INT8)
+    yield from sum_everywhere(along, own, OUTER_BLOCKS)
     own.div_(along.size)
 
 

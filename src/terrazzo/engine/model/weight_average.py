@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import Access, Buffer
+from terrazzo.engine.buckets.resting.buffer import Access, Buffer
 from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import BadInput, Misuse

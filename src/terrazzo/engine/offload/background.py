@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.options import StepMode
 from terrazzo.engine.offload.update import ElementwiseStep, Updater

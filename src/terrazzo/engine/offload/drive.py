@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Access, Resting, Space
+from terrazzo.engine.buckets.resting.buffer import Access, Resting, Space
 from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.engine.offload.disk import Disk, Pending, page_aligned
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up

@@ -8,28 +8,29 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.narrow import NarrowState
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
+from terrazzo.engine.buckets.resting.narrow import NarrowState
+from terrazzo.engine.formats.block_format import BlockFormat
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
 from terrazzo.engine.optim.protocols import Uses
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, padded_bytes
+from terrazzo.engine.plan.layout import Range, padded_bytes
 
 __all__ = ["StagingBuffer"]
 
 
 @dataclass
 class _Entry:
-    """One state's part of a staging buffer; of one in 8 bits, its bytes are what is read."""
+    """One state's part of a staging buffer; of one in `blocks`, its bytes are what is read."""
 
     state: DriveBuffer
     raw: Tensor
     writes: bool
-    packed: bool
+    blocks: BlockFormat | None
 
     def of(self, elements: Range) -> Range:
         """These elements, as `state` counts."""
-        return STATE_BLOCKS.bytes_of(elements) if self.packed else elements
+        return _as_stored(elements, self.blocks)
 
 
 class StagingBuffer:
@@ -106,10 +107,15 @@ class StagingBuffer:
 
     def _add(self, key: str, state: object, offset: int, *, writes: bool) -> int:
         """Give a state that is in files its part of the memory; returns where the next one begins."""
-        stored, packed = (state.codes, True) if isinstance(state, NarrowState) else (state, False)
-        own = STATE_BLOCKS.bytes_of(self._cell) if packed else self._cell
+        stored, blocks = (state.codes, state.form.blocks) if isinstance(state, NarrowState) else (state, None)
+        own = _as_stored(self._cell, blocks)
         if not isinstance(stored, DriveBuffer) or not stored.range.intersect(own).numel:
             return offset
         end = offset + padded_bytes(own.numel * stored.dtype.itemsize)
-        self._entries[key] = _Entry(stored, self._raw[offset:end], writes, packed)
+        self._entries[key] = _Entry(stored, self._raw[offset:end], writes, blocks)
         return end
+
+
+def _as_stored(elements: Range, blocks: BlockFormat | None) -> Range:
+    """Where these elements are among those of what is stored: the bytes of their blocks, if they are in blocks."""
+    return elements if blocks is None else elements.as_bytes(blocks)

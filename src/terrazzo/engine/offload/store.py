@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Resting, Space
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
 from terrazzo.engine.comm.recorder import SILENT, Recorder
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer

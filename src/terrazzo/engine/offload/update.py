@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.narrow import NarrowState
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
+from terrazzo.engine.buckets.resting.narrow import NarrowState
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to

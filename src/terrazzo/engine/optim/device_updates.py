@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.optim.matrix_steps import MatrixSteps
 from terrazzo.engine.optim.narrow_states import NarrowStates
 from terrazzo.engine.optim.segment import Segment

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
-from terrazzo.engine.buckets.buffer import Buffer
+from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import bring_back
 from terrazzo.errors import Misuse

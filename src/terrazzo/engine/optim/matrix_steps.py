@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Traffic

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.narrow import NarrowState
-from terrazzo.engine.buckets.rounding import round_stochastically
+from terrazzo.engine.buckets.resting.narrow import NarrowState
+from terrazzo.engine.formats.stochastic_rounding import round_stochastically
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, tiles
+from terrazzo.engine.plan.layout import Range, tiles
 
 __all__ = ["NarrowStates"]
 
@@ -73,7 +73,7 @@ class NarrowStates:
 
     def codes(self, state: NarrowState, tile: Range) -> Tensor:
         """The blocks of one state, in memory: a view."""
-        with state.codes.opened(STATE_BLOCKS.bytes_of(tile), "change") as data:
+        with state.codes.opened(tile.as_bytes(state.form.blocks), "change") as data:
             return data
 
     def stored(self, key: str) -> Any:

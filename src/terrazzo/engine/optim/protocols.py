@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.optim.narrow_states import NarrowStates

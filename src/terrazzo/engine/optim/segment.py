@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.buckets.parameter import StateIn8Bits, StateOnDrive, StatePlaceholder
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
+from terrazzo.engine.buckets.parameters.parameter import StateIn8Bits, StateOnDrive, StatePlaceholder
+from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 

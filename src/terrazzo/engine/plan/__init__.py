@@ -15,15 +15,5 @@
 
 Read them in that order.
 
-A new format of weights, on the wire a `WireFormat`, of frozen matrices at rest a `FrozenFormat`:
-
-    its name         precision: a member; on the wire in `_GATHER_FORMATS` too, what `Precision.gather` may be
-    its blocks       layout: a `BlockFormat`, which the member's `blocks` returns. On the wire of 256 elements, on which
-                     `Precision.align` and `travels_in_blocks` count, with a scale in fp32 at the end
-    what is sent     weight_wire: sizes follow from `blocks`. What comes in another way than blocks or packed codes is a
-                     `Wire` of its own, which `BucketSpec` chooses, and a class in buckets/weight_gathers
-    its codes        buckets/wire or buckets/nf4: `encode` and `decode`
-    its checks       `Precision.__post_init__`; of frozen matrices sharding/packed_checks and planner/gate/engine_rules
-    its key          config/sections/precision: `GatherName` or `FrozenName`; and the dialects that have such a key
-    the planner      planner/setup/request: `qlora` plans with nf4; no option names what weights are gathered in
+A new format of weights, gradients or an optimizer's states: `terrazzo.engine.formats` says what it takes.
 """

@@ -30,12 +30,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.family import BESIDE
 from terrazzo.engine.plan.diloco import DiLoCo, OuterShare
-from terrazzo.engine.plan.layout import wire_scratch_bytes
 from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
-from terrazzo.engine.plan.precision import FrozenFormat, Precision
+from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
 __all__ = ["BucketSpec", "Pass", "StateBytes", "When", "resting_bytes"]
@@ -105,7 +105,8 @@ class BucketSpec(OuterShare):
 
     Attributes:
         wire: what its weights are sent as.
-        updated_in_blocks: whether new weights are sent in blocks of 8 bits: those at rest are what these stand for.
+        update_wire: what new weights are sent as, from where the optimizer's are to where weights rest. If it rounds,
+            those at rest are what ranks see of these.
         reduce_format: what its gradients are sent as along `block_axis`, the outermost data axis; None in a dtype.
         weight_axes, between_axes, optim_axes: over which the states are split.
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
@@ -141,7 +142,6 @@ class BucketSpec(OuterShare):
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
         self.optim_axes = plan.optim.axes if trainable else plan.weight.axes
         self.wire = self._wire()
-        self.updated_in_blocks = self.wire.rounds and self.weight_axes != self.optim_axes
         in_blocks = trainable and self.matrices and self.stored is None
         self.reduce_format = self.precision.quantized_reduce if in_blocks else None
         data = [axis for axis in self.ranks if axis not in BESIDE]
@@ -151,6 +151,7 @@ class BucketSpec(OuterShare):
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
         self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype and on_device
         self.resident = self.resident and self.packed is None
+        self.update_wire = self.wire if self._rounds_updates else DtypeWire(self.weight_dtype)
         fetched_again = self.between_axes == self.weight_axes and not on_device
         self.keeps_full = self.keep or (self.between_axes == () and not fetched_again and self.packed is None)
         self.regathered = not self.resident and not self.keeps_full
@@ -166,10 +167,15 @@ class BucketSpec(OuterShare):
             return BlockWire(self.precision.gather)
         return DtypeWire(self.compute_dtype)
 
+    @property
+    def _rounds_updates(self) -> bool:
+        """Whether new weights are rounded as they are sent; where none are, nothing is."""
+        return self.wire.rounds and self.weight_axes != self.optim_axes
+
     def shares_memory(self, stored: torch.dtype) -> bool:
         """Whether a weight of the dtype `stored` and its master are one memory, or one within the other."""
         same_axes, tier = self.weight_axes == self.optim_axes, self.tiers.weight
-        if tier != self.tiers.optim or self.updated_in_blocks:
+        if tier != self.tiers.optim or self._rounds_updates:
             return False
         if stored == self.precision.master:
             return same_axes or tier != "nvme"
@@ -233,9 +239,9 @@ class BucketSpec(OuterShare):
     @property
     def apart_bytes(self) -> int:
         """New weights that are gathered on the device on their way to where they rest, and what they are sent as."""
-        own = self.numel(self.weight_axes)
+        own, wire = self.numel(self.weight_axes), self.update_wire
         apart = self.gathers_apart * own * self.weight_dtype.itemsize
-        return apart + self.updated_in_blocks * (self.wire.message_bytes(own) + self.scratch_bytes)
+        return apart + wire.message_bytes(own) + wire.scratch_bytes(self.whole, self._device_kind)
 
     @property
     def scratch_bytes(self) -> int:
@@ -272,8 +278,7 @@ class BucketSpec(OuterShare):
             case _ if not self.trainable:
                 return []
             case When.UPDATE:
-                wire = self.wire if self.updated_in_blocks else DtypeWire(self.weight_dtype)
-                return self._gathers(self.optim_axes, self.weight_axes, wire, "updated weights")
+                return self._gathers(self.optim_axes, self.weight_axes, self.update_wire, "updated weights")
             case When.REDUCE | When.LAST:
                 reduction = self.sums.of(when is When.LAST)
                 return [*reduction.partial, *reduction.finish]
@@ -317,7 +322,7 @@ class BucketSpec(OuterShare):
         sum_bytes, form = own * self.precision.accumulate.itemsize, self.reduce_format
         if form is not None and axis == self.block_axis:
             sent, received = form.blocks.size_bytes(full - own), 2 * form.blocks.size_bytes(full)
-            received += wire_scratch_bytes(full, self._device_kind)
+            received += form.blocks.scratch_bytes(full, self._device_kind)
         else:
             itemsize = self.precision.reduce.itemsize
             sent, received, form = (full - own) * itemsize, self.ranks[axis].receive_bytes(full * itemsize), None

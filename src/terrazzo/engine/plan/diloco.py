@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from terrazzo.engine.formats.format_names import WireFormat
 from terrazzo.engine.mesh.family import BESIDE
-from terrazzo.engine.plan.layout import ALIGN, WIRE_BLOCKS, round_up, wire_scratch_bytes
+from terrazzo.engine.plan.layout import ALIGN, round_up
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = [
     "MESSAGE_NUMEL",
+    "OUTER_BLOCKS",
     "OUTER_MOMENTUM",
     "DiLoCo",
     "OuterShare",
@@ -25,6 +27,8 @@ __all__ = [
 OuterTraffic = Literal["fp32", "int8"]
 _OUTER_TRAFFIC: tuple[str, ...] = get_args(OuterTraffic)
 
+OUTER_BLOCKS = WireFormat.INT8.blocks
+"""What Δ is sent in under `int8`."""
 OUTER_MOMENTUM = "outer_momentum"
 """What checkpoints call b."""
 
@@ -79,7 +83,7 @@ class DiLoCo:
     @property
     def align(self) -> int:
         """Parameters and shards begin on multiples of so many elements: a block has one scale, wherever it lies."""
-        return WIRE_BLOCKS.numel if self.traffic == "int8" else ALIGN
+        return OUTER_BLOCKS.numel if self.traffic == "int8" else ALIGN
 
     def messages(self, numel: int) -> list[int]:
         """Elements of each message, of all that a rank has a part of."""
@@ -91,13 +95,13 @@ class DiLoCo:
         Args:
             device: its kind.
         """
-        blocks = WIRE_BLOCKS.size_bytes(numel) * replicas if self.traffic == "int8" else 0
-        return round_up(numel, replicas) * 4 + blocks + wire_scratch_bytes(numel, device)
+        blocks = OUTER_BLOCKS.size_bytes(numel) * replicas if self.traffic == "int8" else 0
+        return round_up(numel, replicas) * 4 + blocks + OUTER_BLOCKS.scratch_bytes(numel, device)
 
     def sent_bytes(self, numel: int, replicas: int) -> int:
         """What a rank sends of so many elements."""
         if self.traffic == "int8":
-            return WIRE_BLOCKS.size_bytes(numel) * (replicas - 1)
+            return OUTER_BLOCKS.size_bytes(numel) * (replicas - 1)
         return 2 * (round_up(numel, replicas) * 4 // replicas) * (replicas - 1)
 
 

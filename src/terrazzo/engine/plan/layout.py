@@ -14,24 +14,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from terrazzo.engine.formats.block_format import BlockFormat, tile_numel
+
 __all__ = [
     "ALIGN",
-    "HALF_WIRE_BLOCKS",
     "PAGE_BYTES",
-    "STATE_BLOCKS",
-    "WIRE_BLOCKS",
-    "BlockFormat",
     "Layout",
     "Range",
     "Slot",
     "padded_bytes",
     "round_up",
     "share",
-    "tile_numel",
     "tiled_step_bytes",
     "tiles",
     "travels_in_blocks",
-    "wire_scratch_bytes",
 ]
 
 ALIGN = 64
@@ -65,47 +61,17 @@ class Range:
         """This range as a slice of a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
+    def around(self, blocks: BlockFormat) -> Range:
+        """The whole blocks that these elements touch."""
+        return Range(self.start // blocks.numel * blocks.numel, round_up(self.stop, blocks.numel))
 
-@dataclass(frozen=True)
-class BlockFormat:
-    """Elements that are kept together, in codes and the scales that these share; what is kept so begins on a multiple.
+    def as_bytes(self, blocks: BlockFormat) -> Range:
+        """Where the bytes of whole blocks of these elements are among those of all."""
+        return Range(blocks.size_bytes(self.start), blocks.size_bytes(self.stop))
 
-    Attributes:
-        numel: elements of a block.
-        nbytes: bytes that it is kept in.
-    """
-
-    numel: int
-    nbytes: int
-
-    @property
-    def bytes_per_element(self) -> float:
-        """With the element's part of its block's scales."""
-        return self.nbytes / self.numel
-
-    def bytes_of(self, elements: Range) -> Range:
-        """Where the bytes of whole blocks are among those of all."""
-        return Range(elements.start // self.numel * self.nbytes, elements.stop // self.numel * self.nbytes)
-
-    def elements_of(self, part: Range) -> Range:
-        """The reverse."""
-        return Range(part.start // self.nbytes * self.numel, part.stop // self.nbytes * self.numel)
-
-    def around(self, elements: Range) -> Range:
-        """The whole blocks that some elements touch."""
-        return Range(elements.start // self.numel * self.numel, round_up(elements.stop, self.numel))
-
-    def size_bytes(self, numel: int) -> int:
-        """Bytes of so many elements, in whole blocks."""
-        return numel // self.numel * self.nbytes
-
-
-STATE_BLOCKS = BlockFormat(256, 256 + 4)
-"""Of an optimizer's states in 8 bits: codes, and a scale in fp32."""
-WIRE_BLOCKS = STATE_BLOCKS
-"""Of what is sent in 8 bits: likewise."""
-HALF_WIRE_BLOCKS = BlockFormat(WIRE_BLOCKS.numel, WIRE_BLOCKS.numel // 2 + 4)
-"""Of what is sent in 4 bits: two codes to a byte."""
+    def as_elements(self, blocks: BlockFormat) -> Range:
+        """The reverse, of a range of bytes."""
+        return Range(self.start // blocks.nbytes * blocks.numel, self.stop // blocks.nbytes * blocks.numel)
 
 
 @dataclass(frozen=True)
@@ -196,13 +162,6 @@ def share(whole: Range, cuts: Sequence[tuple[int, int]]) -> Range:
     return Range(start, start + numel)
 
 
-def tile_numel(device: str) -> int:
-    """Elements of states in 8 bits that are decoded at once on a kind of device: they fit the caches of a CPU, and fill
-    a GPU.
-    """
-    return STATE_BLOCKS.numel << (8 if device == "cpu" else 13)
-
-
 def tiles(elements: Range, device: str) -> Iterator[Range]:
     """Parts of `elements`, which begins with a block, that are encoded or decoded at once on a kind of device."""
     size = tile_numel(device)
@@ -223,12 +182,7 @@ def travels_in_blocks(shape: Sequence[int]) -> bool:
     Args:
         shape: of the whole parameter, so that the answer is the same wherever it is cut.
     """
-    return len(shape) >= 2 and math.prod(shape) >= WIRE_BLOCKS.numel
-
-
-def wire_scratch_bytes(numel: int, device: str) -> int:
-    """Memory to encode or decode `numel` elements that are sent in blocks, a tile at a time."""
-    return 12 * min(numel, tile_numel(device))
+    return len(shape) >= 2 and math.prod(shape) >= 256
 
 
 def round_up(value: int, multiple: int) -> int:

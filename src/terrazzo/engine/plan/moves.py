@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.plan.precision import WireFormat
+from terrazzo.engine.formats.format_names import WireFormat
 
 __all__ = ["MoveBytes", "Reduction", "Sums"]
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from terrazzo.engine.plan.layout import ALIGN, HALF_WIRE_BLOCKS, STATE_BLOCKS, WIRE_BLOCKS, BlockFormat
+from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, WireFormat
+from terrazzo.engine.plan.layout import ALIGN
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
 
@@ -18,75 +19,13 @@ __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
     "MOMENTS_NAMES",
-    "NF4_BLOCK",
     "PRECISIONS",
-    "FrozenFormat",
     "LossScaling",
     "Precision",
-    "StateFormat",
-    "WireFormat",
 ]
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
-
-
-class StateFormat(enum.StrEnum):
-    """How an optimizer's states may be kept in less than any dtype that it computes in: see `buckets/codec`."""
-
-    INT8 = "int8"
-    FP8 = "fp8"
-
-    @property
-    def itemsize(self) -> float:
-        """Bytes of an element."""
-        return STATE_BLOCKS.bytes_per_element
-
-
-NF4_BLOCK = 64
-"""Elements that share a scale under `nf4`."""
-
-
-class FrozenFormat(enum.StrEnum):
-    """How frozen matrices may be kept in less than any dtype that is computed in: see `buckets/nf4`."""
-
-    NF4 = "nf4"
-    NF4_DOUBLE = "nf4-double"
-
-    @property
-    def blocks(self) -> BlockFormat:
-        """Codes of 4 bits and a scale in bf16; or 256 times the codes and a scale in a byte, and one in bf16."""
-        return _NF4_BLOCKS[self]
-
-    @property
-    def itemsize(self) -> float:
-        """Bytes of an element."""
-        return self.blocks.bytes_per_element
-
-
-_NF4_BLOCKS = {
-    FrozenFormat.NF4: BlockFormat(NF4_BLOCK, NF4_BLOCK // 2 + 2),
-    FrozenFormat.NF4_DOUBLE: BlockFormat(256 * NF4_BLOCK, 256 * (NF4_BLOCK // 2 + 1) + 2),
-}
-
-
-class WireFormat(enum.StrEnum):
-    """What matrices may be sent as in less than any dtype: see `buckets/wire`. Weights as `int8` or `fp8`, gradients as
-    `int8` or `int4`.
-    """
-
-    INT8 = "int8"
-    FP8 = "fp8"
-    INT4 = "int4"
-
-    @property
-    def blocks(self) -> BlockFormat:
-        """Codes of 8 or 4 bits, and a scale in fp32."""
-        return HALF_WIRE_BLOCKS if self is WireFormat.INT4 else WIRE_BLOCKS
-
-
-_GATHER_FORMATS = (WireFormat.INT8, WireFormat.FP8)
-_REDUCE_FORMATS = (WireFormat.INT8, WireFormat.INT4)
 
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, spelling) for name, spelling in DTYPE_SPELLINGS.items()}
@@ -195,13 +134,15 @@ class Precision:
                 "with moments 'int8', or leave rounding out."
             )
         unless = ".{hint} Use one of {known}, or leave it out: "
-        self._read_format("gather", _GATHER_FORMATS, unless + "weights are gathered in the dtype that is computed in.")
+        of_weights = [form for form in WireFormat if form.of_weights]
+        self._read_format("gather", of_weights, unless + "weights are gathered in the dtype that is computed in.")
         if self.gather is not None and self.compute == torch.float64:
             raise BadInput(
                 f"precision: gather {self.gather} of weights that are computed with in fp64, all but eight of whose "
                 "bits would be lost. Leave gather out, or compute in bf16 or fp32."
             )
-        self._read_format("quantized_reduce", _REDUCE_FORMATS, unless + "gradients are sent in the dtype of reduce.")
+        of_gradients = [form for form in WireFormat if form.of_gradients]
+        self._read_format("quantized_reduce", of_gradients, unless + "gradients are sent in the dtype of reduce.")
         if self.quantized_reduce is not None and self.accumulate == torch.float64:
             raise BadInput(
                 f"precision: quantized_reduce {self.quantized_reduce} of gradients that are kept in fp64, but what is "
@@ -260,9 +201,8 @@ class Precision:
         Args:
             form: in which a bucket keeps its weights.
         """
-        in_blocks = self.narrow or self.gather or self.quantized_reduce
-        least = ALIGN if in_blocks is None else STATE_BLOCKS.numel
-        return least if form is None else max(least, form.blocks.numel)
+        formats = [each for each in (self.narrow, self.gather, self.quantized_reduce, form) if each is not None]
+        return max([ALIGN, *(each.blocks.numel for each in formats)])
 
     def __str__(self) -> str:
         dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]

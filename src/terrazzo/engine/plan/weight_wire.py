@@ -1,7 +1,7 @@
-"""What the weights of a bucket are sent as, without tensors: sizes, and what the form means for memory.
+"""What the weights of a bucket are sent as: sizes, and what that means for memory and for values.
 
 One of three, which `BucketSpec.wire` is: a dtype, blocks of 8 bits, or the packed codes that they rest in. Each has its
-counterpart with tensors in `buckets/weight_gathers`.
+counterpart that moves tensors in `buckets/weights/weight_gathers`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from terrazzo.engine.plan.layout import wire_scratch_bytes
-from terrazzo.engine.plan.precision import FrozenFormat, WireFormat
+from terrazzo.engine.formats.format_names import FrozenFormat, WireFormat
 
 __all__ = ["BlockWire", "DtypeWire", "PackedWire", "Wire"]
 
@@ -21,13 +21,25 @@ class Wire(ABC):
     """What weights are sent as.
 
     Attributes:
-        rounds: whether ranks see other values than those that are sent.
         codes_stay: whether what `between` names is codes, beside full weights, from the gather of forward on until
             these are released. Else it is a part of full weights, in their place, until they are there again.
     """
 
-    rounds = False
     codes_stay = False
+
+    @property
+    @abstractmethod
+    def rounds(self) -> bool:
+        """Whether ranks see other values than those that are sent."""
+
+    @abstractmethod
+    def as_seen(self, values: Tensor, compute: torch.dtype) -> Tensor:
+        """What ranks see of weights at rest that are sent; these themselves unless it `rounds`.
+
+        Args:
+            values: 1-D, from the beginning of a block.
+            compute: the dtype of full weights.
+        """
 
     @abstractmethod
     def sent_bytes(self, numel: int) -> float:
@@ -47,6 +59,10 @@ class DtypeWire(Wire):
     """Full weights as they are computed with, straight into their memory."""
 
     dtype: torch.dtype
+    rounds = False
+
+    def as_seen(self, values: Tensor, compute: torch.dtype) -> Tensor:
+        return values
 
     def sent_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
@@ -59,6 +75,9 @@ class BlockWire(Wire):
     form: WireFormat
     rounds = True
 
+    def as_seen(self, values: Tensor, compute: torch.dtype) -> Tensor:
+        return self.form.blocks.as_decoded(values, compute)
+
     def sent_bytes(self, numel: int) -> int:
         return self.form.blocks.size_bytes(numel)
 
@@ -66,15 +85,19 @@ class BlockWire(Wire):
         return self.form.blocks.size_bytes(numel)
 
     def scratch_bytes(self, numel: int, device: str) -> int:
-        return wire_scratch_bytes(numel, device)
+        return self.form.blocks.scratch_bytes(numel, device)
 
 
 @dataclass(frozen=True)
 class PackedWire(Wire):
-    """The codes of 4 bits that weights rest in, into the memory that they are decoded in."""
+    """The codes that weights rest in, into the memory that they are decoded in."""
 
     form: FrozenFormat
+    rounds = False
     codes_stay = True
+
+    def as_seen(self, values: Tensor, compute: torch.dtype) -> Tensor:
+        return values
 
     def sent_bytes(self, numel: int) -> float:
         return numel * self.form.itemsize

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.buckets.aliases import check_views
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import note_of
+from terrazzo.engine.buckets.parameters.aliases import check_views
+from terrazzo.engine.buckets.parameters.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
@@ -22,7 +22,7 @@ from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.layout import PAGE_BYTES, STATE_BLOCKS
+from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime import device as devices
@@ -343,10 +343,10 @@ def check_offload(tiers: Collection[str], precision: Precision, offload: Offload
             "The plan places states on nvme, but no folder is given for them: pass offload=tz.Offload(path=...), or "
             "offload.path in a configuration."
         )
-    in_blocks = "nvme" in tiers and precision.narrow is not None
-    if in_blocks and STATE_BLOCKS.size_bytes(offload.cell_numel) % PAGE_BYTES:
+    narrow = precision.narrow if "nvme" in tiers else None
+    if narrow is not None and narrow.blocks.size_bytes(offload.cell_numel) % PAGE_BYTES:
         raise BadInput(
-            f"offload: block_mib is {offload.block_mib:g} and moments are in {precision.narrow}, whose pieces in files "
+            f"offload: block_mib is {offload.block_mib:g} and moments are in {narrow}, whose pieces in files "
             "are whole pages in multiples of 1 MiB alone: set block_mib to 1, 2 or 4, say."
         )
     if offload.step == "backward" and precision.loss_scaling:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.engine.plan.partition import Member, UnitSpec
-from terrazzo.engine.plan.precision import NF4_BLOCK, FrozenFormat, Precision
+from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput, listed
 
 __all__ = ["check_packed", "cuts_blocks", "packed_members"]
@@ -61,7 +62,9 @@ def check_packed(units: Sequence[Unit], precision: Precision, axes: Axes, offloa
 
 def _check_cuts(members: Iterable[Member], form: FrozenFormat) -> None:
     if broken := [member.name for member in members if cuts_blocks(member.box, form.blocks.numel)]:
-        other = "Use frozen 'nf4', whose blocks are of 64, or f" if form.blocks.numel > NF4_BLOCK else "F"
+        finest = min(FrozenFormat, key=lambda each: each.blocks.numel)
+        is_finer, numel = finest.blocks.numel < form.blocks.numel, finest.blocks.numel
+        other = f"Use frozen '{finest}', whose blocks are of {numel}, or f" if is_finer else "F"
         raise BadInput(
             f"precision: frozen is {form}, whose blocks of {form.blocks.numel:,} elements would be cut where ranks "
             f"along tp share {listed([*map(repr, broken)], 3)}: their values would depend on the number of ranks. "

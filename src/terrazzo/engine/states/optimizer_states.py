@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import Buffer, Resting
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.consensus.joint_checks import all_or_none

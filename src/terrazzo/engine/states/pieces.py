@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import Buffer, Resting
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment

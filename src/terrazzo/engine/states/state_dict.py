@@ -29,7 +29,7 @@ def shows_all(model: nn.Module) -> bool:
 
 def _is_rounded(bucket: Bucket) -> bool:
     """Whether weights have less than the master weights."""
-    return bucket.trainable and (bucket.weight_dtype != bucket.precision.master or bucket.updated_in_blocks)
+    return bucket.trainable and (bucket.weight_dtype != bucket.precision.master or bucket.update_wire.rounds)
 
 
 def whole_state_dict(

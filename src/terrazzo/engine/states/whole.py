@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import Resting, view
+from terrazzo.engine.buckets.resting.buffer import Resting, view
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.label import Label, Purpose

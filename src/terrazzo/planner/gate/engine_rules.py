@@ -130,7 +130,7 @@ ENGINE_RULES = (
             "back in every step."
         ),
         "Offload the optimizer with them, or leave both on the device.",
-        "terrazzo.engine.buckets.gradient",
+        "terrazzo.engine.buckets.gradients.gradient",
     ),
     Rule(
         "pipeline parallelism",

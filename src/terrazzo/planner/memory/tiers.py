@@ -34,7 +34,7 @@ FORMULAS = {
     ),
     "memory.host_sums": Formula(
         "sums of earlier micro-batches at the `grad` place, where gradients are not on the device",
-        "terrazzo/engine/buckets/gradient.py",
+        "terrazzo/engine/buckets/gradients/gradient.py",
     ),
     "memory.host_activations": Formula(
         "blocks x inputs that checkpointing keeps of one block per micro-batch x micro-batches in flight",

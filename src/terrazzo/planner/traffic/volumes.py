@@ -52,7 +52,7 @@ FORMULAS = {
     ),
     "traffic.send": Formula(
         "elements * bytes_per_element of unreduced gradients, once in a step, of a tied matrix that two stages have",
-        "terrazzo/engine/buckets/gradient.py; equals the engine's count",
+        "terrazzo/engine/buckets/gradients/gradient.py; equals the engine's count",
     ),
     "traffic.offload": Formula(
         "elements of this rank's shard * bytes_per_element, for each copy between device, host and disk",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Resting
+from terrazzo.engine.buckets.resting.buffer import Resting
 from terrazzo.engine.comm.sums import multiply
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.worker import Job

@@ -19,9 +19,9 @@ import math
 import torch
 from torch import Tensor
 
-from terrazzo.engine.plan.precision import NF4_BLOCK, FrozenFormat
+from terrazzo.engine.formats.block_format import BlockCodes
 
-__all__ = ["decode", "encode"]
+__all__ = ["NF4_BLOCKS", "NF4_DOUBLE_BLOCKS"]
 
 _LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -30,53 +30,64 @@ _LEVELS = (
 )  # fmt: skip
 """Appendix E of the paper."""
 
-_CODES = NF4_BLOCK // 2
-"""Bytes of a block's codes."""
+_NUMEL = 64
+"""Elements of a block."""
+_CODES = _NUMEL // 2
+"""Bytes of its codes."""
 _GROUP = 256
 """Blocks that share a scale of their scales."""
 _OCTAVE = 16
 """Ratios of scales for each factor of two."""
 
 
-def decode(packed: Tensor, form: FrozenFormat) -> Tensor:
-    """The values of whole blocks, 1-D fp32.
-
-    Args:
-        packed: uint8, as many bytes for each as `form.blocks` says.
-    """
-    device = packed.device
-    rows = packed.view(-1, form.blocks.nbytes)
-    if form is FrozenFormat.NF4:
-        codes, scales = rows[:, :_CODES], rows[:, _CODES:].view(torch.bfloat16).float()
-    else:
-        codes = rows[:, : _CODES * _GROUP]
-        scales = _scales(rows[:, _CODES * _GROUP : -2], rows[:, -2:].view(torch.bfloat16))
-    values = _pairs(device).index_select(0, codes.reshape(-1).int()).view(-1, NF4_BLOCK)
-    return values.mul_(scales.view(-1, 1)).view(-1)
+class _FourBits(BlockCodes):
+    def coding_bytes(self, numel: int) -> int:
+        """Values in fp32, and either what they are looked up by or themselves in bf16; before that their scales."""
+        return 6 * numel + torch.float32.itemsize * (numel // _NUMEL)
 
 
-def encode(values: Tensor, form: FrozenFormat, into: Tensor) -> None:
-    """Replace the blocks `into` by those of `values`.
+class _Nf4(_FourBits):
+    """Each block's codes, and its scale in bf16 behind them."""
 
-    Args:
-        values: 1-D fp32, of whole blocks.
-        into: uint8, as many bytes for each as `form.blocks` says.
-    """
-    blocks = values.view(-1, NF4_BLOCK)
-    largest = blocks.abs().amax(1, keepdim=True)
-    rows = into.view(-1, form.blocks.nbytes)
-    if form is FrozenFormat.NF4:
+    def encode(self, values: Tensor, into: Tensor) -> None:
+        blocks, rows = values.view(-1, _NUMEL), into.view(-1, self.nbytes)
+        largest = blocks.abs().amax(1, keepdim=True)
         rows[:, _CODES:].view(torch.bfloat16).copy_(largest)
         rows[:, :_CODES] = _codes(blocks, largest)
-        return
-    groups = largest.view(-1, _GROUP)
-    highest = groups.amax(1, keepdim=True).bfloat16()
-    ratio = groups / torch.where(highest == 0, 1.0, highest.float())
-    scale_codes = torch.bucketize(ratio, _edges_of_scales(values.device)).add_(1).clamp_(max=255).mul_(groups > 0)
-    rows[:, -2:].view(torch.bfloat16).copy_(highest)
-    rows[:, _CODES * _GROUP : -2] = scale_codes.to(torch.uint8)
-    scales = _scales(rows[:, _CODES * _GROUP : -2], highest)
-    rows[:, : _CODES * _GROUP] = _codes(blocks, scales.view(-1, 1)).view(len(rows), -1)
+
+    def decode(self, packed: Tensor) -> Tensor:
+        rows = packed.view(-1, self.nbytes)
+        return _values(rows[:, :_CODES], rows[:, _CODES:].view(torch.bfloat16).float())
+
+
+class _Nf4Double(_FourBits):
+    """The codes of a group of blocks, one byte for the scale of each, and the largest scale in bf16."""
+
+    def encode(self, values: Tensor, into: Tensor) -> None:
+        blocks, rows = values.view(-1, _NUMEL), into.view(-1, self.nbytes)
+        groups = blocks.abs().amax(1, keepdim=True).view(-1, _GROUP)
+        highest = groups.amax(1, keepdim=True).bfloat16()
+        ratio = groups / torch.where(highest == 0, 1.0, highest.float())
+        scale_codes = torch.bucketize(ratio, _edges_of_scales(values.device)).add_(1).clamp_(max=255).mul_(groups > 0)
+        rows[:, -2:].view(torch.bfloat16).copy_(highest)
+        rows[:, _CODES * _GROUP : -2] = scale_codes.to(torch.uint8)
+        scales = _scales(rows[:, _CODES * _GROUP : -2], highest)
+        rows[:, : _CODES * _GROUP] = _codes(blocks, scales.view(-1, 1)).view(len(rows), -1)
+
+    def decode(self, packed: Tensor) -> Tensor:
+        rows = packed.view(-1, self.nbytes)
+        scales = _scales(rows[:, _CODES * _GROUP : -2], rows[:, -2:].view(torch.bfloat16))
+        return _values(rows[:, : _CODES * _GROUP], scales)
+
+
+NF4_BLOCKS = _Nf4(_NUMEL, _CODES + 2)
+NF4_DOUBLE_BLOCKS = _Nf4Double(_GROUP * _NUMEL, _GROUP * (_CODES + 1) + 2)
+
+
+def _values(codes: Tensor, scales: Tensor) -> Tensor:
+    """1-D fp32. `codes`: uint8, of whole blocks; `scales`: fp32, one for each block."""
+    values = _pairs(codes.device).index_select(0, codes.reshape(-1).int()).view(-1, _NUMEL)
+    return values.mul_(scales.view(-1, 1)).view(-1)
 
 
 def _codes(blocks: Tensor, scales: Tensor) -> Tensor:

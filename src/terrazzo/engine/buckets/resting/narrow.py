@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Access, Buffer, Resting, Space
-from terrazzo.engine.buckets.codec import decode, encode
+from terrazzo.engine.buckets.resting.buffer import Access, Buffer, Resting, Space
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, tiles
-from terrazzo.engine.plan.precision import StateFormat
+from terrazzo.engine.formats.format_names import StateFormat
+from terrazzo.engine.plan.layout import Range, tiles
 
 __all__ = ["NarrowState"]
 
@@ -53,17 +52,17 @@ class NarrowState(Resting):
         return self.codes.nbytes
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        own = self.range.intersect(wanted)
-        for part in self.codes.cuts(STATE_BLOCKS.bytes_of(STATE_BLOCKS.around(own))):
-            blocks = STATE_BLOCKS.elements_of(part)
-            each = tiles(blocks, self.codes.data.device.type) if isinstance(self.codes, Buffer) else [blocks]
+        own, blocks = self.range.intersect(wanted), self.form.blocks
+        for part in self.codes.cuts(own.around(blocks).as_bytes(blocks)):
+            elements = part.as_elements(blocks)
+            each = tiles(elements, self.codes.data.device.type) if isinstance(self.codes, Buffer) else [elements]
             yield from (cut for tile in each if (cut := tile.intersect(own)).numel)
 
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
         own = self.range.intersect(wanted)
-        spanned = STATE_BLOCKS.around(own)
-        with self.codes.opened(STATE_BLOCKS.bytes_of(spanned), "read" if access == "read" else "change") as codes:
+        spanned = own.around(self.form.blocks)
+        with self.codes.opened(spanned.as_bytes(self.form.blocks), "read" if access == "read" else "change") as codes:
             values = self.decoded(codes)
             yield values[own.within(spanned)]
             if access != "read":
@@ -77,8 +76,8 @@ class NarrowState(Resting):
 
     def decoded(self, codes: Tensor) -> Tensor:
         """The values of whole blocks, 1-D fp32, in memory of their own."""
-        return decode(codes, self.form, self._squares)
+        return self.form.blocks.decode(codes, self._squares)
 
     def encode(self, values: Tensor, into: Tensor) -> None:
         """Replace whole blocks of codes."""
-        encode(values, self.form, self._squares, into)
+        self.form.blocks.encode(values, self._squares, into)

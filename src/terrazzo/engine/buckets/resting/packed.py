@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Access, Buffer, Resting, Space
-from terrazzo.engine.buckets.nf4 import decode, encode
+from terrazzo.engine.buckets.resting.buffer import Access, Buffer, Resting, Space
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.formats.block_format import BlockCodes
+from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.layout import Range, tiles
-from terrazzo.engine.plan.precision import FrozenFormat
 
 __all__ = ["PackedWeight", "room_for", "unpack"]
 
@@ -47,8 +47,8 @@ class PackedWeight(Resting):
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
         own, blocks = self.range.intersect(wanted), self.form.blocks
-        for part in self.codes.cuts(blocks.bytes_of(blocks.around(own))):
-            elements = blocks.elements_of(part)
+        for part in self.codes.cuts(own.around(blocks).as_bytes(blocks)):
+            elements = part.as_elements(blocks)
             yield from (cut for tile in tiles(elements, self.device.type) if (cut := tile.intersect(own)).numel)
 
     @property
@@ -59,14 +59,14 @@ class PackedWeight(Resting):
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
         own, blocks = self.range.intersect(wanted), self.form.blocks
-        spanned = blocks.around(own)
-        with self.codes.opened(blocks.bytes_of(spanned), "read" if access == "read" else "change") as codes:
-            values = decode(codes, self.form)
+        spanned = own.around(blocks)
+        with self.codes.opened(spanned.as_bytes(blocks), "read" if access == "read" else "change") as codes:
+            values = blocks.decode(codes)
             if access == "read":
                 yield values[own.within(spanned)].bfloat16()
                 return
             yield values[own.within(spanned)]
-            encode(values, self.form, codes)
+            blocks.encode(values, codes)
 
     def load(self, into: Tensor) -> Moves[None]:
         yield from ()
@@ -75,12 +75,12 @@ class PackedWeight(Resting):
                 into[part.within(self.range)].copy_(data)
 
 
-def room_for(space: Space, form: FrozenFormat, full: Tensor) -> Buffer:
+def room_for(space: Space, blocks: BlockCodes, full: Tensor) -> Buffer:
     """Memory for all the bytes of whole weights at the end of that which they will be decoded into, `full`.
 
     A tile's values are written below the bytes of the next, as long as tiles are decoded one after the other.
     """
-    packed = space.packed(form.blocks)
+    packed = space.packed(blocks)
     raw = full.view(torch.uint8)
     start = (raw.numel() - packed.layout.numel) // _ALIGN_BYTES * _ALIGN_BYTES
     return Buffer(packed, (), raw[start : start + packed.layout.numel])
@@ -89,13 +89,12 @@ def room_for(space: Space, form: FrozenFormat, full: Tensor) -> Buffer:
 _ALIGN_BYTES = 64
 
 
-def unpack(codes: Tensor, form: FrozenFormat, into: Tensor) -> None:
+def unpack(codes: Tensor, blocks: BlockCodes, into: Tensor) -> None:
     """Decode whole weights.
 
     Args:
         codes: uint8, of all blocks; they may lie in `room_for` them, and are lost then.
         into: 1-D, of any dtype; the values are those that bf16 holds.
     """
-    for tile in tiles(Range(0, into.numel()), into.device.type):
-        values = decode(codes[form.blocks.bytes_of(tile).within(Range(0, 0))], form)
-        into[tile.start : tile.stop] = values.bfloat16()  # as they are saved, whatever is computed in
+    for part, packed in blocks.tiles(into):
+        into[part] = blocks.decode(codes[packed]).bfloat16()  # as they are saved, whatever is computed in

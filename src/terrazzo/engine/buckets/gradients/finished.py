@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, StateStore
-from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore
 from terrazzo.engine.comm.sums import multiply
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.sharding_spec import ShardingSpec

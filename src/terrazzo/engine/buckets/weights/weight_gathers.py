@@ -1,4 +1,4 @@
-"""How the full weights of a bucket come to this rank, and what of them is there between forward and backward.
+"""How the weights of a bucket come to this rank, and what of them is there between forward and backward.
 
 There is one way for each thing that weights are sent as, `BucketSpec.wire`:
 
@@ -7,25 +7,28 @@ There is one way for each thing that weights are sent as, `BucketSpec.wire`:
     BlockWire    in a message of its own, which is decoded      next full weights are there
     PackedWire   into the end of the memory of full weights,    a part of the codes, beside full weights, from the
                  where they are decoded                         gather of forward on until these are released
+
+New weights come to where weights rest as `BucketSpec.update_wire`, by one of the ways in `_UPDATES`.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
-from terrazzo.engine.buckets.buffer import Buffer, Resting, Space
-from terrazzo.engine.buckets.full_memory import FullMemory
-from terrazzo.engine.buckets.packed import PackedWeight, room_for, unpack
-from terrazzo.engine.buckets.wire import BlockMessage
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
+from terrazzo.engine.buckets.resting.packed import PackedWeight, room_for, unpack
+from terrazzo.engine.buckets.weights.block_message import BlockMessage
+from terrazzo.engine.buckets.weights.full_memory import FullMemory
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Handle, Moves, outlives_chain
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.precision import WireFormat
-from terrazzo.engine.plan.weight_wire import BlockWire
+from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
-__all__ = ["complete_in_blocks", "weight_gather"]
+__all__ = ["UpdateWay", "update_way", "weight_gather"]
 
 
 def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> WeightGather:
@@ -35,12 +38,29 @@ def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Re
         memory: that they come to.
         weight: at rest.
         ledger: of transient memory.
+
+    Raises:
+        NotImplementedError: for a wire that has none.
     """
-    if isinstance(weight, PackedWeight):
-        return _PackedGather(spec, space, memory, weight, ledger)
-    if isinstance(spec.wire, BlockWire):
-        return _BlockGather(spec, space, memory, weight, ledger, spec.wire.form)
-    return _DtypeGather(spec, space, memory, weight, ledger)
+    if (way := _GATHERS.get(type(spec.wire))) is None:
+        raise NotImplementedError(f"{spec.wire} has no way in buckets/weights/weight_gathers: add it to _GATHERS.")
+    return way(spec, space, memory, weight, ledger)
+
+
+UpdateWay = Callable[[Buffer, tuple[str, ...]], Moves[None]]
+"""Fills a buffer of new weights from the parts that splitting over the longer list of axes leaves on each rank."""
+
+
+def update_way(spec: BucketSpec, ledger: Ledger) -> UpdateWay:
+    """The way of its new weights to where they rest.
+
+    Raises:
+        NotImplementedError: for a wire that has none.
+    """
+    if (way := _UPDATES.get(type(spec.update_wire))) is None:
+        raise NotImplementedError(f"New weights cannot be sent as {spec.update_wire}: add its way to _UPDATES.")
+
+    return functools.partial(way, spec.update_wire, spec.compute_dtype, ledger)
 
 
 class WeightGather(ABC):
@@ -52,6 +72,7 @@ class WeightGather(ABC):
 
     def __init__(self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> None:
         self._space, self._memory, self._weight, self._ledger = space, memory, weight, ledger
+        self._wire, self._gathers_into_place = spec.wire, spec.gathers_into_place
         is_apart = spec.regathered and spec.between_axes != spec.weight_axes
         self._between_axes = spec.between_axes if is_apart else None
         self.between: Buffer | None = None
@@ -105,23 +126,14 @@ class _DtypeGather(WeightGather):
 
 
 class _BlockGather(_DtypeGather):
-    """
-    Args:
-        form: of the blocks.
-    """
-
-    def __init__(
-        self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger, form: WireFormat
-    ) -> None:
-        super().__init__(spec, space, memory, weight, ledger)
-        self._form, self._gathers_into_place = form, spec.gathers_into_place
+    _wire: BlockWire
 
     def fill(self, from_rest: bool) -> Moves[None]:
         source, memory = self._source(from_rest), self._memory
         if not source.axes:  # whole on this rank: nothing is sent
             yield from super().fill(from_rest)
             return
-        message = BlockMessage(self._space, (), self._form, memory.data.dtype, self._ledger)
+        message = BlockMessage(self._space, (), self._wire.form.blocks, memory.data.dtype, self._ledger)
         with self._ledger.holding(message.nbytes):
             if self._gathers_into_place or not isinstance(source, Buffer):
                 memory.allocate()
@@ -136,20 +148,21 @@ class _BlockGather(_DtypeGather):
 
 class _PackedGather(WeightGather):
     _weight: PackedWeight
+    _wire: PackedWire
 
     def fill(self, from_rest: bool) -> Moves[None]:
-        form, full = self._weight.form, self._memory.data
+        blocks, full = self._wire.form.blocks, self._memory.data
         self._memory.allocate()
         source = self._weight.codes if from_rest or self.between is None else self.between
         if isinstance(source, Buffer) and not source.axes and source.data.device == full.device:
             yield Handle(queued=True)  # nothing is moved, but decoding belongs beside the computation or to its use
             codes = source.data
         else:
-            room = room_for(self._space, form, full)
+            room = room_for(self._space, blocks, full)
             codes = yield from room.gather(source)
             if self.between is None and self._between_axes is not None and not from_rest:
                 self._copy_codes(room.narrow(self._between_axes))
-        unpack(codes, form, full)
+        unpack(codes, blocks, full)
 
     def _copy_codes(self, codes: Buffer) -> None:
         copied = outlives_chain(lambda: torch.empty_like(codes.data)).copy_(codes.data)
@@ -166,17 +179,35 @@ class _PackedGather(WeightGather):
         self.drop_between()
 
 
-def complete_in_blocks(
-    buffer: Buffer, axes: tuple[str, ...], form: WireFormat, through: torch.dtype, ledger: Ledger
+_GATHERS: dict[type[Wire], type[WeightGather]] = {
+    DtypeWire: _DtypeGather,
+    BlockWire: _BlockGather,
+    PackedWire: _PackedGather,
+}
+
+
+def _update_in_dtype(
+    wire: DtypeWire, through: torch.dtype, ledger: Ledger, buffer: Buffer, axes: tuple[str, ...]
 ) -> Moves[None]:
-    """Do as `Buffer.complete` does, in blocks: this rank's own part becomes what the others see of it, too.
+    yield from buffer.complete(axes)
+
+
+def _update_in_blocks(
+    wire: BlockWire, through: torch.dtype, ledger: Ledger, buffer: Buffer, axes: tuple[str, ...]
+) -> Moves[None]:
+    """This rank's own part becomes what the others see of it, too.
 
     Args:
-        axes: over which the parts on each rank are split.
         through: the dtype that elements are rounded to before.
         ledger: of transient memory.
     """
-    message = BlockMessage(buffer.space, buffer.axes, form, through, ledger)
+    message = BlockMessage(buffer.space, buffer.axes, wire.form.blocks, through, ledger)
     with ledger.holding(message.nbytes):
         yield from message.bring(buffer.narrow(axes).data, axes)
         message.unpack(buffer.data)
+
+
+_UPDATES: dict[type[Wire], Callable[..., Moves[None]]] = {
+    DtypeWire: _update_in_dtype,
+    BlockWire: _update_in_blocks,
+}

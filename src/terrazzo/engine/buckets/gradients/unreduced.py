@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import view
+from terrazzo.engine.buckets.resting.buffer import view
 from terrazzo.engine.plan.layout import Layout
 
 __all__ = ["UnreducedGradient"]

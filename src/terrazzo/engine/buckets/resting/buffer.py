@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.formats.block_format import BlockFormat
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.layout import BlockFormat, Layout, Range, Slot, share
+from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job
 

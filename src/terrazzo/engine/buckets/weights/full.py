@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Resting, Space, view
-from terrazzo.engine.buckets.edits import Edits, Watched
-from terrazzo.engine.buckets.full_memory import FullMemory, Storages
-from terrazzo.engine.buckets.parameter import Guard, Note
-from terrazzo.engine.buckets.weight_gathers import weight_gather
+from terrazzo.engine.buckets.parameters.edits import Edits, Watched
+from terrazzo.engine.buckets.parameters.parameter import Guard, Note
+from terrazzo.engine.buckets.resting.buffer import Resting, Space, view
+from terrazzo.engine.buckets.weights.full_memory import FullMemory, Storages
+from terrazzo.engine.buckets.weights.weight_gathers import weight_gather
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.bucket_spec import BucketSpec

@@ -24,11 +24,11 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.block_sums import gather_sums, sum_scattered
-from terrazzo.engine.buckets.buffer import Buffer, Space, StateStore
-from terrazzo.engine.buckets.finished import FinishedGradient
-from terrazzo.engine.buckets.summed import SummedGradient
-from terrazzo.engine.buckets.unreduced import UnreducedGradient
+from terrazzo.engine.buckets.gradients.block_sums import gather_sums, sum_scattered
+from terrazzo.engine.buckets.gradients.finished import FinishedGradient
+from terrazzo.engine.buckets.gradients.summed import SummedGradient
+from terrazzo.engine.buckets.gradients.unreduced import UnreducedGradient
+from terrazzo.engine.buckets.resting.buffer import Buffer, Space, StateStore
 from terrazzo.engine.comm.collectives import MessageRoute
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.traffic import Ledger
@@ -244,9 +244,9 @@ class Gradient:
             if move.form is not None:
                 with self.ledger.holding(move.received_bytes):
                     if move.kind == "reduce_scatter":
-                        data = divide((yield from sum_scattered(along, data, move.form, dtype)), divisor)
+                        data = divide((yield from sum_scattered(along, data, move.form.blocks, dtype)), divisor)
                     else:
-                        data = yield from gather_sums(along, data, move.form)
+                        data = yield from gather_sums(along, data, move.form.blocks)
             elif move.kind == "reduce_scatter":
                 data = yield from along.reduce_scatter(data.to(wire), dtype)
             else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Resting, Space
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.runtime.pages import use_large_pages, with_room

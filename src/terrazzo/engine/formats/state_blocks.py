@@ -1,0 +1,128 @@
+"""Numbers that an optimizer keeps for each element, in one byte each: blocks of 256 with a scale of their own.
+
+A block is 260 bytes: 256 codes, and the largest magnitude among them in fp32. An average of gradients is kept as it is,
+one of their squares as its root, whose range is half as wide. Codes are powers of two of equal distance under `int8`,
+and floating-point numbers of 8 bits (e4m3) under `fp8`, both of the ratio to the block's scale.
+
+What lies between two codes is rounded up as often as it is near the upper one, by an order of thresholds that the
+block's scale and an element's place in its block decide. Rounding to the nearest would hold an average still that moves
+by less than half the distance of codes in a step, as that of squares does. So a block's bytes follow from its values
+alone, and codes that are decoded and encoded again are the same: neither the plan, the ranks nor a checkpoint between
+two steps changes a bit.
+
+A value that is not finite makes its block not finite. A positive square never becomes zero, which would divide by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.formats.block_format import BlockFormat
+
+__all__ = ["STATE_FP8", "STATE_INT8", "StateBlocks"]
+
+_NUMEL = 256
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_LEAST = 2.0**-9
+"""The smallest positive number in e4m3."""
+_LEVELS = {True: 14, False: 7}
+"""Codes for each factor of two: of roots of squares, which have no sign, and of others."""
+
+
+class StateBlocks(BlockFormat, ABC):
+    """Codes of a byte, and their scale in fp32 behind them. Averages of squares have codes of their own."""
+
+    def encode(self, values: Tensor, squares: bool, into: Tensor) -> None:
+        """Replace the blocks `into` by those of `values`.
+
+        Args:
+            values: 1-D fp32, of whole blocks.
+            squares: whether they are averages of squares.
+            into: uint8, `nbytes` for each block.
+        """
+        rows = values.view(-1, self.numel)
+        rows = rows.sqrt() if squares else rows
+        scale = rows.abs().amax(1, keepdim=True)
+        ratio = rows / torch.where(scale == 0, 1.0, scale)
+        thresholds = _thresholds(scale)
+        blocks = into.view(-1, self.nbytes)
+        blocks[:, : self.numel] = self._codes(ratio, thresholds, squares)
+        blocks.view(torch.float32)[:, self.numel // 4 :] = scale
+
+    def decode(self, packed: Tensor, squares: bool) -> Tensor:
+        """The values of whole blocks, 1-D fp32, in memory of their own. Arguments as `encode` has them."""
+        blocks = packed.view(-1, self.nbytes)
+        table = self._table(squares, packed.device)
+        values = table.index_select(0, blocks[:, : self.numel].reshape(-1).int()).view(-1, self.numel)
+        values.mul_(blocks.view(torch.float32)[:, self.numel // 4 :])
+        return (values.square_() if squares else values).view(-1)
+
+    @abstractmethod
+    def _codes(self, ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:
+        """Of ratios to the block's scale, uint8 [blocks, numel]."""
+
+    @abstractmethod
+    def _table(self, squares: bool, device: torch.device) -> Tensor:
+        """The ratio that each code stands for, fp32 [256]."""
+
+
+class _Powers(StateBlocks):
+    """Code 0 is zero; the largest is a ratio of 1, and the others powers of two below it. The highest bit is a sign."""
+
+    def _codes(self, ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:
+        last = 255 if squares else 127
+        position = ratio.abs().log2_().mul_(_LEVELS[squares]).add_(last).add_(thresholds).floor_()
+        if squares:
+            return position.clamp_(1, last).mul_(ratio > 0).to(torch.uint8)
+        codes = position.clamp_(0, last).to(torch.uint8)
+        return codes.add_((ratio < 0) & (codes > 0), alpha=128)
+
+    def _table(self, squares: bool, device: torch.device) -> Tensor:
+        return _powers(squares, device)
+
+
+class _SmallFloats(StateBlocks):
+    """Numbers in e4m3."""
+
+    def _codes(self, ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:
+        bits = (ratio * _LARGEST).view(torch.int32)
+        bits = bits.add_(thresholds.mul_(2**20).int()).bitwise_and_(-(2**20))  # what e4m3 keeps of an fp32 number
+        values = bits.view(torch.float32)
+        if squares:
+            values = torch.where(ratio > 0, values.clamp_(min=_LEAST), 0.0)
+        return values.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def _table(self, squares: bool, device: torch.device) -> Tensor:
+        return _small_floats(device)
+
+
+STATE_INT8 = _Powers(_NUMEL, _NUMEL + 4)
+STATE_FP8 = _SmallFloats(_NUMEL, _NUMEL + 4)
+
+
+def _thresholds(scale: Tensor) -> Tensor:
+    """One for each element, above which part of the distance of two codes it is rounded down: of (1, 3, ... 511) / 512.
+
+    Each block has all 256 in another order, which changes with the scale, and so in the course of training.
+    """
+    first = (scale.view(torch.int32).long() * 2654435761 >> 24).to(torch.uint8)
+    order = torch.arange(_NUMEL, device=scale.device, dtype=torch.int32).mul_(159).to(torch.uint8)
+    return (first + order).float().mul_(1 / 256).add_(1 / 512)
+
+
+@functools.cache
+def _powers(squares: bool, device: torch.device) -> Tensor:
+    levels, last = _LEVELS[squares], 255 if squares else 127
+    sizes = [math.exp2((code - last) / levels) if code else 0.0 for code in range(last + 1)]
+    return torch.tensor(sizes if squares else [*sizes, *(-size for size in sizes)], device=device)
+
+
+@functools.cache
+def _small_floats(device: torch.device) -> Tensor:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return (codes.double() / _LARGEST).float().to(device)
