@@ -7,12 +7,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import terrazzo as tz
+from hostcuda import memory
 from hostcuda.device import report
-from terrazzo.engine import compile_units, engine_of
+from terrazzo.engine import FrozenFormat, compile_units, engine_of
+from terrazzo.engine.buckets.resting.packed import unpack
 from tests.hostcuda.cases import STEPS, Case, mesh_of, sharded, step, train
 
 __all__ = [
-    "integers_are_gathered", "of_a_rate_on_the_device", "pinned_on_the_host", "refuses_graphs",
+    "decoding_takes", "integers_are_gathered", "of_a_rate_on_the_device", "pinned_on_the_host", "refuses_graphs",
     "refuses_reductions_in_fp16", "saved", "syncs", "syncs_of_a_background_save", "syncs_of_torch_s_clipping",
 ]  # fmt: skip
 
@@ -26,6 +28,25 @@ def pinned_on_the_host(folder: str) -> int:
     """Bytes that training on the CPU pins on a machine with CUDA."""
     model, _ = sharded(Case(tier="@cpu"), "cpu", folder)
     return int(engine_of(model).store.usage()["pinned_bytes"])
+
+
+def decoding_takes(form: str) -> tuple[int, int]:
+    """Bytes of the device while a tile and a half is decoded: the most that are held, and what is counted."""
+    blocks = FrozenFormat(form).blocks
+    full = torch.randn(3 * 2**20, device="cuda").bfloat16()
+    codes = torch.empty(blocks.size_bytes(full.numel()), dtype=torch.uint8, device="cuda")
+    for part, packed in blocks.tiles(full):
+        blocks.encode(full[part].float(), codes[packed])
+    unpack(codes, blocks, full)  # tables that all decoding shares are made
+    memory.begin()
+    unpack(codes, blocks, full)
+    sizes = {event.block: event.size for event in memory.events() if event.kind == "allocate"}
+    held, most = 0, 0
+    for event in memory.events():
+        held += {"allocate": sizes.get(event.block, 0), "free": -sizes.get(event.block, 0)}.get(event.kind, 0)
+        most = max(most, held)
+    memory.end()
+    return most, blocks.scratch_bytes(full.numel(), "cuda")
 
 
 class Table(nn.Module):

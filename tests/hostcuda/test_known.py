@@ -84,6 +84,12 @@ def test_the_host_waits_at_most_once(program: Callable[..., Any], two_ranks: Ran
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+def test_what_decoding_takes_is_counted_to_the_byte(form: str, one_rank: Ranks) -> None:
+    [(held, counted)] = one_rank.run(known.decoding_takes, form)
+    assert held == counted
+
+
 @pytest.mark.xfail(strict=True, reason="the bill has them gathered at a step's end, where no full weights are held")
 @pytest.mark.parametrize("case", [Case("zero2", "@cpu-all", "bf16", gather="int8")], ids=lambda case: case.name)
 def test_the_bill_has_new_weights_that_are_gathered_in_the_next_forward(

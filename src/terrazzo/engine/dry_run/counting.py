@@ -207,8 +207,8 @@ class CountingBucket:
                 self.decode()
 
     def decode(self) -> None:
-        """What was sent in blocks of 8 bits is decoded; before the host has waited for it where collectives run beside
-        the computation.
+        """What was sent in blocks of 8 bits, or as codes, is decoded; before the host has waited for it where
+        collectives run beside the computation.
         """
         if self._arrives:
             self._arrives = False

@@ -5,7 +5,7 @@ the dry run counts in the order of the engine's schedule (`CountingBucket`), the
 (`terrazzo.planner.memory.unit_events`). The engine does with tensors what is listed here; tests compare the peaks.
 
     gather          weights are asked for, and none are here; `again`: what `between` keeps of them is here
-    decode          what was sent in blocks of 8 bits has come
+    decode          what was sent in blocks of 8 bits, or as codes, has come
     arrive          full weights can be read in place of what `between` kept
     rest_between    forward has ended
     release         full weights go
@@ -100,12 +100,14 @@ def gather(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
         yield Allocation(_GATHERED, spec.full_bytes)
     if arriving_bytes:
         yield from _scratch(spec)
-    if spec.wire.codes_stay and not again:
-        yield Allocation(_GATHERED, spec.between_bytes)
 
 
 def decode(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
-    """Of what `gather` has sent in blocks of 8 bits; nothing otherwise."""
+    """Of what `gather` has sent in blocks of 8 bits, or of codes, a part of which stays; nothing otherwise."""
+    if spec.wire.codes_stay:
+        if not again:
+            yield Allocation(_GATHERED, spec.between_bytes)
+        yield from _scratch(spec)
     if arriving_bytes := _arriving_bytes(spec, again):
         if not spec.gathers_into_place:
             yield Allocation(_GATHERED, spec.full_bytes)

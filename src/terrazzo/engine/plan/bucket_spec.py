@@ -245,7 +245,7 @@ class BucketSpec(OuterShare):
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory to encode or decode what is sent of full weights in memory of its own."""
+        """Memory to encode or decode what is sent of full weights, or to decode the codes that they rest in."""
         return self.wire.scratch_bytes(self.whole, self._device_kind)
 
     @property

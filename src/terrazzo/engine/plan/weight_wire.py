@@ -50,7 +50,7 @@ class Wire(ABC):
         return 0
 
     def scratch_bytes(self, numel: int, device: str) -> int:
-        """Memory to encode or decode so many elements of such a message, on a kind of device."""
+        """Memory to encode or decode so many elements, on a kind of device."""
         return 0
 
 
@@ -101,3 +101,6 @@ class PackedWire(Wire):
 
     def sent_bytes(self, numel: int) -> float:
         return numel * self.form.itemsize
+
+    def scratch_bytes(self, numel: int, device: str) -> int:
+        return self.form.blocks.scratch_bytes(numel, device)

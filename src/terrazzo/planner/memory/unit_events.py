@@ -116,8 +116,8 @@ class UnitEvents:
         regathered: whether backward gathers weights again that forward has put down.
         trainable: whether any of its parameters is.
         gather, gather_again: full weights are asked for, where none are here.
-        decode, decode_again: on CPU, what has been sent of them in blocks of 8 bits has come. On CUDA this runs behind
-            the gather, of which it is then a part.
+        decode, decode_again: on CPU, what has been sent of them in blocks of 8 bits, or as codes, has come. On CUDA
+            this runs behind the gather, of which it is then a part.
         rest_between: forward has ended.
         arrive: full weights can be read in place of what `rest_between` has kept.
         release: all full weights go.

@@ -221,7 +221,7 @@ class _Walk:
             self.apply(self.changes[index].arrive, "while gathering weights")
 
     def decode(self, index: int) -> None:
-        """What was sent in blocks of 8 bits has come."""
+        """What was sent in blocks of 8 bits, or as codes, has come."""
         if self.to_decode[index] is not NOTHING:
             self.apply(self.to_decode[index], "while gathering weights")
             self.to_decode[index] = NOTHING

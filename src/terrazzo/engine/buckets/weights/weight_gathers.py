@@ -72,7 +72,8 @@ class WeightGather(ABC):
 
     def __init__(self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> None:
         self._space, self._memory, self._weight, self._ledger = space, memory, weight, ledger
-        self._wire, self._gathers_into_place = spec.wire, spec.gathers_into_place
+        self._wire, self._scratch_bytes = spec.wire, spec.scratch_bytes
+        self._gathers_into_place = spec.gathers_into_place
         is_apart = spec.regathered and spec.between_axes != spec.weight_axes
         self._between_axes = spec.between_axes if is_apart else None
         self.between: Buffer | None = None
@@ -162,7 +163,8 @@ class _PackedGather(WeightGather):
             codes = yield from room.gather(source)
             if self.between is None and self._between_axes is not None and not from_rest:
                 self._copy_codes(room.narrow(self._between_axes))
-        unpack(codes, blocks, full)
+        with self._ledger.holding(self._scratch_bytes):
+            unpack(codes, blocks, full)
 
     def _copy_codes(self, codes: Buffer) -> None:
         copied = outlives_chain(lambda: torch.empty_like(codes.data)).copy_(codes.data)
