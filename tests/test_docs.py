@@ -215,7 +215,7 @@ def test_every_module_of_the_engine_is_in_its_page() -> None:
     page = (ROOT / "docs/concepts/engine.md").read_text()
     modules = {path.stem for path in (ROOT / "src/terrazzo/engine").rglob("*.py")} - {"__init__"}
     rows = re.findall(r"^\| (`[^|]*) \|", page, re.M)
-    assert modules <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert modules <= {name for row in rows for name in re.findall(r"`(?:\w+/)?(\w+)`", row)}
 
 
 def test_every_page_is_in_the_index() -> None:

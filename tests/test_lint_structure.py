@@ -175,15 +175,15 @@ def test_two_modules_of_a_package_with_one_name(tmp_path: Path) -> None:
 
 
 def test_a_package_names_its_modules(tmp_path: Path) -> None:
-    text = "engine/buckets/__init__.py:1: the docstring does not say what these modules are for: "
+    text = "engine/schedule/__init__.py:1: the docstring does not say what these modules are for: "
     names = ["bucket", "buffer", "codec", "edits", "full", "unit", "wire"]
-    modules = {f"engine__buckets__{name}": "" for name in ["_hidden", "__main__", *names]}
+    modules = {f"engine__schedule__{name}": "" for name in ["_hidden", "__main__", *names]}
     init = '"""States, of a `unit` and more.\n\n    buffer, codec  one range\n    full  all\n"""\n'
-    package = _tree(tmp_path / "many", **modules, engine__buckets____init__=init)
+    package = _tree(tmp_path / "many", **modules, engine__schedule____init__=init)
     assert _texts(package) == [text + "bucket, edits, wire"]
-    _tree(tmp_path / "many", engine__buckets____init__=init.replace("one", "one; bucket, edits and wire"))
+    _tree(tmp_path / "many", engine__schedule____init__=init.replace("one", "one; bucket, edits and wire"))
     assert _texts(package) == []
-    few = _tree(tmp_path / "few", engine__buckets__wire="", engine__buckets____init__='"""States."""\n')
+    few = _tree(tmp_path / "few", engine__schedule__wire="", engine__schedule____init__='"""States."""\n')
     assert _texts(few) == [text + "wire"]
 
 

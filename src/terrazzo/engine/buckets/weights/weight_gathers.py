@@ -43,7 +43,7 @@ def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Re
         NotImplementedError: for a wire that has none.
     """
     if (way := _GATHERS.get(type(spec.wire))) is None:
-        raise NotImplementedError(f"{spec.wire} has no way in buckets/weights/weight_gathers: add it to _GATHERS.")
+        raise NotImplementedError(f"Weights cannot be gathered as {type(spec.wire).__name__}: add its way to _GATHERS.")
     return way(spec, space, memory, weight, ledger)
 
 
@@ -58,7 +58,9 @@ def update_way(spec: BucketSpec, ledger: Ledger) -> UpdateWay:
         NotImplementedError: for a wire that has none.
     """
     if (way := _UPDATES.get(type(spec.update_wire))) is None:
-        raise NotImplementedError(f"New weights cannot be sent as {spec.update_wire}: add its way to _UPDATES.")
+        raise NotImplementedError(
+            f"New weights cannot be sent as {type(spec.update_wire).__name__}: add its way to _UPDATES."
+        )
 
     return functools.partial(way, spec.update_wire, spec.compute_dtype, ledger)
 
