@@ -22,8 +22,8 @@ from terrazzo import cli
 from terrazzo.config import Config, load_config
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train import start
-from terrazzo.train.launch.process_group import Ranks
-from terrazzo.train.launch.stop_signals import StopRequest
+from terrazzo.train.launch.rank.process_group import Ranks
+from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.session.build_session import open_session

@@ -15,16 +15,11 @@ import pytest
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.restart_points import restarts_of
-from terrazzo.train.launch.launcher import launch_with_restarts
-from terrazzo.train.launch.notices import Notices, RunEnd
-from terrazzo.train.launch.restarts import (
-    LaunchSpec,
-    Restart,
-    RestartPoint,
-    RestartPolicy,
-    refuse_restarts,
-    take_restart_note,
-)
+from terrazzo.train.launch.launcher.restart_policy import LaunchSpec, RestartPoint, RestartPolicy
+from terrazzo.train.launch.launcher.run_end import RunEnd
+from terrazzo.train.launch.launcher.start_ranks import launch_with_restarts
+from terrazzo.train.launch.rank.restart_note import Restart, refuse_restarts, take_restart_note
+from terrazzo.train.launch.stopping.notices import Notices
 from tests.helpers import programs
 from tests.train.test_loop import command, curve, environment, metrics, one_rank_of
 from tests.train.test_session import config_in, trained
@@ -177,7 +172,7 @@ import sys
 from pathlib import Path
 from terrazzo.config import load_config
 from terrazzo.train import start
-from terrazzo.train.launch import local_ranks
+from terrazzo.train.launch.launcher import local_ranks
 
 local_ranks.SIBLING_GRACE_S = 1.0
 LaunchSpec, again = start.LaunchSpec, start.restarts_of

@@ -14,10 +14,10 @@ import pytest
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
-from terrazzo.train.launch.machine import ranks_to_start, slots_of
-from terrazzo.train.launch.notices import RunEnd
-from terrazzo.train.launch.rank_slots import RankSlots
-from terrazzo.train.launch.restarts import LaunchSpec, RestartPoint, RestartPolicy
+from terrazzo.train.launch.launcher.rank_slots import RankSlots, slots_of
+from terrazzo.train.launch.launcher.restart_policy import LaunchSpec, RestartPoint, RestartPolicy
+from terrazzo.train.launch.launcher.run_end import RunEnd
+from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.preflight import check_fewer
 from tests.helpers import programs
 from tests.train.test_again import LAUNCHER, killed_by

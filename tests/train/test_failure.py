@@ -29,11 +29,12 @@ from terrazzo.errors import (
 )
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.telemetry.log.exit_note import overrule_exit
-from terrazzo.train.launch import preemption, rank_process
+from terrazzo.train.launch.launcher.run_end import RunEnd
 from terrazzo.train.launch.launcher_pipe import REPORT
-from terrazzo.train.launch.notices import RunEnd
-from terrazzo.train.launch.preemption import stays_stopped
-from terrazzo.train.launch.rank_process import RankProcess
+from terrazzo.train.launch.rank import failure_reporters
+from terrazzo.train.launch.rank.rank_process import RankProcess
+from terrazzo.train.launch.stopping import preemption
+from terrazzo.train.launch.stopping.preemption import stays_stopped
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 
@@ -46,8 +47,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("TORCHELASTIC_ERROR_FILE", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "MASTER_PORT", REPORT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(rank_process, "WATCH_EVERY_S", 0.005)
-    monkeypatch.setattr(rank_process, "SIBLING_GRACE_S", 0.05)
+    monkeypatch.setattr(failure_reporters, "WATCH_EVERY_S", 0.005)
+    monkeypatch.setattr(failure_reporters, "SIBLING_GRACE_S", 0.05)
     return tmp_path
 
 

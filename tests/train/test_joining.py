@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from terrazzo.errors import BadInput
-from terrazzo.train.launch import rendezvous
-from terrazzo.train.launch.rendezvous import meet
+from terrazzo.train.launch.rank import rendezvous
+from terrazzo.train.launch.rank.rendezvous import meet
 
 
 @contextmanager

@@ -19,14 +19,14 @@ from terrazzo.config import Config, LaunchConfig, config_from_dict
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.watchdog.watchdog import Patience
-from terrazzo.train.launch import local_ranks
 from terrazzo.train.launch.environment import adopt_slurm, first_host
-from terrazzo.train.launch.launcher import environment_of
+from terrazzo.train.launch.launcher import local_ranks
+from terrazzo.train.launch.launcher.local_ranks import LocalRank, LocalRanks
+from terrazzo.train.launch.launcher.run_end import RanksAtEnd, report_end
+from terrazzo.train.launch.launcher.start_ranks import environment_of
 from terrazzo.train.launch.launcher_pipe import Failure, first_failure
-from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device, set_threads
-from terrazzo.train.launch.outcome import RanksAtEnd, report_end
-from terrazzo.train.launch.process_group import _agree_on_device, join
+from terrazzo.train.launch.rank.process_group import _agree_on_device, join
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
@@ -34,7 +34,7 @@ RANK = """
 import os, sys, time, torch, torch.distributed as dist
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.rank_process import RankProcess
+from terrazzo.train.launch.rank.rank_process import RankProcess
 rank = int(os.environ["RANK"])
 
 def work():
@@ -65,7 +65,7 @@ RankProcess(rank).run(work)
 
 LAUNCH = """
 import sys
-from terrazzo.train.launch.launcher import launch_ranks
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 sys.exit(launch_ranks(2, sys.argv[1:]))
 """
 

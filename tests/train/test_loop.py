@@ -18,7 +18,7 @@ from terrazzo.errors import BadInput
 from terrazzo.exchange import agree, gather_json
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.ring import EventKind
-from terrazzo.train.launch.process_group import agree_on_config
+from terrazzo.train.launch.rank.process_group import agree_on_config
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 

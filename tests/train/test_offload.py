@@ -22,8 +22,8 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes
 from terrazzo.telemetry.steps import memory
-from terrazzo.train.launch.process_group import Ranks
-from terrazzo.train.launch.stop_signals import StopRequest
+from terrazzo.train.launch.rank.process_group import Ranks
+from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.planned import planned

@@ -43,7 +43,7 @@ from terrazzo.train.planning.planned import planned, traced_memory
 from terrazzo.train.planning.summary import Pace, summary_lines, utilised
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
-from terrazzo.train.report import step_metrics
+from terrazzo.train.report import log_window
 from terrazzo.train.start import start_training
 from tests.helpers import programs
 
@@ -193,9 +193,9 @@ def test_a_run_on_cpus_is_one_on_a_host_of_gpus_too(monkeypatch: pytest.MonkeyPa
 def test_measured_mfu_is_of_the_peak_that_the_promise_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the format that the run computes in, not of bf16 whatever it does."""
     peaks = {"bf16": 8e14, "fp32": 5e13}
-    monkeypatch.setattr(step_metrics, "this_machine", lambda: Cluster(Device("device", 80 * GIB, peak_flops=peaks)))
+    monkeypatch.setattr(log_window, "this_machine", lambda: Cluster(Device("device", 80 * GIB, peak_flops=peaks)))
     for precision, peak in (("fp32", 5e13), ("bf16", 8e14), ("fp16", None)):
-        assert step_metrics.peak_flops(config(precision=precision)) == peak
+        assert log_window.peak_flops(config(precision=precision)) == peak
 
 
 @pytest.mark.parametrize(("mode", "wrapped"), [("none", 0), ("full", 1), ("every_2", 2)])

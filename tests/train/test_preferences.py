@@ -20,7 +20,7 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import IGNORED, Batch, load_data
-from terrazzo.train.launch.process_group import Ranks
+from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.objectives import CLASSES, DPO, objective_of

@@ -30,11 +30,11 @@ from terrazzo.exit_codes import INTERRUPTED
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
-from terrazzo.train.launch import stop_signals
-from terrazzo.train.launch.notices import Notices
-from terrazzo.train.launch.process_group import Ranks
-from terrazzo.train.launch.stop_signals import StopRequest
-from terrazzo.train.launch.trainer_notices import cut_short_text
+from terrazzo.train.launch.rank.process_group import Ranks
+from terrazzo.train.launch.stopping import stop_request as stop_signals
+from terrazzo.train.launch.stopping.notices import Notices
+from terrazzo.train.launch.stopping.stop_request import StopRequest
+from terrazzo.train.launch.stopping.trainer_notices import cut_short_text
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
@@ -378,9 +378,9 @@ time.sleep(60)
 
 LAUNCH_WITH_NOTICES = """
 import sys
-from terrazzo.train.launch.launcher import launch_ranks
-from terrazzo.train.launch import stop_signals
-from terrazzo.train.launch.notices import Notices
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks
+from terrazzo.train.launch.stopping import stop_request as stop_signals
+from terrazzo.train.launch.stopping.notices import Notices
 sys.exit(launch_ranks(1, sys.argv[1:], notices=Notices("asked", lambda: "cut short")))
 """
 

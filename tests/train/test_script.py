@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.errors import BadInput
-from terrazzo.train.launch import launcher
-from terrazzo.train.launch import script as launching
-from terrazzo.train.launch.labelled_output import LabelledOutput
+from terrazzo.train.launch.launcher import start_ranks as launcher
+from terrazzo.train.launch.launcher.labelled_output import LabelledOutput
+from terrazzo.train.launch.launcher.run_end import RanksAtEnd, report_end
 from terrazzo.train.launch.launcher_pipe import REPORT, Failure
-from terrazzo.train.launch.outcome import RanksAtEnd, report_end
+from terrazzo.train.launch.script import start_script as launching
 from tests.train.test_launch import Ended, S
 
 STARTED = [
@@ -270,7 +270,7 @@ def test_a_line_of_the_first_rank_is_one_write_also_where_python_is_unbuffered(t
     reader, writer = os.pipe2(os.O_DIRECT)  # each read gives one write
     told, tell = os.pipe()
     environment = {**os.environ, "RANK": "0", "PYTHONUNBUFFERED": "1", REPORT: str(tell)}
-    command = [sys.executable, "-m", "terrazzo.train.launch.script_rank", str(script)]
+    command = [sys.executable, "-m", "terrazzo.train.launch.script.script_rank", str(script)]
     done = subprocess.run(command, stdout=writer, env=environment, pass_fds=[tell], timeout=60, check=False)
     written = [os.read(reader, 100) for _ in range(3)]
     for end in (reader, writer, told, tell):

@@ -21,8 +21,8 @@ from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.train.data import ByteTokenizer, load_data
-from terrazzo.train.launch.process_group import Ranks, agree_on_data
-from terrazzo.train.launch.stop_signals import StopRequest
+from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
+from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.objectives import NextToken

@@ -37,7 +37,7 @@ def run(
 
     terrazzo run --ranks 2 -m package.module --lr 1e-3
     """
-    from terrazzo.train.launch.script import Script, run_script  # imports torch
+    from terrazzo.train.launch.script.start_script import Script, run_script  # imports torch
 
     rest = list(arguments or [])
     if ranks is None:

@@ -24,9 +24,8 @@ How a measurement goes, from the step to the file and back:
    `display.screen` (`terrazzo watch`) or `display.page` (report.html).
 
 A run of `terrazzo train` also writes lines of kind `train`, a row of its step table each: the newest loss, and rates
-over the steps since the row before. They go from `LogWindow` (what the loop has measured) to `StepsMeasured` to
-`StepMetricsBuilder`, all in `train.report`, to `steps.metrics.StepMetrics`, a column of which is in
-`display.step_table`.
+over the steps since the row before. The loop measures into `train.report.log_window.LogWindow`, whose `row` makes a
+`steps.metrics.StepMetrics` of it; some of its numbers are columns of `display.step_table`.
 
 To measure one thing more:
 
@@ -34,8 +33,8 @@ To measure one thing more:
   `StepRecorder` (2), put it into the dict (3); sinks take any number by its name. To have `terrazzo train` compare it
   between ranks, add it to `StepRecorder.numbers` and `skew`.
 - How training itself goes, which needs the session, and which one number tells for all ranks: a number of kind `train`.
-  Measure it in `LogWindow`, hand it on in `StepsMeasured`, make it a field of `StepMetrics` in `StepMetricsBuilder`,
-  and give it a `_Column` if it is to be on screen.
+  Two edits: a field of `StepMetrics`, None by default, and its value in `LogWindow.row`. Files have it then; a
+  `_Column` of `display.step_table` puts it on screen.
 
 Beside that each rank writes single exchanges, as they happen, into a ring in memory: `flight.recorder.RingRecorder`.
 `terrazzo trace` draws it, and the watchdog reads from it what a rank that stands still waits for.

@@ -13,7 +13,7 @@ from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import StepRecorder
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.run_checkpoints import refuse_lost
-from terrazzo.train.launch.stop_signals import StopRequest
+from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.report import LogWindow, RunReport
 from terrazzo.train.session.session import Session
@@ -39,10 +39,11 @@ class TrainingLoop:
     ) -> None:
         self.session, self.stop, self.on_step_end = session, stop, on_step_end
         self.engine = engine_of(session.model)
-        self.report = RunReport(session, command or Command())
+        self.window = LogWindow(session)
+        self.report = RunReport(session, command or Command(), self.window)
         self.judge, self.cadence = StepJudge(session), Cadence(session)
         self.checks = ReplicaChecks(session)
-        self.recorder, self.window = StepRecorder(self.engine, session.micro_batches), LogWindow(session)
+        self.recorder = StepRecorder(self.engine, session.micro_batches)
 
     def run(self) -> int:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
@@ -168,7 +169,7 @@ class TrainingLoop:
         """Check the losses and report the newest, with what was measured since the last log step."""
         loss, grad_norm = self.judge.check()
         assert self.judge.newest is not None
-        self.report.log_step(self.window.measured(self.judge.newest, loss, grad_norm))
+        self.report.log_step(self.window.row(self.judge.newest, loss, grad_norm))
         self.window.begin()
 
     def record(self) -> None:

@@ -23,13 +23,13 @@ from terrazzo.telemetry.watchdog.recording import open_flight_recorder
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.telemetry.watchdog.watched_rank import look_after
 from terrazzo.train.launch.launcher_pipe import REPORT
-from terrazzo.train.launch.notices import say_now
-from terrazzo.train.launch.preemption import STAYS_STOPPED, stays_stopped
-from terrazzo.train.launch.process_group import Ranks, agree_on_config, join
-from terrazzo.train.launch.rank_process import RankProcess
-from terrazzo.train.launch.restarts import refuse_restarts, take_restart_note
-from terrazzo.train.launch.stop_signals import StopRequest
-from terrazzo.train.launch.trainer_notices import rank_notices
+from terrazzo.train.launch.rank.process_group import Ranks, agree_on_config, join
+from terrazzo.train.launch.rank.rank_process import RankProcess
+from terrazzo.train.launch.rank.restart_note import refuse_restarts, take_restart_note
+from terrazzo.train.launch.stopping.notices import say_now
+from terrazzo.train.launch.stopping.preemption import STAYS_STOPPED, stays_stopped
+from terrazzo.train.launch.stopping.stop_request import StopRequest
+from terrazzo.train.launch.stopping.trainer_notices import rank_notices
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.session.build_session import open_session
@@ -54,7 +54,7 @@ def train_as_rank(path: Path, overrides: list[str], command: Command | None = No
     command = command or (Command(path, overrides) if launched else Command())
     rank = int(os.environ["RANK"])
     process = RankProcess(rank)
-    notices = rank_notices(process, lambda: load_config(path, overrides), command)
+    notices = rank_notices(process.note_interrupted, lambda: load_config(path, overrides), command)
     stop = StopRequest(notices if rank == 0 and not launched else None)
     process.run(lambda: _RankOfRun(process, path, overrides, command, stop, launched).train())
 

@@ -10,10 +10,10 @@ from terrazzo.errors import counted
 from terrazzo.telemetry import RunConsole
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.checkpoints.restart_points import restarts_of
-from terrazzo.train.launch.launcher import launch_ranks, launch_with_restarts
+from terrazzo.train.launch.launcher.restart_policy import LaunchSpec
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks, launch_with_restarts
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device
-from terrazzo.train.launch.restarts import LaunchSpec
-from terrazzo.train.launch.trainer_notices import launcher_notices
+from terrazzo.train.launch.stopping.trainer_notices import launcher_notices
 from terrazzo.train.preflight import check, check_fewer
 from terrazzo.train.rank import train_as_rank
 from terrazzo.train.settings.command import Command

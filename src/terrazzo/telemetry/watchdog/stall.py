@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.comm.label import RUN_THE_SAME
 from terrazzo.errors import listed
 from terrazzo.telemetry.watchdog.rank_progress import ExchangeKey, RankProgress
-from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
+from terrazzo.telemetry.watchdog.stall_causes import SLOWED_BY_SIGNALS, STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.warden_links import RunMachine
 
 __all__ = ["GONE", "ProcessFacts", "Stall", "cut_off", "find_stall", "hindered"]
@@ -95,22 +94,20 @@ def hindered(rank: int, share: float, ranks: Mapping[int, RankProgress]) -> Stal
     """A rank that goes on, and that somebody stops again and again, for that `share` of the time."""
     others = [each for each in ranks if each != rank]
     who, go = ("Ranks", "go") if len(others) > 1 else ("Rank", "goes")
-    text = (
-        f"{_named([rank], ranks)} is slow: a signal stops it again and again (SIGSTOP), for {share:.0%} of the time. It"
-        f" is not ended for it. {who} {_listed(others)} {go} as slowly. See who stops processes there."
-    )
-    return Stall("slow", [rank], text)
+    go_on = f"{who} {_listed(others)} {go}"
+    return Stall("slow", [rank], SLOWED_BY_SIGNALS.format(who=_named([rank], ranks), share=share, others=go_on))
 
 
 def _of_some(cause: StallCause, culprits: Sequence[int], ranks: Mapping[int, RankProgress], now: int) -> Stall:
-    text = f"{_named(culprits, ranks)} {STALL_CAUSES[cause].of(len(culprits))}."
     others = [rank for rank in ranks if rank not in culprits and ranks[rank].waits]
+    missing, first = "", ranks[culprits[0]]
     if (key := _missed(culprits, others, ranks)) is not None:
-        text += f" Missing from {_teller(key, others, ranks).words(key)}."
-    elif ranks[culprits[0]].phase:
-        text += f" Last in phase {ranks[culprits[0]].phase}, step {ranks[culprits[0]].step + 1}."
-    if others:
-        text += f" {_waited(others, ranks, now)}."
+        missing = f" Missing from {_teller(key, others, ranks).words(key)}."
+    elif first.phase:
+        missing = f" Last in phase {first.phase}, step {first.step + 1}."
+    waited = f" {_waited(others, ranks, now)}." if others else ""
+    who = _named(culprits, ranks)
+    text = STALL_CAUSES[cause].text(len(culprits), who=who, missing=missing, waited=waited)
     return Stall(cause, culprits, text)
 
 
@@ -130,21 +127,24 @@ def _apart(ranks: Mapping[int, RankProgress], now: int) -> Stall:
     """Every rank waits for others."""
     waits = [(rank, key) for rank, progress in ranks.items() for key in progress.waits]
     everyone = list(ranks)
-    since = _waited(everyone, ranks, now)
+    waited = _waited(everyone, ranks, now)
     for rank, key in waits:
         for other in (each for each in ranks[rank].ranks(key) if each in ranks and each != rank):
             differs = not ranks[other].has_come_to(key) or _differ(key, ranks[rank], ranks[other])
             if key[1] not in _UNMATCHED and differs:
                 there = next(iter(ranks[other].waits))
-                text = (
-                    f"Ranks {rank} and {other} have come apart: {_named([rank], ranks, first=False)} waits in"
-                    f" {ranks[rank].words(key)}, and {_named([other], ranks, first=False)} in"
-                    f" {ranks[other].words(there)}. {since}. {RUN_THE_SAME}"
+                text = STALL_CAUSES["desynchronised"].text(
+                    rank=rank,
+                    other=other,
+                    who=_named([rank], ranks, first=False),
+                    others=_named([other], ranks, first=False),
+                    exchange=ranks[rank].words(key),
+                    theirs=ranks[other].words(there),
+                    waited=waited,
                 )
                 return Stall("desynchronised", [rank, other], text)
-    first = everyone[0]
-    text = f"All ranks are in {ranks[first].words(next(iter(ranks[first].waits)))}, which does not end. {since}."
-    return Stall("lost", everyone, f"{text} See the network between them.")
+    exchange = ranks[everyone[0]].words(next(iter(ranks[everyone[0]].waits)))
+    return Stall("lost", everyone, STALL_CAUSES["lost"].text(exchange=exchange, waited=waited))
 
 
 def cut_off(
@@ -162,10 +162,12 @@ def cut_off(
         if set(here[rank].ranks(key)) & set(place.ranks) and now - since >= stall_s * 1e9:
             waiting = [rank for rank in here if here[rank].waits]
             of = f"rank{'s' if len(place.ranks) > 1 else ''} {_listed(place.ranks)}"
-            text = (
-                f"Host {place.host}, of {of}, is cut off from this one: it has not been heard for {silent_s:.0f} s."
-                f" Missing from {here[rank].words(key)}. {_waited(waiting, here, now)}. Either that machine is lost, or"
-                " the network between; if it is the network, that host says the same of this one."
+            text = STALL_CAUSES["partition"].text(
+                host=place.host,
+                who=of,
+                silent_s=silent_s,
+                exchange=here[rank].words(key),
+                waited=_waited(waiting, here, now),
             )
             return Stall("partition", place.ranks, text)
     return None

@@ -1,14 +1,17 @@
-"""Why a run may stand still: a table of causes, each in words, and whether it ends the run. `stall` finds them.
+"""Why a run may stand still: a table of causes, each with all its words, and whether it ends the run. `stall` finds
+them, and fills in ranks, exchanges and hosts.
 
 That a run has stood still is one of the ways in which it ends, beside a failure or a stop: those are in
-`train.launch.outcome`.
+`train.launch.launcher.run_end`.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["STALL_CAUSES", "StallCause", "StallCauseRow"]
+from terrazzo.engine.comm.label import RUN_THE_SAME
+
+__all__ = ["SLOWED_BY_SIGNALS", "STALL_CAUSES", "StallCause", "StallCauseRow"]
 
 StallCause = Literal[
     "died", "stopped", "slow", "input", "outside", "drive", "stuck", "desynchronised", "lost", "partition"
@@ -19,22 +22,26 @@ class StallCauseRow(NamedTuple):
     """One cause, as docs/guides/slow-runs.md has it in its table.
 
     Attributes:
-        says: of ranks, as the guide has it; a verb that differs for several ranks stands in braces. A message has these
-            words behind the ranks' numbers. `stall` has sentences of its own for `desynchronised`, `lost` and
-            `partition`, which tell exchanges and hosts, and for a rank that is `slow` since signals stop it.
+        says: of ranks, as the guide has it; a verb that differs for several ranks stands in braces.
         because: what it is known by.
         ends: whether nothing will come of waiting longer, so that the run is ended.
         does: what is done, in words.
+        message: what is said of a stall; what `stall` fills in stands in braces.
     """
 
     says: str
     because: str
     ends: bool
     does: str
+    message: str = "{who} {says}.{missing}{waited}"
 
     def of(self, count: int) -> str:
         """`says`, of so many ranks."""
         return self.says.format(**{name: many if count > 1 else one for name, (one, many) in _VERBS.items()})
+
+    def text(self, count: int = 1, **facts: object) -> str:
+        """`message` with its facts, of a stall that lies with so many ranks."""
+        return self.message.format(says=self.of(count), **facts)
 
 
 _VERBS = {"has": ("has", "have"), "is_": ("is", "are"), "waits": ("waits", "wait"), "does": ("does", "do")}
@@ -77,6 +84,8 @@ STALL_CAUSES: dict[StallCause, StallCauseRow] = {
         "both wait, in different exchanges, or in the same one for other units or of other sizes",
         True,
         "ends the run, and names both exchanges",
+        "Ranks {rank} and {other} have come apart: {who} waits in {exchange}, and {others} in {theirs}. {waited}."
+        f" {RUN_THE_SAME}",
     ),
     "partition": StallCauseRow(
         "of a host {is_} cut off",
@@ -84,11 +93,21 @@ STALL_CAUSES: dict[StallCause, StallCauseRow] = {
         " network",
         True,
         "ends the ranks here; if it is the network, the other side says the same",
+        "Host {host}, of {who}, is cut off from this one: it has not been heard for {silent_s:.0f} s. Missing from"
+        " {exchange}. {waited}. Either that machine is lost, or the network between; if it is the network, that host"
+        " says the same of this one.",
     ),
     "lost": StallCauseRow(
         "{is_} in an exchange that does not end, with all others",
         "as it says: such as a network that was cut, which cannot be told on one machine",
         True,
         "ends the run",
+        "All ranks are in {exchange}, which does not end. {waited}. See the network between them.",
     ),
 }
+
+SLOWED_BY_SIGNALS = (
+    "{who} is slow: a signal stops it again and again (SIGSTOP), for {share:.0%} of the time. It is not ended for it."
+    " {others} as slowly. See who stops processes there."
+)
+"""The message of a rank that goes on and is `slow` all the same, since somebody stops it."""

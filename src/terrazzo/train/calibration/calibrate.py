@@ -19,7 +19,7 @@ from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
 from terrazzo.train.calibration.trial import Trial
 from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.launch.scratch_folder import ScratchFolder
+from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.planned import planned
 from terrazzo.train.preflight import check

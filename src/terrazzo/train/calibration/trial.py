@@ -23,10 +23,10 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.exchange import gather_json
 from terrazzo.telemetry import PeakMemory
 from terrazzo.train.launch.environment import is_rank
-from terrazzo.train.launch.launcher import launch_ranks
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.launch.process_group import join
-from terrazzo.train.launch.rank_process import RankProcess
+from terrazzo.train.launch.rank.process_group import join
+from terrazzo.train.launch.rank.rank_process import RankProcess
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import backward_on, update

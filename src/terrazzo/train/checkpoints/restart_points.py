@@ -7,8 +7,8 @@ from terrazzo.config import Config, without_passwords
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.telemetry import RunConsole
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, noted_run
-from terrazzo.train.launch.machine import slots_of
-from terrazzo.train.launch.restarts import RestartPoint, RestartPolicy
+from terrazzo.train.launch.launcher.rank_slots import slots_of
+from terrazzo.train.launch.launcher.restart_policy import RestartPoint, RestartPolicy
 
 __all__ = ["restarts_of"]
 

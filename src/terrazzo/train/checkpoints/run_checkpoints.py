@@ -22,7 +22,7 @@ from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.files import GIB
 from terrazzo.train.checkpoints.local import LocalCheckpoints
 from terrazzo.train.checkpoints.resume import saying_what_differs
-from terrazzo.train.launch.process_group import Ranks
+from terrazzo.train.launch.rank.process_group import Ranks
 
 __all__ = ["RunCheckpoints", "refuse_lost"]
 

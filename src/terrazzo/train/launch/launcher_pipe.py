@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-__all__ = [
-    "REPORT",
-    "Failure",
-    "LauncherPipe",
-    "first_failure",
-]
+__all__ = ["REPORT", "SIBLING_GRACE_S", "Failure", "LauncherPipe", "Reporter", "first_failure"]
 
 REPORT = "TERRAZZO_REPORT"
 """The descriptor of the pipe, in the environment of a rank."""
+
+SIBLING_GRACE_S = 8.0
+"""Time for a rank to fail by itself before it is ended because another one failed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,27 @@ def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
     return min((one for one in failures if one is not None), key=lambda failure: failure.time_ns, default=None)
 
 
-class LauncherPipe:
+class Reporter:
+    """What a rank tells whoever looks after it. This one has nobody but the user to tell."""
+
+    def begun(self) -> None:
+        """This rank heeds signals from now on."""
+
+    def claimed(self) -> None:
+        """The run's folders are its own."""
+
+    def training(self) -> None:
+        """The run is set up, and takes steps."""
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        """This rank ends so."""
+        print(failure.text, file=sys.stderr)
+
+    def leave(self, code: int) -> None:
+        """This rank ends with an exit code."""
+
+
+class LauncherPipe(Reporter):
     """Lines of JSON for the launcher, which ends the ranks of a run that has failed."""
 
     def __init__(self, descriptor: int) -> None:
@@ -48,23 +67,18 @@ class LauncherPipe:
         os.set_inheritable(descriptor, False)
 
     def begun(self) -> None:
-        """This rank heeds signals from now on."""
         self._send({"begun": True})
 
     def claimed(self) -> None:
-        """The run's folders are its own."""
         self._send({"claimed": True})
 
     def training(self) -> None:
-        """The run is set up, and takes steps."""
         self._send({"training": True})
 
     def fail(self, failure: Failure, error: BaseException) -> None:
-        """This rank ends so."""
         self._send({"failure": asdict(failure)})
 
     def leave(self, code: int) -> None:
-        """This rank ends with an exit code."""
         os.close(self._descriptor)
 
     def _send(self, value: object) -> None:

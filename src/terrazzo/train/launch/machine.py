@@ -8,9 +8,8 @@ from terrazzo.config import Config, LaunchConfig
 from terrazzo.engine.offload import topology
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.rank_slots import RankSlots
 
-__all__ = ["ranks_here", "ranks_to_start", "resolve_device", "set_threads", "slots_of"]
+__all__ = ["ranks_here", "ranks_to_start", "resolve_device", "set_threads"]
 
 
 def ranks_here(world_size: int) -> int:
@@ -47,11 +46,3 @@ def ranks_to_start(config: Config) -> int:
             f" own: use launch.ranks={count}, or launch.device=cpu."
         )
     return fitting[-1]
-
-
-def slots_of(config: Config) -> RankSlots | None:
-    """Where ranks may be that may become fewer; None where their number is given."""
-    if not isinstance(config.launch.ranks, str):
-        return None
-    cuda, numbers = resolve_device(config.launch) == "cuda", config.rank_numbers
-    return RankSlots(numbers, devices.count if cuda else lambda: numbers[-1], named=cuda)

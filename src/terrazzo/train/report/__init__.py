@@ -6,8 +6,7 @@ On screen is what decides whether to let it run; all else is in the run's folder
 report        all that is said, moment by moment
 run_screen    how it stands on the screen
 files         what is written
-step_metrics  the numbers of a log step
-log_window    what is measured between two log steps
+log_window    what is measured between two rows of the log, and the numbers of a row
 mesh_picture  the mesh as a line of text
 """
 

@@ -15,15 +15,15 @@ from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import counted
-from terrazzo.telemetry import duration, restart_text
+from terrazzo.telemetry import StepMetrics, duration, restart_text
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.planning.run_review import RunReview
-from terrazzo.train.planning.summary import Pace, bytes_line, summarize
+from terrazzo.train.planning.summary import bytes_line, summarize
 from terrazzo.train.report.files import LogFiles
+from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_screen import RunScreen
-from terrazzo.train.report.step_metrics import StepMetricsBuilder, StepsMeasured
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import mesh_shape
@@ -35,15 +35,13 @@ __all__ = ["RunReport"]
 class RunReport:
     """Everything that is said and written. Every rank has one; only rank 0's has a screen and files."""
 
-    def __init__(self, session: Session, command: Command) -> None:
-        self._session, self._command = session, command
-        self._metrics_builder = StepMetricsBuilder(session)
-        self._screen = RunScreen(session.ranks.is_first, session.config.train.steps, self._metrics_builder.known)
+    def __init__(self, session: Session, command: Command, window: LogWindow) -> None:
+        self._session, self._command, self._window = session, command, window
+        self._screen = RunScreen(session.ranks.is_first, session.config.train.steps, window.known)
         plan = engine_of(session.model).plan.name
         self._files = LogFiles(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
         self._start, self._first_step = time.perf_counter(), session.step
         self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
-        self._pace, self._peak_bytes = Pace(), 0
         self._first_validation = self._files.first_validation()
         self._last_validation: Validation | None = None
         self._last_sample = ""
@@ -73,14 +71,11 @@ class RunReport:
         session = self._session
         return {"ranks": session.ranks.world_size, "same_evaluation": session.origin.same_evaluation}
 
-    def log_step(self, measured: StepsMeasured) -> None:
-        """A log step."""
-        self._pace.add(measured.steps, measured.tokens, measured.total_s)
-        self._peak_bytes = measured.peak_memory_bytes
-        metrics = self._metrics_builder.metrics(measured)
+    def log_step(self, metrics: StepMetrics) -> None:
+        """A row of the log."""
         self._files.log("train", metrics.as_dict(), metrics.step)
-        if measured.load:
-            self._files.log("experts", {name: list(load.counts) for name, load in measured.load.items()}, metrics.step)
+        if load := self._window.load:
+            self._files.log("experts", {name: list(each.counts) for name, each in load.items()}, metrics.step)
         self._screen.log_step(metrics, (self._session.config.train.steps - self._session.step) * metrics.step_s)
 
     def step_record(self, record: dict[str, Any]) -> None:
@@ -154,11 +149,11 @@ class RunReport:
         if not self._files:
             self._say_nothing_left()
             return
-        session, pace = self._session, self._pace
+        session, pace = self._session, self._window.pace
         verdict = RunReview(session.config.log.folder).verdict()
         if verdict is not None:
             self._files.log("verdict", verdict.as_dict())
-        summary = summarize(session, self._traffic, pace, self._peak_bytes, self._metrics_builder.peak_flops)
+        summary = summarize(session, self._traffic, pace, self._window.peak_bytes, self._window.peak_flops)
         self._files.log("summary", summary)
         per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
         at = f"step {session.step} of {session.config.train.steps}, {duration(time.perf_counter() - self._start)}"

@@ -28,8 +28,8 @@ from terrazzo.train.checkpoints.resume import (
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_data
 from terrazzo.train.data.sources import named_sources
-from terrazzo.train.launch.process_group import Ranks, agree_on_data
-from terrazzo.train.launch.restarts import Restart
+from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
+from terrazzo.train.launch.rank.restart_note import Restart
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.expert_load import count_rows
 from terrazzo.train.model.huggingface import weight_files

@@ -11,7 +11,7 @@ from torch import Tensor
 from terrazzo.config import Config
 from terrazzo.parallel import Context
 from terrazzo.train.data import IGNORED, Batch
-from terrazzo.train.launch.process_group import Ranks
+from terrazzo.train.launch.rank.process_group import Ranks
 
 __all__ = ["DataShare", "share_of"]
 

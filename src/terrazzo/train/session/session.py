@@ -18,8 +18,8 @@ from terrazzo.exchange import on_first
 from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, TokenData
-from terrazzo.train.launch.process_group import Ranks
-from terrazzo.train.launch.restarts import Restart
+from terrazzo.train.launch.rank.process_group import Ranks
+from terrazzo.train.launch.rank.restart_note import Restart
 from terrazzo.train.session.data_share import DataShare
 from terrazzo.train.session.dpo_reference import reference_state
 from terrazzo.train.session.run_progress import RunProgress

@@ -1,48 +1,15 @@
-"""How a run has ended, as a value, and the words for whoever stops one."""
+"""What is said of a run that somebody stops, and who is told how its ranks have ended."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from terrazzo.config import without_passwords
-from terrazzo.exit_codes import reason_of
 from terrazzo.telemetry.log.exit_note import ExitNote
 
-__all__ = ["Notices", "RunEnd", "say_now"]
-
-
-class RunEnd(NamedTuple):
-    """How ranks that were started together have ended.
-
-    Attributes:
-        code: the exit code that says so.
-        why: what failed first, in a line; empty where nothing did.
-        lasts: it would end so again, whoever starts it.
-        unbegun: the rank that failed first, where it had not ended a step yet.
-        rank: that failed first.
-        step: that this one had ended last, where that is known.
-        reason: as in an `ExitNote`; empty for that of the code.
-    """
-
-    code: int
-    why: str = ""
-    lasts: bool = True
-    unbegun: int | None = None
-    rank: int | None = None
-    step: int | None = None
-    reason: str = ""
-
-    @property
-    def note(self) -> ExitNote:
-        """What their launcher has to say of it."""
-        cause = self.why or (f"ended by {signal.Signals(self.code - 128).name}" if self.code > 128 else "unknown")
-        reason = self.reason or reason_of(self.code)
-        return ExitNote(self.code, reason, str(without_passwords(cause)), self.rank, self.step)
+__all__ = ["Notices", "say_now"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +29,7 @@ class Notices:
     cut_short: Callable[[], str]
     unbegun: str = "Ended before training began: nothing is lost."
     stopping_early: str = ""
-    on_end: Callable[[RunEnd], object] = lambda end: None
+    on_end: Callable[[ExitNote], object] = lambda note: None
     on_restart: Callable[[], object] = lambda: None
 
     def on_request(self, *, trains: bool) -> str:

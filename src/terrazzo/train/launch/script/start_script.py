@@ -15,14 +15,14 @@ from typing import NamedTuple, NoReturn
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, counted
 from terrazzo.train.launch.environment import adopt_slurm, is_rank, require_environment, starter
-from terrazzo.train.launch.launcher import launch_ranks
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.launch.notices import Notices
+from terrazzo.train.launch.stopping.notices import Notices
 from terrazzo.train.settings.command import program
 
 __all__ = ["Script", "run_script"]
 
-_RANK = "terrazzo.train.launch.script_rank"
+_RANK = "terrazzo.train.launch.script.script_rank"
 
 
 class Script(NamedTuple):

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from terrazzo.checkpoint import latest
 from terrazzo.config import Config, without_passwords
 from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
-from terrazzo.train.launch.notices import Notices
-from terrazzo.train.launch.rank_process import RankProcess
+from terrazzo.train.launch.stopping.notices import Notices
 from terrazzo.train.settings.command import Command
 
 __all__ = ["cut_short_text", "launcher_notices", "rank_notices"]
@@ -26,16 +25,18 @@ def launcher_notices(config: Config, command: Command) -> Notices:
         _STOPPING,
         lambda: cut_short_text(config, command),
         stopping_early=_STOPPING_EARLY,
-        on_end=lambda end: overrule_exit(config.log.folder, end.note),
+        on_end=lambda note: overrule_exit(config.log.folder, note),
         on_restart=lambda: forget_exit(config.log.folder),
     )
 
 
-def rank_notices(process: RankProcess, read_config: Callable[[], Config], command: Command) -> Notices:
+def rank_notices(
+    note_interrupted: Callable[[], object], read_config: Callable[[], Config], command: Command
+) -> Notices:
     """Of a rank that others have started, or nobody: it notes itself that it was interrupted."""
 
     def cut_short() -> str:
-        process.note_interrupted()
+        note_interrupted()
         return cut_short_text(read_config(), command)
 
     return Notices(_STOPPING, cut_short, stopping_early=_STOPPING_EARLY)

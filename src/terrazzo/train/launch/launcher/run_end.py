@@ -12,20 +12,52 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED
+from terrazzo.config import without_passwords
+from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, reason_of
+from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.telemetry.watchdog.stall import Stall
+from terrazzo.train.launch.launcher.local_ranks import LocalRank
 from terrazzo.train.launch.launcher_pipe import Failure, first_failure
-from terrazzo.train.launch.local_ranks import LocalRank
-from terrazzo.train.launch.notices import Notices, RunEnd, say_now
+from terrazzo.train.launch.stopping.notices import Notices, say_now
 
-__all__ = ["RanksAtEnd", "report_end"]
+__all__ = ["RanksAtEnd", "RunEnd", "report_end"]
 
 _SEEN_LATE_NS = 200_000_000
 """By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
 _KILL_SEEN_LATE_NS = 2_000_000_000
 """The same of a SIGKILL: no rank ends so because another has failed, and a busy machine lets the launcher wait."""
 _OTHERS_STOPPED = "; the other ranks were stopped."
+
+
+class RunEnd(NamedTuple):
+    """How ranks that were started together have ended.
+
+    Attributes:
+        code: the exit code that says so.
+        why: what failed first, in a line; empty where nothing did.
+        lasts: it would end so again, whoever starts it.
+        unbegun: the rank that failed first, where it had not ended a step yet.
+        rank: that failed first.
+        step: that this one had ended last, where that is known.
+        reason: as in an `ExitNote`; empty for that of the code.
+    """
+
+    code: int
+    why: str = ""
+    lasts: bool = True
+    unbegun: int | None = None
+    rank: int | None = None
+    step: int | None = None
+    reason: str = ""
+
+    @property
+    def note(self) -> ExitNote:
+        """What their launcher has to say of it."""
+        cause = self.why or (f"ended by {signal.Signals(self.code - 128).name}" if self.code > 128 else "unknown")
+        reason = self.reason or reason_of(self.code)
+        return ExitNote(self.code, reason, str(without_passwords(cause)), self.rank, self.step)
 
 
 @dataclass(frozen=True)

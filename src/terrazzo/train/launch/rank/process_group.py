@@ -17,7 +17,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
 from terrazzo.train.launch import environment, machine
-from terrazzo.train.launch.rendezvous import meet
+from terrazzo.train.launch.rank.rendezvous import meet
 
 __all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
 

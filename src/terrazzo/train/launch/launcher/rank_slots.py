@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from terrazzo.config import Config
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
+from terrazzo.train.launch.machine import resolve_device
 
-__all__ = ["RankSlots"]
+__all__ = ["RankSlots", "slots_of"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -66,3 +69,11 @@ class RankSlots:
         if len(self._left) < self._numbers[0]:
             raise BadInput(f"{what}, and {counted(self._numbers[0], 'rank')} are the least (launch.ranks)")
         return what
+
+
+def slots_of(config: Config) -> RankSlots | None:
+    """Where ranks may be that may become fewer; None where their number is given."""
+    if not isinstance(config.launch.ranks, str):
+        return None
+    cuda, numbers = resolve_device(config.launch) == "cuda", config.rank_numbers
+    return RankSlots(numbers, devices.count if cuda else lambda: numbers[-1], named=cuda)

@@ -25,10 +25,9 @@ from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
 from terrazzo.tether import tethered
 from terrazzo.train.launch.environment import RUN_ID
-from terrazzo.train.launch.labelled_output import LabelledOutput
-from terrazzo.train.launch.launcher_pipe import REPORT, Failure
-from terrazzo.train.launch.rank_process import SIBLING_GRACE_S
-from terrazzo.train.launch.stop_signals import Signals
+from terrazzo.train.launch.launcher.labelled_output import LabelledOutput
+from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure
+from terrazzo.train.launch.stopping.received_signals import ReceivedSignals
 
 __all__ = ["LocalRank", "LocalRanks"]
 
@@ -221,7 +220,7 @@ class LocalRanks:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def wait(self, signals: Signals, on_stop: Callable[[], None] = lambda: None) -> int | None:
+    def wait(self, signals: ReceivedSignals, on_stop: Callable[[], None] = lambda: None) -> int | None:
         """Until all have ended; the signal that ended the run at once, if one did.
 
         The first signal asks for a stop, and is passed on; `on_stop` is called unless a rank has failed by then. When a

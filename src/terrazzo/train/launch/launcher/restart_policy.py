@@ -1,27 +1,21 @@
-"""Ranks that are started again after a failure: whether that may mend it, and what the new ones are told.
+"""Ranks that are started again after a failure: whether that may mend it, and from where they go on.
 
 Only ranks that this package's own launcher has started. torchrun and Slurm start theirs again themselves.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput, counted
-from terrazzo.train.launch.environment import starter
-from terrazzo.train.launch.notices import RunEnd
-from terrazzo.train.launch.rank_slots import RankSlots
+from terrazzo.train.launch.launcher.rank_slots import RankSlots
+from terrazzo.train.launch.launcher.run_end import RunEnd
+from terrazzo.train.launch.rank.restart_note import Restart
 
-__all__ = ["LaunchSpec", "Restart", "RestartPoint", "RestartPolicy", "refuse_restarts", "take_restart_note"]
-
-_NOTE = "TERRAZZO_RESTARTED"
-"""What a rank that is started again is told, in its environment."""
+__all__ = ["LaunchSpec", "RestartPoint", "RestartPolicy"]
 
 
 class RestartPoint(NamedTuple):
@@ -29,15 +23,6 @@ class RestartPoint(NamedTuple):
 
     step: int = 0
     path: str = ""
-
-
-@dataclass(frozen=True)
-class Restart:
-    """That ranks are not the first of their run: the `number` of this start, of `most`, and `why` the last failed."""
-
-    number: int
-    most: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -70,9 +55,8 @@ class RestartPolicy:
     ) -> None:
         self._most, self._newest, self._words, self._say, self._places = most, newest, words, say, places
         self._number = 0
-        self._before: tuple[RestartPoint, str] | None = (
-            None  # at the failure before: what was saved, and what had failed
-        )
+        # At the failure before: what was saved, and what had failed.
+        self._before: tuple[RestartPoint, str] | None = None
 
     def after(self, start: LaunchSpec, end: RunEnd) -> LaunchSpec | None:
         """What is started next, once `start` has ended in a failure; None where the run has ended."""
@@ -95,7 +79,7 @@ class RestartPolicy:
         self._number, self._before = self._number + 1, (saved, end.why)
         restart = Restart(self._number, self._most, end.why)
         where = f"from {saved.path}" if saved.path else "from the beginning: there is no checkpoint yet"
-        ranks, environment = start.ranks, {_NOTE: json.dumps(asdict(restart))}
+        ranks, environment = start.ranks, restart.environment
         if self._places is not None:
             ranks, environment = self._places.ranks, {**environment, **self._places.environment}
         starting = f"starting {counted(ranks, 'rank')}{'' if lost else ' again'}, {where}"
@@ -111,22 +95,3 @@ class RestartPolicy:
 
 def _refuse(why: str) -> None:
     print(f"\nNot started again: {why.rstrip('.')}.", file=sys.stderr)
-
-
-def take_restart_note() -> Restart | None:
-    """The restart that this rank is of; None for the first start of a run."""
-    note = os.environ.pop(_NOTE, None)  # what this rank starts is not this rank
-    return None if note is None else Restart(**json.loads(note))
-
-
-def refuse_restarts(launch: LaunchConfig) -> None:
-    """Raise `BadInput` for restarts of ranks that others have started, whose task it then is."""
-    restarts, number = launch.restarts, " launch.ranks=null" if isinstance(launch.ranks, str) else ""
-    if not restarts:
-        return
-    use = f"Use launch.restarts=0{number} here."
-    who, how = starter(), {"torchrun": f"--max-restarts {restarts}", "Slurm": "sbatch --requeue"}
-    raise BadInput(
-        f"launch.restarts is {restarts}, but {who} has started these ranks, so that it is not for `terrazzo train` to"
-        f" start them again{f': {who} does so by {how[who]}' if who in how else ''}. {use}"
-    )

@@ -1,4 +1,4 @@
-"""One rank of a script: `python -m terrazzo.train.launch.script_rank SCRIPT ...`, or `-m MODULE` for the script.
+"""One rank of a script: `python -m terrazzo.train.launch.script.script_rank SCRIPT ...`, or `-m MODULE` for the script.
 
 The script runs as `__main__`, as if by itself. Its uncaught exception goes to the launcher, which shows the first one.
 """

@@ -14,11 +14,11 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.exit_codes import PREEMPTED, STALLED
 from terrazzo.telemetry.watchdog.evidence import keep_evidence
 from terrazzo.telemetry.watchdog.watchdog import Patience
-from terrazzo.train.launch.local_ranks import LocalRanks
-from terrazzo.train.launch.notices import Notices, RunEnd, say_now
-from terrazzo.train.launch.outcome import RanksAtEnd, report_end
-from terrazzo.train.launch.restarts import LaunchSpec, RestartPolicy
-from terrazzo.train.launch.stop_signals import Signals
+from terrazzo.train.launch.launcher.local_ranks import LocalRanks
+from terrazzo.train.launch.launcher.restart_policy import LaunchSpec, RestartPolicy
+from terrazzo.train.launch.launcher.run_end import RanksAtEnd, RunEnd, report_end
+from terrazzo.train.launch.stopping.notices import Notices, say_now
+from terrazzo.train.launch.stopping.received_signals import ReceivedSignals
 
 __all__ = ["environment_of", "launch_ranks", "launch_with_restarts"]
 
@@ -52,7 +52,7 @@ def launch_ranks(
         labelled, patience: as for `LocalRanks`.
         notices: what is said as soon as a signal comes.
     """
-    signals, defaults = Signals(), environment_of(ranks) if defaults is None else defaults
+    signals, defaults = ReceivedSignals(), environment_of(ranks) if defaults is None else defaults
     try:
         started = LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience)
         return _exit_code(_run(started, signals, notices)[0], notices)
@@ -64,7 +64,7 @@ def launch_with_restarts(
     start: LaunchSpec, restarts: RestartPolicy, notices: Notices, patience: Patience | None
 ) -> int:
     """The same of the trainer's ranks, which are started again as `restarts` decides."""
-    signals, claimed = Signals(), False
+    signals, claimed = ReceivedSignals(), False
     try:
         while True:
             looked_after = patience if start.ranks > 1 else None
@@ -82,7 +82,9 @@ def launch_with_restarts(
         signals.restore()
 
 
-def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None, claimed: bool = False) -> tuple[RunEnd, bool]:
+def _run(
+    ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, claimed: bool = False
+) -> tuple[RunEnd, bool]:
     """Wait until ranks have ended, and say how; whether the run's folders are its own.
 
     Args:
@@ -97,7 +99,7 @@ def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None, claimed: 
     end = report_end(at_end)
     claimed = claimed or any(rank.claimed for rank in started.ranks)
     if notices is not None and claimed and started.stall is None:  # the note of a stall is kept with its evidence
-        notices.on_end(end)
+        notices.on_end(end.note)
     return end, claimed
 
 

@@ -1,0 +1,131 @@
+"""What a rank tells of its failure, to whom: its launcher, the ranks beside it, or the user.
+
+Each failing rank tells what happened, with a clock that all processes of a machine share: its launcher, through a pipe,
+or where others have started it, all ranks of the machine, through a folder. Whoever reports then names the cause
+instead of the connection errors that follow it, and those that are stuck with a rank that is gone are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from terrazzo import tether
+from terrazzo.config import without_passwords
+from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
+from terrazzo.exit_codes import FAILED, PREEMPTED
+from terrazzo.files import replace_file
+from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, LauncherPipe, Reporter
+from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
+from terrazzo.train.launch.stopping.preemption import leave_note
+
+__all__ = ["MENDABLE", "reporter_of"]
+
+MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
+
+WATCH_EVERY_S = 0.5
+
+
+def reporter_of(rank: int) -> Reporter:
+    """By who has started this rank: its launcher, torchrun, Slurm, or nobody."""
+    if report := os.environ.pop(REPORT, None):  # what this rank starts is not this rank
+        return LauncherPipe(int(report))
+    if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
+        return SiblingReporter(rank, Path(elastic).parent.parent)
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None or os.environ.get("WORLD_SIZE") == "1":
+        return Reporter()
+    step = os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID", "batch")
+    restarts, port = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("MASTER_PORT", "0")
+    scratch = ScratchFolder(f"{job}-{step}-{restarts}-{port}")
+    return SiblingReporter(rank, _folder_of_run(scratch.path, rank), scratch)
+
+
+class SiblingReporter(Reporter):
+    """Files for the other ranks of this machine, where torchrun or Slurm has started them."""
+
+    def __init__(self, rank: int, folder: Path, scratch: ScratchFolder | None = None) -> None:
+        self._folder, self._scratch = folder, scratch
+        threading.Thread(target=_watch, args=(folder, rank), daemon=True).start()
+
+    def fail(self, failure: Failure, error: BaseException) -> None:
+        with contextlib.suppress(OSError):  # such as a full disk: they hear of it from their connections
+            replace_file(self._folder / f"failure.{failure.rank}.json", json.dumps(asdict(failure)), sync=False)
+        is_first = _is_first(self._folder / "reported")
+        if is_first:
+            print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
+        if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # Slurm has none
+            _report_to_torchrun(Path(report), error, failure, is_first=is_first)
+
+    def leave(self, code: int) -> None:
+        if code == PREEMPTED:
+            leave_note()
+        if self._scratch is not None:
+            self._scratch.leave(keep=code not in (0, PREEMPTED))  # others may yet have to find out
+
+
+def _folder_of_run(shared: Path, rank: int) -> Path:
+    """A folder for this run alone: the script of a job step may start one after another, and what failed stays.
+
+    Every rank takes part in every run, so that the number of its runs so far is the same for all.
+    """
+    number = next(number for number in itertools.count(1) if _claim(shared / f"rank.{rank}.{number}"))
+    folder = shared / f"run.{number}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _report_to_torchrun(report: Path, error: BaseException, failure: Failure, *, is_first: bool) -> None:
+    """Give torchrun's own report the cause.
+
+    Of what the user can mend it gets the paragraph from the rank that said it on screen, and no tracebacks: the other
+    ranks, which say the same, wait for torchrun to end them.
+    """
+    if not isinstance(error, Exception):
+        return
+    if isinstance(error, MENDABLE) and not is_first:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(SIBLING_GRACE_S)
+        return
+    message, more = failure.text, {"timestamp": str(int(time.time()))}
+    if not isinstance(error, MENDABLE):  # as torch's own handler has it, which would write passwords
+        message, more["py_callstack"] = without_passwords(f"{type(error).__name__}: {error}"), failure.text
+    with contextlib.suppress(OSError):
+        report.write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
+
+
+def _claim(path: Path) -> bool:
+    """Whether this process is the first to create `path`."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _is_first(path: Path) -> bool:
+    """Whether nobody has said anything yet, for all that this process can find out: rather twice than never."""
+    try:
+        return _claim(path)
+    except OSError:
+        return True
+
+
+def _watch(folder: Path, rank: int) -> None:
+    """End this process some seconds after another rank failed, or at once when its launcher is gone."""
+    while True:
+        if os.getppid() != tether.PARENT:
+            os._exit(FAILED)
+        others = [path for path in folder.glob("failure.*.json") if path.name != f"failure.{rank}.json"]
+        if others:
+            time.sleep(SIBLING_GRACE_S)
+            os._exit(FAILED)
+        time.sleep(WATCH_EVERY_S)

@@ -1,0 +1,50 @@
+"""What a rank is told that is started again after a failure, and restarts that are not for its launcher to make."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from terrazzo.config import LaunchConfig
+from terrazzo.errors import BadInput
+from terrazzo.train.launch.environment import starter
+
+__all__ = ["Restart", "refuse_restarts", "take_restart_note"]
+
+_NOTE = "TERRAZZO_RESTARTED"
+"""What a rank that is started again is told, in its environment."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """That ranks are not the first of their run: the `number` of this start, of `most`, and `why` the last failed."""
+
+    number: int
+    most: int
+    why: str
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of the ranks that are to know it."""
+        return {_NOTE: json.dumps(asdict(self))}
+
+
+def take_restart_note() -> Restart | None:
+    """The restart that this rank is of; None for the first start of a run."""
+    note = os.environ.pop(_NOTE, None)  # what this rank starts is not this rank
+    return None if note is None else Restart(**json.loads(note))
+
+
+def refuse_restarts(launch: LaunchConfig) -> None:
+    """Raise `BadInput` for restarts of ranks that others have started, whose task it then is."""
+    restarts, number = launch.restarts, " launch.ranks=null" if isinstance(launch.ranks, str) else ""
+    if not restarts:
+        return
+    use = f"Use launch.restarts=0{number} here."
+    who, how = starter(), {"torchrun": f"--max-restarts {restarts}", "Slurm": "sbatch --requeue"}
+    raise BadInput(
+        f"launch.restarts is {restarts}, but {who} has started these ranks, so that it is not for `terrazzo train` to"
+        f" start them again{f': {who} does so by {how[who]}' if who in how else ''}. {use}"
+    )
