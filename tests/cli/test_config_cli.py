@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.config import config_from_dict
-from terrazzo.config.files import format_of, parse
 from terrazzo.dialects.registry import NAMES, dialect, recognise
+from terrazzo.documents import format_of, parse
 from terrazzo.errors import BadInput
 
 ROOT = Path(__file__).parents[2]

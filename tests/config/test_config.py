@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, config_from_dict, flatten, load_config
-from terrazzo.config.files import load
 from terrazzo.config.sections import precision
+from terrazzo.documents import load
 from terrazzo.engine import DTYPES, FrozenFormat, StateFormat, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.parallel import STYLES

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from terrazzo.config.files import Loaded, parse
 from terrazzo.dialects.core.agreement import same_value
 from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext, Writing
@@ -30,6 +29,7 @@ from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.explain import explain, plan_words
 from terrazzo.dialects.verbs.precision_table import costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
+from terrazzo.documents import Loaded, parse
 from terrazzo.engine import Plan
 
 

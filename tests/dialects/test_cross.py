@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from terrazzo.config import config_from_dict
-from terrazzo.config.files import Loaded, format_of, parse
 from terrazzo.dialects.core.agreement import agree_on
 from terrazzo.dialects.core.description import Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext
@@ -21,6 +20,7 @@ from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.understand import read_document
+from terrazzo.documents import Loaded, format_of, parse
 from tests.dialects.samples import SAMPLES
 
 CONTEXT = ReadingContext(world=8, hidden_size=64)

@@ -11,12 +11,12 @@ import yaml
 from pydantic import ValidationError
 
 from terrazzo.config import KEYS, Config, config_from_dict
-from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Description, Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
 from terrazzo.dialects.verbs.understand import read_document
+from terrazzo.documents import load
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from terrazzo.config import config_from_dict
-from terrazzo.config.arguments import write_arguments
 from terrazzo.dialects.formats.megatron.keys import KEYS, REMOVED, canonical
 from terrazzo.dialects.verbs.understand import understand
+from terrazzo.documents import write_arguments
 from terrazzo.engine import LossScaling
 from tests.dialects.peers import assert_lossless, converted, described, findings_by_key, inventory, precision, verdicts
 

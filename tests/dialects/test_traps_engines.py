@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.config.files import Loaded
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
+from terrazzo.documents import Loaded
 from tests.dialects.samples import SAMPLES
 from tests.dialects.test_traps import converted, described, fsdp
 

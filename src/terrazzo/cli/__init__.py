@@ -18,8 +18,8 @@ together.
 How a verb is made:
 
 - A function with annotated parameters, of which typer makes the options: its docstring is what `--help` says. It stands
-  in the file of the verb's name, of a folder in `command` or `commands`. `plan` alone has its options in a table,
-  `plan.options`, from which `plan.command` makes the parameters.
+  in the file of the verb's name, of a folder in `command` or `commands`. Of `plan` and `init` the options are rows of a
+  table, `plan.options` and `init.questions`, and `shared.parameters` makes parameters of them.
 - That file imports no torch, so that `--help` comes at once. What the verb does is imported inside the function, which
   hands on typed values: options that belong together as one object (`PlanArguments`, `ContextOptions`,
   `HuggingFaceOptions`). In `checkpoint` and `config` each verb has a file of its name, with one function that does it:

@@ -1,25 +1,23 @@
 """Terrazzo's own configuration: its schema, how files become one, and what must not be printed of it.
 
-Open to other packages:
-
-    arguments, files   any configuration's file as plain data, for those who read other libraries'
+An override `a.b=3` is put into what `reading` has read of the file, as YAML has it: `3` is a number there. The field
+`b` of the section `a` then says what that may be, and pydantic turns it into its type.
 
 In reading order:
 
-    section    what every section is
-    rank_range `launch.ranks: 2:4`, which is no number
-    sections   the sections, each in the module of its name
-    schema     the whole tree of settings, and what sections say together
-    keys       the schema key by key
-    secrets    passwords in URLs, which are not printed
-    arguments  arguments in a shell script, which is not run
-    files      a file as plain data
-    reading    a file, then overrides, then validation
+    section        what every section is
+    sections       the sections, each in the module of its name
+    section_rules  what sections say together
+    schema         the whole tree of settings
+    keys           the schema key by key
+    secrets        passwords in URLs, which are not printed
+    reading        a file, then overrides, then validation
 
 To add a key:
 
-1. In the section's module in `sections`, a field with its default and its meaning. `schema` checks what several
-   sections say together.
+1. In the section's module in `sections`, a field with its default and its meaning, from which follow what a file or an
+   override may say, the wording of errors, and the reference page. What it says together with other sections is a
+   function of `section_rules`.
 2. In `train.settings`, or where the trainer reads the section, what a run makes of it. Where another setting has it do
    nothing, a rule in `train.preflight.idle_settings`; where both cannot be, a check in `train.preflight`.
 3. In `dialects.formats.terrazzo`, for a neutral setting, a row in `paths`, or code in `read` and `write` where a row

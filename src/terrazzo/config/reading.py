@@ -17,12 +17,11 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from terrazzo.config.files import parse_value, read_text
 from terrazzo.config.keys import KEYS, SHORTHANDS, keys_meant
-from terrazzo.config.rank_range import is_range
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE
+from terrazzo.documents import is_rank_range, parse_value, read_text
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["CheckedKeys", "check_keys", "config_from_dict", "flatten", "load_config"]
@@ -159,7 +158,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not key.strip("."):
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
-        value = text.strip() if is_range(key, text.strip()) else parse_value(text, "yaml", key)
+        value = text.strip() if is_rank_range(key, text.strip()) else parse_value(text, "yaml", key)
         has_comment = _has_comment(text)
     except BadInput as error:
         why = str(error).rstrip(".")

@@ -1,14 +1,15 @@
-"""What a training run is, as one strict, documented tree of settings: `Config`, and what its sections say together.
+"""What a training run is, as one strict, documented tree of settings: `Config`.
 
-Each section is the module of its name in `sections`; all refuse unknown keys, NaN and infinities. Reading files,
-overrides and the wording of errors live in `reading`; checks that need the machine (ranks, folders, devices) live in
-the trainer's `preflight`.
+Each section is the module of its name in `sections`; all refuse unknown keys, NaN and infinities. What sections say
+together is in `section_rules`. Reading files, overrides and the wording of errors live in `reading`; checks that need
+the machine (ranks, folders, devices) live in the trainer's `preflight`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from terrazzo.config import section_rules as rules
 from terrazzo.config.section import Section
 from terrazzo.config.sections.batch import BatchConfig
 from terrazzo.config.sections.checkpoint import CheckpointConfig
@@ -76,101 +77,13 @@ class Config(Section):
         return self.checkpoint.folder or str(self.log.folder / CHECKPOINTS)
 
     def _agrees(self) -> None:
-        if self.offload.activations == "cpu" and self.train.activation_checkpointing == "none":
-            raise ValueError(
-                "offload.activations 'cpu' moves what activation checkpointing keeps, and"
-                " train.activation_checkpointing is 'none': set it to full, selective or every_N"
-            )
-        if self.lora.rank is not None and (self.model.kind != "huggingface" or self.model.weights != "pretrained"):
-            raise ValueError(
-                "lora.rank trains adapters on a frozen model, which has to be one with weights: set model.kind to"
-                " 'huggingface' and model.weights to 'pretrained'"
-            )
-        if self.precision.frozen is not None and self.lora.rank is None:
-            raise ValueError(
-                f"precision.frozen '{self.precision.frozen}' keeps frozen matrices in 4 bits, and without lora.rank"
-                " none is: set lora.rank, such as 16, or leave precision.frozen out"
-            )
-        if self.schedule.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
-                f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance, or train for"
-                f" longer, with train.steps={self.schedule.warmup_steps} or more"
-            )
-        if (decay := self.schedule.decay_steps or 0) + self.schedule.warmup_steps > self.train.steps:
-            raise ValueError(
-                f"schedule.decay_steps {decay} is longer than the run, whose train.steps are {self.train.steps}, of"
-                f" which {self.schedule.warmup_steps} warm up: shorten it, or leave it out for a fifth of the run"
-            )
-        self._ranks_agree()
-        self._pairs_agree()
-        self._experts_agree()
-        self._attention_agrees()
-
-    def _ranks_agree(self) -> None:
-        ranks, mesh = self.launch.ranks, self.plan.mesh
-        if not isinstance(ranks, str):
-            return
-        if mesh.dp_shard is not None:
-            raise ValueError(
-                f"launch.ranks '{ranks}' lets ranks become fewer, and plan.mesh.dp_shard {mesh.dp_shard} says how many"
-                f" there are, {mesh.fixed * mesh.dp_shard}: leave plan.mesh.dp_shard out, which then is what the others"
-                " leave"
-            )
-        if len(self.rank_numbers) < 2:
-            raise ValueError(
-                f"launch.ranks '{ranks}' lets ranks become fewer, but the mesh has multiples of {mesh.fixed} of them"
-                " (plan.mesh: pp, dp_replicate, cp and tp), and two of these are not within: make the range wider"
-            )
-
-    def _pairs_agree(self) -> None:
-        objective, kind, data = self.objective.name, self.objective.kind, self.data
-        if not kind.of_pairs:
-            return
-        if data.packing not in (None, "single"):
-            raise ValueError(
-                f"objective '{objective}' compares two sequences of one text each, and data.packing is"
-                f" '{data.packing}': leave it out"
-            )
-        if data.loss_on != "assistant":
-            raise ValueError(
-                f"objective '{objective}' is of completions, all of them, and data.loss_on is '{data.loss_on}': leave"
-                " it out"
-            )
-        if kind.scored and self.lora.rank is not None:
-            raise ValueError(
-                "objective 'reward' trains a new head, which lora.rank would freeze: leave lora out, or set objective"
-                " to 'dpo'"
-            )
-        if kind.scored and self.checkpoint.save_format == "hf" and self.model.kind == "decoder":
-            raise ValueError(
-                "checkpoint.save_format 'hf' of objective 'reward' needs a model that transformers has with a score:"
-                " set model.kind to 'huggingface', or save_format to 'terrazzo'"
-            )
-
-    def _experts_agree(self) -> None:
-        experts, objective = self.model.experts, self.objective.name
-        if experts.count is None:
-            return
-        if self.objective.kind.of_pairs:
-            raise ValueError(
-                f"objective '{objective}' has not been tried with experts, whose auxiliary losses are of tokens: remove"
-                " model.experts, or set objective to 'next_token'"
-            )
-        if self.checkpoint.save_format == "hf":
-            raise ValueError(
-                "checkpoint.save_format 'hf' writes the built-in decoder as a Llama, which has no experts: remove"
-                " model.experts, or set save_format to 'terrazzo'"
-            )
-
-    def _attention_agrees(self) -> None:
-        attention, length = self.model.attention, self.batch.sequence_length
-        for name, value in (("window", attention.window), ("stride", attention.stride)):
-            if value is not None and value > length:
-                longer = f"model.attention.{name} {value} is longer than a sequence, batch.sequence_length {length}"
-                raise ValueError(f"{longer}: leave it out, or train on longer sequences")
-        if attention.window is not None and self.checkpoint.save_format == "hf" and (why := attention.not_mistral):
-            raise ValueError(
-                f"checkpoint.save_format 'hf' writes a decoder with a window as a Mistral, which has no {why}: set"
-                " save_format to 'terrazzo'"
-            )
+        rules.offloaded_activations(self.offload, self.train)
+        rules.adapters(self.lora, self.model)
+        rules.frozen_matrices(self.precision, self.lora)
+        rules.schedule_lengths(self.schedule, self.train)
+        rules.rank_range(self.launch, self.plan.mesh)
+        rules.preference_pairs(self.objective, self.data)
+        rules.reward_head(self.objective, self.lora, self.checkpoint, self.model)
+        rules.experts(self.model, self.objective, self.checkpoint)
+        rules.attention_lengths(self.model, self.batch)
+        rules.attention_as_mistral(self.model, self.checkpoint)

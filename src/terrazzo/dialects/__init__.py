@@ -10,7 +10,7 @@ Each folder imports from those before it in this list:
 A key's way through, from `{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}` of DeepSpeed to Terrazzo's
 YAML, and from there to torchtitan:
 
-    1  verbs.understand        `config.files` loads the document, and `registry.recognise` finds that it is DeepSpeed's
+    1  verbs.understand        `documents` loads the document, and `registry.recognise` finds that it is DeepSpeed's
     2  formats.deepspeed.keys  the key's row, `Key(number(), 1.0, "largest global gradient norm; 0: no clipping")`: the
                                type of its value, DeepSpeed's default, and the meaning
     3  formats.deepspeed.read  calls `read_training`, where `reader.take("gradient_clipping")` checks the value by its

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.cli.config.options import ContextOptions
-from terrazzo.config.files import load
 from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.documents import load
 from terrazzo.errors import BadInput
 from terrazzo.words import dtype_named
 

@@ -10,7 +10,6 @@ from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.cli.config.text import cell_text, columns_text, counted_text, say_report, say_verdicts
 from terrazzo.cli.shared.terminal import say
-from terrazzo.config.files import format_of
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KINDS, KeyVerdict
 from terrazzo.dialects.registry import dialect
@@ -18,6 +17,7 @@ from terrazzo.dialects.verbs.convert import Conversion, convert
 from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, understand
+from terrazzo.documents import format_of
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 

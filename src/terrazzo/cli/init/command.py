@@ -5,75 +5,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
+from terrazzo.cli.init.questions import QUESTIONS, Question
+from terrazzo.cli.shared.parameters import option_parameter, with_parameters
 from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
-    from terrazzo.cli.init.questions import InitAnswers
+    from terrazzo.cli.init.answers import InitAnswers
 
 __all__ = ["init"]
 
 T = TypeVar("T")
 
 
-def init(  # structure: signature fixed by the command line
+def _parameter(question: Question) -> Parameter:
+    shown = typer.Option(question.flag, metavar=question.metavar, help=question.help)
+    return option_parameter(question.name, str, shown)
+
+
+@with_parameters(map(_parameter, QUESTIONS), before="yes")
+def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", show_default=False, help="The YAML file to write; default train.yaml.")
     ] = Path("train.yaml"),
-    goal: Annotated[
-        str | None,
-        typer.Option(
-            "--goal",
-            metavar="GOAL",
-            help="pretrain, from random weights (default), or finetune, from those of a local folder.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME|PATH",
-            help="decoder, built in (default to pretrain), a preset such as llama3-8b ('?' lists), or a folder.",
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="SOURCE", help="A file, folder, glob or URL, or python-stdlib (default)."),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME", help="here (default), cpu, or a GPU such as h100-sxm ('?' lists)."),
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", metavar="N", help="Processes; default: the GPUs of one host, or one on a CPU."),
-    ] = None,
-    seq: Annotated[
-        str | None,
-        typer.Option(
-            "--seq",
-            metavar="TOKENS",
-            help="Tokens of a sequence; default: as many as the model has positions, at most 1024, 256 for decoder.",
-        ),
-    ] = None,
-    global_batch: Annotated[
-        str | None,
-        typer.Option(
-            "--global-batch",
-            metavar="N",
-            help="Sequences of a step, all ranks; default: 32, or the next multiple of the ranks.",
-        ),
-    ] = None,
-    steps: Annotated[
-        str | None, typer.Option("--steps", metavar="N", help="Optimizer steps; default: 1000, or 300 to finetune.")
-    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not given takes its default.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE, if it is there.")] = False,
+    **texts: str | None,
 ) -> None:
     """Write a configuration of `terrazzo train`: what is not given as an option is asked for.
 
@@ -86,18 +49,14 @@ def init(  # structure: signature fixed by the command line
     """
     from terrazzo.cli.init.document import write_config  # imports the planner and the trainer
 
-    option_texts = {"goal": goal, "model": model, "data": data, "gpu": gpu, "ranks": ranks, "seq": seq}
-    option_texts |= {"global_batch": global_batch, "steps": steps}
     file = _checked_file(file)
-    _check_askable(option_texts, yes)
-    write_config(_free_file(file, yes, overwrite), _answers(option_texts, yes))
+    _check_askable(texts, yes)
+    write_config(_free_file(file, yes, overwrite), _answers(texts, yes))
 
 
-def _check_askable(option_texts: Mapping[str, str | None], yes: bool) -> None:
+def _check_askable(texts: Mapping[str, str | None], yes: bool) -> None:
     """Somebody is there to be asked, or nothing is left to ask."""
-    from terrazzo.cli.init.questions import QUESTIONS
-
-    missing = [question.flag for question in QUESTIONS if option_texts[question.name] is None]
+    missing = [question.flag for question in QUESTIONS if texts[question.name] is None]
     if missing and not yes and not _can_ask():
         raise BadInput(
             f"There is no terminal to ask on, and these are not given: {', '.join(missing)}. Give them, or --yes for"
@@ -118,16 +77,19 @@ def _free_file(file: Path, yes: bool, overwrite: bool) -> Path:
     return file
 
 
-def _answers(option_texts: Mapping[str, str | None], yes: bool) -> InitAnswers:
+def _answers(texts: Mapping[str, str | None], yes: bool) -> InitAnswers:
     """What every question is answered with: as its option says, else its default, or else what is typed."""
-    from terrazzo.cli.init.questions import QUESTIONS
+    from terrazzo.cli.init.answers import ANSWERS, answer  # imports the planner and the trainer
 
     by_name: dict[str, Any] = {}
     answers = cast("InitAnswers", by_name)
     for question in QUESTIONS:
-        text, read = option_texts[question.name], partial(question.answer, answers=answers)
-        ask = text is None and not yes
-        by_name[question.name] = _ask_until_read(question.text, question.default(answers), read) if ask else read(text)
+        text, read = texts[question.name], partial(answer, question, answers=answers)
+        if text is None and not yes:
+            default = ANSWERS[question.name].default(answers)
+            by_name[question.name] = _ask_until_read(question.text, default, read)
+        else:
+            by_name[question.name] = read(text)
     return answers
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from terrazzo.cli.init.questions import DECODER, InitAnswers, Machine, Model
+from terrazzo.cli.init.answers import DECODER, InitAnswers, Machine, Model
 from terrazzo.cli.plan.files import commented, model_text, write_model
 from terrazzo.cli.shared.terminal import say
 from terrazzo.config import Config, config_from_dict

@@ -1,208 +1,70 @@
-"""What `terrazzo init` asks: each question with its default, which earlier answers may decide, and what it takes."""
+"""What `terrazzo init` asks, each question a row: an option of the command, or else a line to be typed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import NamedTuple
 
-from terrazzo.config import config_from_dict
-from terrazzo.errors import ALL, BadInput, did_you_mean
-from terrazzo.planner import Cluster, ModelShape, model_shape
-from terrazzo.planner.machine.devices import cpu_host, device, this_machine
-from terrazzo.planner.model.loading import preset_name
-from terrazzo.planner.model.presets import PRESETS
-from terrazzo.planner.setup.arguments import MOST_DEVICES
-from terrazzo.train.data.sources import find_files
-from terrazzo.train.planning.as_setup import setup_of
-
-__all__ = ["DECODER", "QUESTIONS", "InitAnswers", "Machine", "Model", "Question"]
-
-GOALS = ("pretrain", "finetune")
-DECODER = {"kind": "decoder", "dim": 256, "layers": 6, "heads": 4}
-"""The model that needs nothing: small enough for a CPU."""
-
-LONGEST = 1024
-"""Of the sequences that are proposed. A model's own positions are often more than memory has room for."""
+__all__ = ["QUESTIONS", "Question"]
 
 
-@dataclass(frozen=True)
-class Question:
-    """One setting: an option of the command, or else a line to be typed.
+class Question(NamedTuple):
+    """One setting. What an answer means, and what is answered by default, is in `answers`, which imports the planner.
 
     Attributes:
         name: of its answer in `InitAnswers`.
+        metavar: what stands for the value in the help.
         text: as it is asked.
-        default: what is answered where nothing is, by the answers before it.
-        read: what an answer means, by the answers before it.
+        help: of the option.
     """
 
     name: str
+    metavar: str
     text: str
-    default: Callable[[InitAnswers], str | None]
-    read: Callable[[str, InitAnswers], Any]
+    help: str
 
     @property
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
-    def answer(self, text: str | None, answers: InitAnswers) -> Any:
-        """What `text` means, or the default where it is None.
-
-        Raises: `BadInput` for what cannot be, and where there is no default.
-        """
-        text = self.default(answers) if text is None else text
-        if text is None:
-            raise BadInput(f"{self.flag} has no default here. {self.text}?")
-        return self.read(text, answers)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model to train: `name` as it was given, a preset unless it is a `folder` or the built-in decoder."""
-
-    name: str
-    shape: ModelShape
-    folder: Path | None = None
-
-    @property
-    def built_in(self) -> bool:
-        """Whether it is the built-in decoder, and not a folder of that name."""
-        return self.name == "decoder" and self.folder is None
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where it will run; `is_here` where that is this machine, which can then be asked for more."""
-
-    cluster: Cluster
-    is_here: bool
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.cluster.device.kind == "cpu"
-
-
-class InitAnswers(TypedDict, total=False):
-    """What has been answered so far, by the question's name; all of it once every question was."""
-
-    goal: str
-    model: Model
-    data: str
-    gpu: Machine
-    ranks: int
-    seq: int
-    global_batch: int
-    steps: int
-
-
-def _goal(text: str, answers: InitAnswers) -> str:
-    if text not in GOALS:
-        raise BadInput(f"--goal is '{text}', expected one of {', '.join(GOALS)}.{did_you_mean(text, GOALS)}")
-    return text
-
-
-def _default_model(answers: InitAnswers) -> str | None:
-    return "decoder" if answers["goal"] == "pretrain" else None
-
-
-def _model(text: str, answers: InitAnswers) -> Model:
-    path = Path(text)
-    folder = path if path.is_dir() else path.parent if path.is_file() else None
-    if answers["goal"] == "finetune" and (folder is None or not any(folder.glob("*.safetensors"))):
-        raise BadInput(
-            f"--model is '{text}', which holds no weights to begin from: name a local folder with config.json and"
-            " *.safetensors, or take --goal pretrain."
-        )
-    if text == "decoder" and folder is None:
-        return Model(text, setup_of(config_from_dict({"model": DECODER, "launch": {"device": "cpu"}}), 1).model)
-    if folder is None and preset_name(text) is None and text != ALL:
-        raise BadInput(
-            f"--model is '{text}', which is neither decoder, a preset nor a folder here."
-            f"{did_you_mean(text, ('decoder', *PRESETS))} {ALL!r} lists the presets."
-        )
-    return Model(text, model_shape(text), folder)
-
-
-def _data(text: str, answers: InitAnswers) -> str:
-    """The source, once it is there; an object store is not asked yet."""
-    if "://" not in text:
-        find_files(text)
-    return text
-
-
-def _machine(text: str, answers: InitAnswers) -> Machine:
-    here = this_machine()
-    if text == "cpu":
-        return Machine(cpu_host(here.host_memory_bytes), is_here=True)
-    if text == "here":
-        return Machine(here, is_here=True)
-    named = device(text)
-    return Machine(Cluster(named, named.per_node), is_here=False)
-
-
-def _default_ranks(answers: InitAnswers) -> str:
-    machine = answers["gpu"]
-    return "1" if machine.on_cpu else str(machine.cluster.count)
-
-
-def _ranks(text: str, answers: InitAnswers) -> int:
-    machine = answers["gpu"]
-    ranks = _whole("--ranks", text)
-    if machine.is_here and not machine.on_cpu and ranks > machine.cluster.count:
-        raise BadInput(f"--ranks is {ranks}, but this machine has {machine.cluster.count} GPUs, one for each rank.")
-    return ranks
-
-
-def _default_sequence(answers: InitAnswers) -> str:
-    model = answers["model"]
-    return "256" if model.built_in else str(min(model.shape.positions or LONGEST, LONGEST))
-
-
-def _sequence(text: str, answers: InitAnswers) -> int:
-    sequence, positions = _whole("--seq", text), answers["model"].shape.positions
-    if not answers["model"].built_in and positions and sequence > positions:
-        raise BadInput(f"--seq is {sequence}, but {answers['model'].name} has positions for {positions} tokens.")
-    return sequence
-
-
-def _default_batch(answers: InitAnswers) -> str:
-    ranks = answers["ranks"]
-    return str(-(-32 // ranks) * ranks)
-
-
-def _batch(text: str, answers: InitAnswers) -> int:
-    batch, ranks = _whole("--global-batch", text), answers["ranks"]
-    if batch % ranks:
-        raise BadInput(
-            f"--global-batch is {batch}, which {ranks} ranks cannot share: take {batch // ranks * ranks or ranks} or"
-            f" {(batch // ranks + 1) * ranks}."
-        )
-    return batch
-
-
-def _whole(flag: str, text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= MOST_DEVICES:
-        raise BadInput(f"{flag} is '{text}', expected a whole number from 1 to {MOST_DEVICES:,}.")
-    return int(text)
-
 
 QUESTIONS = (
-    Question("goal", "What for: pretrain (random weights) or finetune (a model's own)", lambda _: "pretrain", _goal),
     Question(
-        "model", "Model: decoder (built in), a preset such as gpt2 (? lists), or a local folder", _default_model, _model
+        "goal",
+        "GOAL",
+        "What for: pretrain (random weights) or finetune (a model's own)",
+        "pretrain, from random weights (default), or finetune, from those of a local folder.",
     ),
-    Question("data", "Text: a file, folder or glob, or python-stdlib", lambda _: "python-stdlib", _data),
-    Question("gpu", "Machine: here, cpu, or a GPU such as h100-sxm (? lists)", lambda _: "here", _machine),
-    Question("ranks", "Ranks, one per GPU", _default_ranks, _ranks),
-    Question("seq", "Tokens of a sequence", _default_sequence, _sequence),
-    Question("global_batch", "Sequences of a step, over all ranks", _default_batch, _batch),
     Question(
-        "steps",
-        "Steps",
-        lambda answers: "1000" if answers["goal"] == "pretrain" else "300",
-        lambda text, _: _whole("--steps", text),
+        "model",
+        "NAME|PATH",
+        "Model: decoder (built in), a preset such as gpt2 (? lists), or a local folder",
+        "decoder, built in (default to pretrain), a preset such as llama3-8b ('?' lists), or a folder.",
     ),
-)  # fmt: skip
+    Question(
+        "data",
+        "SOURCE",
+        "Text: a file, folder or glob, or python-stdlib",
+        "A file, folder, glob or URL, or python-stdlib (default).",
+    ),
+    Question(
+        "gpu",
+        "NAME",
+        "Machine: here, cpu, or a GPU such as h100-sxm (? lists)",
+        "here (default), cpu, or a GPU such as h100-sxm ('?' lists).",
+    ),
+    Question("ranks", "N", "Ranks, one per GPU", "Processes; default: the GPUs of one host, or one on a CPU."),
+    Question(
+        "seq",
+        "TOKENS",
+        "Tokens of a sequence",
+        "Tokens of a sequence; default: as many as the model has positions, at most 1024, 256 for decoder.",
+    ),
+    Question(
+        "global_batch",
+        "N",
+        "Sequences of a step, over all ranks",
+        "Sequences of a step, all ranks; default: 32, or the next multiple of the ranks.",
+    ),
+    Question("steps", "N", "Steps", "Optimizer steps; default: 1000, or 300 to finetune."),
+)
 """In this order: later defaults come from earlier answers."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from terrazzo.cli.plan.arguments import FromConfig, FromCount, FromModel, PlanArguments, PlanSource
 from terrazzo.cli.plan.files import check_files, emit, emitted, unfilled
-from terrazzo.cli.plan.options import OPTION_ROWS
+from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments
+from terrazzo.cli.plan.sources import FromConfig, FromCount, FromModel, PlanSource
 from terrazzo.cli.plan.values import by_option, check_tier
 from terrazzo.config import Config
 from terrazzo.errors import BadInput

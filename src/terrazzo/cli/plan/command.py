@@ -1,29 +1,44 @@
-"""`terrazzo plan`: the command, whose signature is made of the rows of `options`."""
+"""`terrazzo plan`: the command, whose options are the rows of `options`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from inspect import Parameter, Signature
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.plan.arguments import PlanArguments
-from terrazzo.cli.plan.options import OPTIONS, PlanOption
+from terrazzo.cli.plan.options import OPTION_ROWS, PlanOption
+from terrazzo.cli.plan.values import read_arguments
+from terrazzo.cli.shared.parameters import option_parameter, with_parameters
 
 __all__ = ["plan"]
 
-_CONFIG = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="A file of `terrazzo train`, in place of --model and the rest.")
-]
-_OVERRIDES = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."),
-]
+
+def _parameter(option: PlanOption) -> Parameter:
+    is_switch = option.kind is bool and "/" not in option.names[0]
+    default = False if is_switch else None if option.is_number else option.default
+    shown = typer.Option(
+        *option.names, help=option.help, metavar=option.metavar, rich_help_panel=option.panel, show_default=False
+    )
+    return option_parameter(option.argument, str if option.is_number else option.kind, shown, default)
 
 
-def plan(invocation: typer.Context, **values: Any) -> None:
+@with_parameters(map(_parameter, OPTION_ROWS))
+def plan(
+    invocation: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A file of `terrazzo train`, in place of --model and the rest."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[section.key=value]...", help="Settings that replace the file's, as in `terrazzo train`."
+        ),
+    ] = None,
+    **options: Any,
+) -> None:
     """Will it fit, how fast, on how many GPUs, with which strategy, and what exactly to run: from shapes alone.
 
     With --strategy, or a configuration, it describes that plan. Without, it tries all that make sense and ranks them.
@@ -37,35 +52,10 @@ def plan(invocation: typer.Context, **values: Any) -> None:
 
     terrazzo plan examples/quickstart.yaml plan.name=zero1
     """
+    values = {"config": config, "overrides": overrides, **options}
     sources = {name: invocation.get_parameter_source(name) for name in values}
     written = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    arguments = PlanArguments.read(values, written)
+    arguments = read_arguments(values, written)
     from terrazzo.cli.plan.answer import answer_plan  # imports the planner and the trainer, which --help can do without
 
     answer_plan(arguments)
-
-
-def _parameters() -> Iterator[Parameter]:
-    """What typer makes the command line of: the arguments, and the rows of `OPTIONS`."""
-    yield Parameter("invocation", Parameter.KEYWORD_ONLY, annotation=typer.Context)
-    yield Parameter("config", Parameter.KEYWORD_ONLY, annotation=_CONFIG, default=None)
-    yield Parameter("overrides", Parameter.KEYWORD_ONLY, annotation=_OVERRIDES, default=None)
-    for panel, options in OPTIONS.items():
-        for option in options:
-            yield _parameter(option, panel)
-
-
-def _parameter(option: PlanOption, panel: str) -> Parameter:
-    is_switch = option.kind is bool and "/" not in option.names[0]
-    default = False if is_switch else None if option.is_number else option.default
-    read_as: Any = str if option.is_number else option.kind
-    kind: Any = read_as if default is not None else read_as | None
-    shown = typer.Option(
-        *option.names, help=option.help, metavar=option.metavar, rich_help_panel=panel, show_default=False
-    )
-    return Parameter(option.argument, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, shown], default=default)
-
-
-_SIGNATURE = Signature([*_parameters()])
-vars(plan)["__signature__"] = _SIGNATURE
-plan.__annotations__ = {name: each.annotation for name, each in _SIGNATURE.parameters.items()}

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import typer
 
-from terrazzo.cli.plan.arguments import FromConfig, PlanArguments
+from terrazzo.cli.plan.options import PlanArguments
+from terrazzo.cli.plan.sources import FromConfig
 from terrazzo.config import Config, MeshConfig, PlanConfig, load_config
 from terrazzo.errors import BadInput, TerrazzoError, printable
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup

@@ -1,13 +1,18 @@
-"""The options of `terrazzo plan`, each a row: how it is written, what the help says, and what it is to the planner."""
+"""The arguments of `terrazzo plan`: `PlanArguments`, in which each option is declared once, and `OPTIONS`, the table of
+them: how each is written, what the help says, and what it is to the planner.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
-__all__ = ["OPTIONS", "OPTION_ROWS", "PlanOption"]
+__all__ = ["OPTIONS", "OPTION_ROWS", "PlanArguments", "PlanOption"]
 
 GIGA, TERA = 1e9, 1e12
 CONFIG, PARAMS = frozenset({"CONFIG"}), frozenset({"--params"})
@@ -21,19 +26,21 @@ class PlanOption:
         usage: its names and the metavar, as the help shows them.
         help: what it says of them.
         field: of a `Request` that the value is; empty where it is none.
-        kind: of the value; a `bool` is a switch, which is off by default.
         beside: what it has a meaning beside, but for `--model`: `CONFIG`, `--params`.
         default: what is meant without it; None leaves a choice open.
         unit: how many times as much the field is.
+        panel: of the help.
+        kind: of the value; a `bool` is a switch, which is off by default.
     """
 
     usage: str
     help: str
     field: str = ""
-    kind: type = str
     beside: frozenset[str] = frozenset()
     default: Any = None
     unit: float | None = None
+    panel: str = ""
+    kind: type = str
 
     @cached_property
     def names(self) -> list[str]:
@@ -65,203 +72,245 @@ class PlanOption:
         return value if value is None or self.unit is None else value * self.unit
 
 
-_MODEL = (
-    PlanOption(
-        "--model NAME|PATH",
-        "a preset such as llama3-8b ('?' lists them), a config.json, or its folder",
-        "model",
-    ),
-    PlanOption("--params COUNT", "a number such as 70e9 or 70B: states and traffic of zero0 to zero3", beside=PARAMS),
-)
-_MACHINES = (
-    PlanOption(
+def _option(panel: str, *row: Any, **more: Any) -> Any:
+    """A field that is an option; its kind is that of the annotation."""
+    return field(metadata={"option": PlanOption(*row, panel=panel, **more)})
+
+
+_model, _machines, _training = partial(_option, "Model"), partial(_option, "Machines"), partial(_option, "Training")
+_splitting, _output = partial(_option, "Splitting"), partial(_option, "Output")
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """What `terrazzo plan` was called with. A field has the name of its option; None where that was left out.
+
+    Attributes:
+        config: a file of `terrazzo train`, in place of `--model` and the rest.
+        overrides: settings that replace those of the file `config`.
+        written: names of the arguments that were written, and not left at their defaults.
+    """
+
+    config: Path | None
+    overrides: list[str]
+    written: frozenset[str]
+
+    # Model
+    model: str | None = _model(
+        "--model NAME|PATH", "a preset such as llama3-8b ('?' lists them), a config.json, or its folder", "model"
+    )
+    params: str | None = _model(
+        "--params COUNT", "a number such as 70e9 or 70B: states and traffic of zero0 to zero3", beside=PARAMS
+    )
+
+    # Machines
+    gpu: str | None = _machines(
         "--gpu NAME",
         "such as h100-sxm (default), a100, mi300x ('?' lists them), or cpu for this machine",
         "gpu",
         beside=CONFIG | PARAMS,
-    ),
-    PlanOption(
+    )
+    gpus: str | None = _machines(
         "--gpus --world N|N..M",
         "how many in all, or a range to search, of which whole hosts are tried",
         "gpus",
         beside=CONFIG | PARAMS,
-    ),
-    PlanOption("--min-gpus", "find the fewest on which it runs; a range in --gpus bounds it", kind=bool),
-    PlanOption("--memory-gb GB", "memory of one GPU, in 1e9 bytes", "memory_bytes", float, CONFIG | PARAMS, unit=GIGA),
-    PlanOption("--per-node N", "GPUs of one host", "per_node", int, CONFIG | PARAMS),
-    PlanOption(
+    )
+    min_gpus: bool = _machines("--min-gpus", "find the fewest on which it runs; a range in --gpus bounds it")
+    memory_gb: float | None = _machines(
+        "--memory-gb GB", "memory of one GPU, in 1e9 bytes", "memory_bytes", beside=CONFIG | PARAMS, unit=GIGA
+    )
+    per_node: int | None = _machines("--per-node N", "GPUs of one host", "per_node", beside=CONFIG | PARAMS)
+    peak_tflops: float | None = _machines(
         "--peak-tflops TFLOP/S",
         "dense peak of one GPU, in the format of products",
         "peak_flops",
-        float,
-        CONFIG,
+        beside=CONFIG,
         unit=TERA,
-    ),
-    PlanOption("--memory-tb-s TB/S", "speed of one GPU's memory", "memory_bandwidth", float, CONFIG, unit=TERA),
-    PlanOption(
+    )
+    memory_tb_s: float | None = _machines(
+        "--memory-tb-s TB/S", "speed of one GPU's memory", "memory_bandwidth", beside=CONFIG, unit=TERA
+    )
+    scaleup_gb_s: float | None = _machines(
         "--scaleup-gb-s GB/S",
         "of one GPU to others of its domain, one way",
         "scaleup_bandwidth",
-        float,
-        CONFIG,
+        beside=CONFIG,
         unit=GIGA,
-    ),
-    PlanOption(
-        "--internode-gb-s GB/S", "of one GPU to other hosts, one way", "internode_bandwidth", float, CONFIG, unit=GIGA
-    ),
-    PlanOption("--pcie-gb-s GB/S", "of one GPU to its host, one way", "pcie_bandwidth", float, CONFIG, unit=GIGA),
-    PlanOption("--watts W", "power that one GPU may draw, where it is capped", "watts", float, CONFIG),
-    PlanOption(
+    )
+    internode_gb_s: float | None = _machines(
+        "--internode-gb-s GB/S", "of one GPU to other hosts, one way", "internode_bandwidth", beside=CONFIG, unit=GIGA
+    )
+    pcie_gb_s: float | None = _machines(
+        "--pcie-gb-s GB/S", "of one GPU to its host, one way", "pcie_bandwidth", beside=CONFIG, unit=GIGA
+    )
+    watts: float | None = _machines(
+        "--watts W", "power that one GPU may draw, where it is capped", "watts", beside=CONFIG
+    )
+    launch_ms: float | None = _machines(
         "--launch-ms MS",
         "in which the host launches one eager block's kernels, forward and backward; default: 2.8",
         "launch_s",
-        float,
-        CONFIG,
+        beside=CONFIG,
         unit=1e-3,
-    ),
-    PlanOption("--host-memory-gb GB", "memory of one host, for offload", "host_memory_bytes", float, CONFIG, unit=GIGA),
-    PlanOption("--disk-gb GB", "disk of one host, for offload", "disk_bytes", float, CONFIG, unit=GIGA),
-    PlanOption("--disk-gb-s GB/S", "speed of that disk", "disk_bandwidth", float, CONFIG, unit=GIGA),
-    PlanOption(
-        "--price PRICE",
-        "of one GPU for one hour: adds the cost of a million tokens",
-        "price_per_hour",
-        float,
-        CONFIG,
-    ),
-)
-_TRAINING = (
-    PlanOption("--seq TOKENS", "of a sequence; default: the model's positions, at most 4096", "sequence", int),
-    PlanOption(
-        "--micro-batch N", "sequences of one forward pass of one data rank; default: 1, or searched", "micro_batch", int
-    ),
-    PlanOption(
-        "--micro-batches N",
-        "forward passes of one data rank in a step; default: 1, or 8 per stage",
-        "micro_batches",
-        int,
-    ),
-    PlanOption(
-        "--global-batch N", "sequences of a step over all ranks, in place of --micro-batches", "global_batch", int
-    ),
-    PlanOption(
+    )
+    host_memory_gb: float | None = _machines(
+        "--host-memory-gb GB", "memory of one host, for offload", "host_memory_bytes", beside=CONFIG, unit=GIGA
+    )
+    disk_gb: float | None = _machines(
+        "--disk-gb GB", "disk of one host, for offload", "disk_bytes", beside=CONFIG, unit=GIGA
+    )
+    disk_gb_s: float | None = _machines(
+        "--disk-gb-s GB/S", "speed of that disk", "disk_bandwidth", beside=CONFIG, unit=GIGA
+    )
+    price: float | None = _machines(
+        "--price PRICE", "of one GPU for one hour: adds the cost of a million tokens", "price_per_hour", beside=CONFIG
+    )
+
+    # Training
+    seq: int | None = _training(
+        "--seq TOKENS", "of a sequence; default: the model's positions, at most 4096", "sequence"
+    )
+    micro_batch: int | None = _training(
+        "--micro-batch N", "sequences of one forward pass of one data rank; default: 1, or searched", "micro_batch"
+    )
+    micro_batches: int | None = _training(
+        "--micro-batches N", "forward passes of one data rank in a step; default: 1, or 8 per stage", "micro_batches"
+    )
+    global_batch: int | None = _training(
+        "--global-batch N", "sequences of a step over all ranks, in place of --micro-batches", "global_batch"
+    )
+    ac: str | None = _training(
         "--ac MODE",
         "activation checkpointing: none, selective, selective_half, full or every_N; default: none, or searched",
         "checkpointing",
-    ),
-    PlanOption(
+    )
+    precision: str | None = _training(
         "--precision NAME",
         "bf16 (default; fp16 before Ampere), bf16-pure, fp16, fp32, fp8, fp8-rowwise, fsdp2, zero",
         "precision",
         beside=PARAMS,
-    ),
-    PlanOption(
+    )
+    optimizer: str | None = _training(
         "--optimizer NAME",
         "adamw (default), adam, sgd, momentum, lion, adagrad, rmsprop, adamw-8bit, adamw-4bit and others",
         "optimizer",
         beside=PARAMS,
-    ),
-    PlanOption(
+    )
+    optimizer_kernel: str | None = _training(
         "--optimizer-kernel KIND",
         "fused, foreach or loop; default: as terrazzo train, fused for adam and adamw",
         "optimizer_kernel",
-    ),
-    PlanOption("--lora RANK", "adapters beside all linear layers but the head, on a frozen base", "lora", int),
-    PlanOption("--qlora", "with the base's matrices in 4 bits (NF4); --lora 16 unless it is given", "qlora", bool),
-    PlanOption("--freeze PATTERNS", "globs over names of parameters that are not trained, with commas", "freeze"),
-    PlanOption("--compile", "blocks go through torch.compile", "compile", bool),
-    PlanOption(
+    )
+    lora: int | None = _training(
+        "--lora RANK", "adapters beside all linear layers but the head, on a frozen base", "lora"
+    )
+    qlora: bool = _training(
+        "--qlora", "with the base's matrices in 4 bits (NF4); --lora 16 unless it is given", "qlora"
+    )
+    freeze: str | None = _training(
+        "--freeze PATTERNS", "globs over names of parameters that are not trained, with commas", "freeze"
+    )
+    compile: bool = _training("--compile", "blocks go through torch.compile", "compile")
+    attention: str | None = _training(
         "--attention KIND",
         "flash (default), the faster cudnn and flash3 of Hopper and later, the older triton, or math: scores are kept "
         "(default where they have a soft cap)",
         "attention",
-    ),
-    PlanOption(
+    )
+    loss: str | None = _training(
         "--loss KIND",
         "full (default; torch's, in fp32), fused, chunked, or parts (default with --tp): of the vocabulary",
         "loss",
-    ),
-)
-_SPLITTING = (
-    PlanOption(
-        "--strategy NAME",
-        "a row of the table, or fsdp, fsdp2, hsdp; default: the best",
-        "strategy",
-        beside=PARAMS,
-    ),
-    PlanOption("--offload TIER", "cpu, cpu-all, nvme, nvme-all, each also with a share (cpu:0.7); any: the search may"),
-    PlanOption("--tp T", "tensor-parallel ranks; default: 1", "tp", int),
-    PlanOption("--pp K", "pipeline stages; default: 1", "pp", int),
-    PlanOption("--cp C", "context-parallel ranks; default: 1", "cp", int),
-    PlanOption(
+    )
+
+    # Splitting
+    strategy: str | None = _splitting(
+        "--strategy NAME", "a row of the table, or fsdp, fsdp2, hsdp; default: the best", "strategy", beside=PARAMS
+    )
+    offload: str | None = _splitting(
+        "--offload TIER", "cpu, cpu-all, nvme, nvme-all, each also with a share (cpu:0.7); any: the search may"
+    )
+    tp: int | None = _splitting("--tp T", "tensor-parallel ranks; default: 1", "tp")
+    pp: int | None = _splitting("--pp K", "pipeline stages; default: 1", "pp")
+    cp: int | None = _splitting("--cp C", "context-parallel ranks; default: 1", "cp")
+    context: str | None = _splitting(
         "--context MODE",
         "attention over cp: gather (default), ulysses or ring; default: gather, or searched",
         "context",
-    ),
-    PlanOption("--ep E", "expert-parallel ranks, among those of dp_shard, cp and tp; default: 1", "ep", int),
-    PlanOption(
+    )
+    ep: int | None = _splitting("--ep E", "expert-parallel ranks, among those of dp_shard, cp and tp; default: 1", "ep")
+    dp_replicate: int | None = _splitting(
         "--dp-replicate R",
         "groups of the hybrid strategies; default: one shard group per host",
         "dp_replicate",
-        int,
-        PARAMS,
-    ),
-    PlanOption("--parallel", "search tensor, pipeline, context and expert parallelism too", "parallel", bool),
-    PlanOption("--pipeline KIND", "schedule: 1f1b, gpipe or zero_bubble; default: 1f1b, or searched", "pipeline"),
-    PlanOption(
+        beside=PARAMS,
+    )
+    parallel: bool = _splitting("--parallel", "search tensor, pipeline, context and expert parallelism too", "parallel")
+    pipeline: str | None = _splitting(
+        "--pipeline KIND", "schedule: 1f1b, gpipe or zero_bubble; default: 1f1b, or searched", "pipeline"
+    )
+    virtual_stages: int | None = _splitting(
         "--virtual-stages V",
         "stages of one pipeline rank, which interleave 1f1b; default: 1, or searched",
         "virtual_stages",
-        int,
-    ),
-    PlanOption("--no-sequence-parallel", "tensor-parallel ranks keep whole norms and residuals", kind=bool),
-    PlanOption("--prefetch N", "units gathered ahead; default: 1", "prefetch", int, default=1),
-    PlanOption(
+    )
+    no_sequence_parallel: bool = _splitting(
+        "--no-sequence-parallel", "tensor-parallel ranks keep whole norms and residuals"
+    )
+    prefetch: int = _splitting("--prefetch N", "units gathered ahead; default: 1", "prefetch", default=1)
+    accumulate_locally: bool | None = _splitting(
         "--accumulate-locally/--reduce-each",
         "what micro-batches before the last do with gradients; default: as terrazzo train",
         "accumulate_locally",
-        bool,
-    ),
-)
-_OUTPUT = (
-    PlanOption(
+    )
+
+    # Output
+    framework: str = _output(
         "--framework NAME[@VERSION]",
         "whose known limits are listed: terrazzo (default), deepspeed@0.18, fsdp1, fsdp2, megatron, torchao",
         beside=CONFIG,
         default="terrazzo",
-    ),
-    PlanOption("--rank BY", "what comes first: throughput (default), gpus or cost", "rank", default="throughput"),
-    PlanOption("--json", "print one JSON object and nothing else", kind=bool, beside=CONFIG | PARAMS),
-    PlanOption("--explain TERM", "show a term's formula, the numbers put in, and the source", beside=CONFIG),
-    PlanOption(
-        "--emit FILE",
-        "write the plan as a configuration for terrazzo train; .yaml or .json",
-        kind=Path,
-        beside=CONFIG,
-    ),
-    PlanOption(
-        "--picture FILE",
-        "draw memory by strategy, and a pipeline's step; .png or .svg",
-        kind=Path,
-        beside=CONFIG | PARAMS,
-    ),
-    PlanOption(
+    )
+    rank: str = _output(
+        "--rank BY", "what comes first: throughput (default), gpus or cost", "rank", default="throughput"
+    )
+    json: bool = _output("--json", "print one JSON object and nothing else", beside=CONFIG | PARAMS)
+    explain: str | None = _output(
+        "--explain TERM", "show a term's formula, the numbers put in, and the source", beside=CONFIG
+    )
+    emit: Path | None = _output(  # noqa: RUF009 - a field
+        "--emit FILE", "write the plan as a configuration for terrazzo train; .yaml or .json", beside=CONFIG
+    )
+    picture: Path | None = _output(  # noqa: RUF009 - a field
+        "--picture FILE", "draw memory by strategy, and a pipeline's step; .png or .svg", beside=CONFIG | PARAMS
+    )
+    html: Path | None = _output(  # noqa: RUF009 - a field
         "--html FILE",
         "write a page that draws all plans, and what changes with micro-batch, sequence, checkpointing and GPUs; .html",
-        kind=Path,
         beside=CONFIG | PARAMS,
-    ),
-    PlanOption(
-        "--calibrate",
-        "first measure a few real steps of CONFIG here, and keep what was found",
-        kind=bool,
-        beside=CONFIG,
-    ),
-)
+    )
+    calibrate: bool = _output(
+        "--calibrate", "first measure a few real steps of CONFIG here, and keep what was found", beside=CONFIG
+    )
 
-OPTIONS = {
-    "Model": _MODEL, "Machines": _MACHINES, "Training": _TRAINING, "Splitting": _SPLITTING, "Output": _OUTPUT,
-}  # fmt: skip
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """Fields of the planner's `Request`: the value of every option that is one, in the field's unit."""
+        return {row.field: row.in_unit(getattr(self, row.argument)) for row in OPTION_ROWS if row.field}
+
+
+def _rows() -> Iterator[PlanOption]:
+    """Of the fields that are options; the kind of each is that of its annotation."""
+    hints = get_type_hints(PlanArguments)
+    for each in fields(PlanArguments):
+        if (row := each.metadata.get("option")) is not None:
+            kind, *_ = [kind for kind in get_args(hints[each.name]) or (hints[each.name],) if kind is not NoneType]
+            yield replace(row, kind=kind)
+
+
+OPTION_ROWS = [*_rows()]
+"""In the order of the help."""
+
+OPTIONS = {panel: [*rows] for panel, rows in groupby(OPTION_ROWS, lambda row: row.panel)}
 """By the panel of the help."""
-
-OPTION_ROWS = [option for options in OPTIONS.values() for option in options]

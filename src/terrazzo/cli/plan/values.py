@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from terrazzo.cli.plan.options import OPTION_ROWS, PlanOption
+from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments, PlanOption
 from terrazzo.cli.shared.verb import as_setting
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["by_option", "check_tier", "meant_option", "read_numbers"]
+__all__ = ["by_option", "check_tier", "meant_option", "read_arguments"]
 
 OTHER_NAMES = {
     "--model": "preset name model-name model-path model-id hf hf-model checkpoint",
@@ -54,10 +54,14 @@ LONGEST = 20
 _SIZES = {"": 1, "k": 1024, "ki": 1024, "m": 1024**2, "mi": 1024**2}
 
 
-def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with numbers in place of their text. Raises: `BadInput` for what is none, before any work."""
+def read_arguments(values: Mapping[str, Any], written: Collection[str]) -> PlanArguments:
+    """The arguments from what typer has of each, by name; text that is to be a number is one.
+
+    Raises: `BadInput` for text that is no number where one is expected, before any work.
+    """
     numbers = {option.argument: _read(option, values[option.argument]) for option in OPTION_ROWS if option.is_number}
-    return {**values, **numbers}
+    overrides = values["overrides"] or []
+    return PlanArguments(**{**values, **numbers, "overrides": overrides}, written=frozenset(written))
 
 
 def by_option(problem: str) -> str:

@@ -2,6 +2,7 @@
 
 verb       the class of a command; answers to options that it does not have
 arguments  arguments and options that several commands have
+parameters parameters of a command whose options are rows of a table
 terminal   lines, tables and JSON as they are printed
 unread     a reader of what is printed may leave: `terrazzo ... | head`
 """

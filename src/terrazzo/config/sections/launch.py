@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticKnownError
 
-from terrazzo.config.rank_range import checked_range, ends_of_range
 from terrazzo.config.section import Section, whole_number
+from terrazzo.documents import is_rank_range
 
 __all__ = ["LaunchConfig"]
 
@@ -47,13 +47,13 @@ class LaunchConfig(Section):
             return value if value is None else whole_number(value)
         if isinstance(value, str) and value.isdigit():
             raise PydanticKnownError("int_type")
-        return checked_range(value)
+        return _checked_range(value)
 
     def numbers(self, of: int = 1) -> Sequence[int]:
         """How many ranks there may be, in ascending order, as multiples `of` so many; none where nothing says so."""
         if not isinstance(self.ranks, str):
             return [] if self.ranks is None else [self.ranks]
-        least, most = ends_of_range(self.ranks)
+        least, most = _ends_of_range(self.ranks)
         return range(-(-least // of) * of, most + 1, of)
 
     def _agrees(self) -> None:
@@ -68,3 +68,20 @@ class LaunchConfig(Section):
                 " waiting for each other: no rank that stands still would be named before. Lower launch.stall_s, or"
                 " raise launch.timeout_s above it"
             )
+
+
+def _checked_range(value: Any) -> str:
+    """A range in its one spelling. Raises: `ValueError` for what is none."""
+    if not isinstance(value, str) or not is_rank_range("ranks", value):
+        raise ValueError(f"{value!r} is neither a number of ranks nor a range of them, least:most, such as 2:4")
+    least, most = _ends_of_range(value)
+    if not 0 < least < most:
+        meant = f"{max(1, min(least, most))}:{max(least, most)}" if least != most else str(max(1, most))
+        raise ValueError(f"'{value}' is no range of ranks, which is least:most: write {meant}")
+    return f"{least}:{most}"
+
+
+def _ends_of_range(text: str) -> tuple[int, int]:
+    """The least and the most of a range."""
+    least, most = map(int, text.split(":"))
+    return least, most

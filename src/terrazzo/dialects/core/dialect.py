@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 ConfigDocument = Mapping[str, Any]
-"""A configuration as plain data: the `document` of what `config.files` loads."""
+"""A configuration as plain data: the `document` of what `documents` loads."""
 
 
 @dataclass(frozen=True)

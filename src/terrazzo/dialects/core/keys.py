@@ -164,7 +164,7 @@ def _number(value: Any, low: float, high: float | None) -> Any:
 
 _INF = float("inf")
 _LARGEST = 2**63 - 1
-"""The largest whole number that a file may hold: see `config.files`. A library's `1e308` steps are refused too."""
+"""The largest whole number that a file may hold: see `documents`. A library's `1e308` steps are refused too."""
 
 
 def _switch(value: Any) -> Any:

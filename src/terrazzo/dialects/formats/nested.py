@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.dotted_keys import keys_in
@@ -18,6 +17,7 @@ from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
 from terrazzo.dialects.formats.fsdp1.dialect import DIALECT as FSDP1
 from terrazzo.dialects.formats.fsdp1.write import write as write_fsdp1
+from terrazzo.documents import load
 from terrazzo.errors import BadInput
 
 __all__ = ["DEEPSPEED", "FSDP_STRATEGY", "Nested", "keyed", "load_named", "merge", "placed", "read_nested"]

@@ -8,11 +8,10 @@ from typing import Any
 
 import yaml
 
-from terrazzo.config.arguments import write_arguments
-from terrazzo.config.files import Format, Loaded
 from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.comments import Comment, place, take
+from terrazzo.documents import Format, Loaded, write_arguments
 
 __all__ = ["plain", "to_text"]
 

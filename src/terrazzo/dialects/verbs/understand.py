@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.core.description import Description, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.mesh import data_ranks
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.registry import dialect, recognise
+from terrazzo.documents import Loaded, load
 
 __all__ = ["Understood", "read_document", "understand"]
 

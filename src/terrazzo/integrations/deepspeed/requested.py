@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.core.agreement import extras_by_key
 from terrazzo.dialects.core.description import Description, Setting
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
@@ -20,6 +19,7 @@ from terrazzo.dialects.formats.deepspeed.keys import TABLE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
+from terrazzo.documents import Loaded, load
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.from_description import setup_for

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from terrazzo.config.files import MAX_BYTES, MAX_DEPTH, Format, load, parse
+from terrazzo.documents import MAX_BYTES, MAX_DEPTH, Format, load, parse
 from terrazzo.errors import BadInput
 
 LIMIT_S = 1.0

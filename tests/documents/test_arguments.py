@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.config.arguments import parse_arguments, write_arguments
-from terrazzo.config.files import load
+from terrazzo.documents import load, parse_arguments, write_arguments
 from terrazzo.errors import BadInput
 
 SCRIPT = """#!/bin/bash

@@ -1,0 +1,49 @@
+"""What describes the model that `terrazzo plan` plans: a configuration, a name, or a bare number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from terrazzo.config import Config
+
+__all__ = ["FromConfig", "FromCount", "FromModel", "PlanSource"]
+
+
+@dataclass(frozen=True)
+class FromConfig:
+    """A configuration of `terrazzo train`, with the settings that replace some of the file's."""
+
+    label: ClassVar[str] = "CONFIG"
+    path: Path
+    overrides: list[str]
+
+    @cached_property
+    def config(self) -> Config:
+        """Read once. Raises: `BadInput` for what `terrazzo train` would refuse too."""
+        from terrazzo.config import load_config  # the schema, which --help can do without
+
+        return load_config(self.path, self.overrides)
+
+
+@dataclass(frozen=True)
+class FromModel:
+    """A model by its name or path, which the options plan."""
+
+    label: ClassVar[str] = "--model"
+    name: str
+
+
+@dataclass(frozen=True)
+class FromCount:
+    """A bare number of parameters, as it was written."""
+
+    label: ClassVar[str] = "--params"
+    text: str
+
+
+PlanSource = FromConfig | FromModel | FromCount
+"""What describes the model. `label` is what the command line calls it, and `PlanOption.beside`."""

@@ -1,0 +1,31 @@
+"""Commands whose options are rows of a table: the parameters that typer reads are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, TypeVar
+
+__all__ = ["option_parameter", "with_parameters"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def option_parameter(name: str, kind: Any, option: Any, default: Any = None) -> Parameter:
+    """A parameter `name` of a `kind` that is written as a `typer.Option`; may be None where that is the default."""
+    annotation = Annotated[kind if default is not None else kind | None, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def with_parameters(parameters: Iterable[Parameter], before: str = "") -> Callable[[Command], Command]:
+    """A decorator: the function has these parameters in the place of its `**`. Its own ones from `before` on follow."""
+
+    def decorate(function: Command) -> Command:
+        own = [each for each in signature(function, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD]
+        place = next((place for place, each in enumerate(own) if each.name == before), len(own))
+        every = [each.replace(kind=each.KEYWORD_ONLY) for each in [*own[:place], *parameters, *own[place:]]]
+        vars(function)["__signature__"] = Signature(every)
+        function.__annotations__ = {each.name: each.annotation for each in every}
+        return function
+
+    return decorate

@@ -1,0 +1,38 @@
+"""A configuration's file as plain data, whichever library's it is. Nothing that a file names is run.
+
+Terrazzo's own configuration (`config`), those of other libraries (`dialects`) and the integrations read files by this.
+
+files            a file of any format: read, refused or parsed
+shell_arguments  arguments in a shell script, which is not run
+json_text        JSON, also with comments
+yaml_text        YAML of plain values
+toml_text        TOML
+limits           how deep, how many and how large
+"""
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lazy import lazily
+
+if TYPE_CHECKING:
+    from terrazzo.documents.files import Format, Loaded, format_of, load, parse, parse_value, read_text
+    from terrazzo.documents.limits import MAX_BYTES, MAX_DEPTH
+    from terrazzo.documents.shell_arguments import parse_arguments, write_arguments
+    from terrazzo.documents.yaml_text import is_rank_range
+else:
+    __getattr__ = lazily(__name__)
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_DEPTH",
+    "Format",
+    "Loaded",
+    "format_of",
+    "is_rank_range",
+    "load",
+    "parse",
+    "parse_arguments",
+    "parse_value",
+    "read_text",
+    "write_arguments",
+]

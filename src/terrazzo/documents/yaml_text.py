@@ -1,0 +1,140 @@
+"""YAML of plain values: nothing that a tag names is called, and aliases cannot blow up.
+
+`1e-3` is a number, dates are text, and numbers in base 8 and 60 are refused, but for `ranks: 2:4`, which is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice
+from terrazzo.errors import BadInput
+
+__all__ = ["is_rank_range", "read_yaml"]
+
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there: 10 times faster
+_MAX_DIGITS = 100  # YAML's numbers in base 60 take quadratic time
+_RANK_RANGE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
+
+
+def is_rank_range(key: str, text: str) -> bool:
+    """Whether what a key `ranks`, also as the end of a dotted key, is given is a range, such as `2:4`.
+
+    To YAML 1.1 it is a number in base 60, 124.
+    """
+    return key.rpartition(".")[2] == "ranks" and _RANK_RANGE.fullmatch(text) is not None
+
+
+class _Loader(_Parser):  # type: ignore[misc]
+    """Plain values only. `1e-3` is a number, as in YAML 1.2; dates are text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+_NUMBERS = (":int", ":float")
+_OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9_.]+)+)")
+"""`010` and `1:30`, which are 8 and 90 to YAML 1.1 alone."""
+_PLAIN = frozenset(
+    f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
+)
+
+
+def read_yaml(text: str, origin: str) -> Any:
+    """The value of the one document; None for none."""
+    check_depth(_events(text, origin), origin)
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _Nodes(origin).check(root)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _events(text: str, origin: str) -> Iterator[int]:
+    """The steps in depth, read before anything is built: what is too much is refused where it starts to be."""
+    documents = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
+        if count > 3 * MAX_VALUES:
+            raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+        if isinstance(event, yaml.CollectionStartEvent):
+            yield 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            yield -1
+        elif isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise BadInput(f"'{origin}' holds several YAML documents: keep one, up to the line '---'.")
+
+
+class _Nodes:
+    """Checks on the tree of YAML nodes, each node once, however often aliases name it."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.values: dict[int, int] = {}  # of a node and all below it, aliases expanded
+        self.open: set[int] = set()
+
+    def check(self, node: yaml.Node) -> int:
+        """The number of values (and of kilobytes of text) of a node, aliases expanded."""
+        if id(node) in self.open:
+            raise BadInput(
+                f"'{self.origin}': the alias in line {node.start_mark.line + 1} contains itself: write the values out."
+            )
+        if id(node) in self.values:
+            return self.values[id(node)]
+        if node.tag not in _PLAIN:
+            raise BadInput(
+                f"'{self.origin}' line {node.start_mark.line + 1} has the tag {_short(node.tag)!r}: a configuration "
+                "holds plain values only, and nothing in it is called. Remove the tag."
+            )
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(_NUMBERS) and len(node.value) > _MAX_DIGITS:
+            raise BadInput(
+                f"'{self.origin}' line {node.start_mark.line + 1} has a number of {len(node.value):,} characters."
+            )
+        if isinstance(node, yaml.ScalarNode) and _OTHER_BASE.fullmatch(node.value) and node.tag.endswith(_NUMBERS):
+            raise BadInput(
+                f"'{self.origin}' line {node.start_mark.line + 1} has the number {node.value}, which YAML 1.1 reads in"
+                f" base {60 if ':' in node.value else 8}: write it in base 10, or in quotes if it is text."
+            )
+        self.open.add(id(node))
+        count = 1 + sum(map(self.check, self._children(node)))
+        self.open.discard(id(node))
+        if count > MAX_VALUES:
+            raise BadInput(f"'{self.origin}' holds more than {MAX_VALUES:,} values once aliases are expanded.")
+        self.values[id(node)] = count
+        return count
+
+    def _children(self, node: yaml.Node) -> list[yaml.Node]:
+        if isinstance(node, yaml.ScalarNode):
+            return []
+        if isinstance(node, yaml.SequenceNode):
+            return list(node.value)
+        seen: set[str] = set()
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
+                raise BadInput(f"'{self.origin}' line {key.start_mark.line + 1}: a key is no text: name it.")
+            if key.value in seen:
+                raise key_twice(key.value, self.origin, key.start_mark.line + 1)
+            seen.add(key.value)
+            if key.tag in _PLAIN and not key.tag.endswith(":merge"):
+                key.tag = "tag:yaml.org,2002:str"  # `8:` and `on:` are the keys "8" and "on"
+            if isinstance(value, yaml.ScalarNode) and is_rank_range(key.value, value.value):
+                value.tag = "tag:yaml.org,2002:str"
+        return [each for pair in node.value for each in pair]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
