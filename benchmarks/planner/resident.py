@@ -87,11 +87,11 @@ def configuration(row: int, seed: int = 0) -> dict[str, Any]:
 
 def measure(row: int, seed: int = 0) -> Measured:
     """Plan and run one configuration."""
-    from terrazzo.train.planning.planned import planned
+    from terrazzo.train.planning.run_estimate import estimate_run
 
     document = configuration(row, seed)
     ranks = document["launch"]["ranks"]
-    room = planned(config_from_dict(document), ranks).memory.rooms[0]
+    room = estimate_run(config_from_dict(document), ranks).memory.rooms[0]
     with tempfile.TemporaryDirectory(prefix="terrazzo-resident-") as folder:
         document["log"] = {"folder": f"{folder}/run"}
         document["checkpoint"] = {"folder": f"{folder}/checkpoints"}

@@ -405,7 +405,7 @@ def test_emit_refuses_what_cannot_run(tmp_path: Path) -> None:
     assert "does not fit" in refusal(
         "--model", "llama3-405b", "--gpus", "8", "--strategy", "zero3", "--emit", str(path)
     )
-    assert "planned" in refusal(*EIGHT, "--strategy", "zero1", "--pp", "2", "--emit", str(path))
+    assert "estimate_run" in refusal(*EIGHT, "--strategy", "zero1", "--pp", "2", "--emit", str(path))
     assert "attention flash" in refusal(*EIGHT, "--attention", "math", "--emit", str(path))
     assert "loss full" in refusal(*EIGHT, "--loss", "fused", "--emit", str(path))
     assert not list(tmp_path.iterdir())
@@ -603,7 +603,9 @@ def test_plans_for_several_hosts_are_started_on_each() -> None:
 
 def test_a_configuration_is_started_with_the_ranks_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host by an override, unless the file says as many; on several by torchrun."""
-    monkeypatch.setattr(sys.modules["terrazzo.train.planning.planned"], "traced_memory", lambda config, setup: None)
+    monkeypatch.setattr(
+        sys.modules["terrazzo.train.planning.run_estimate"], "traced_memory", lambda config, setup: None
+    )
     config, small = str(ROOT / "examples/quickstart.yaml"), ["model.dim=256", "launch.device=cpu"]
     assert shown(config, *small, "--gpus", "4").splitlines()[-1].endswith(" launch.device=cpu launch.ranks=4")
     said = shown(config, *small, "launch.restarts=1", "launch.ranks=2:4", "--gpus", "4").splitlines()[-1]

@@ -11,7 +11,7 @@ import sys
 
 __all__ = ["PLANNED", "TRACED", "leave_out_traces"]
 
-PLANNED = "terrazzo.train.planning.planned"
+PLANNED = "terrazzo.train.planning.run_estimate"
 """The module; a function of this name hides it."""
 TRACED = "TERRAZZO_TESTS_TRACED"
 

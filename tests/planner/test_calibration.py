@@ -41,7 +41,7 @@ from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.train.calibration.calibrate import calibrate, record_of
 from terrazzo.train.calibration.trial import Trial
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.planning.planned import planned
+from terrazzo.train.planning.run_estimate import estimate_run
 from tests.helpers import programs
 
 HOST = Device("a host", kind="cpu", memory_bytes=2**33, per_node=1)
@@ -354,7 +354,7 @@ def test_real_steps_make_predictions_that_say_so(monkeypatch: pytest.MonkeyPatch
     path.write_text(json.dumps({**settings, "log": {"folder": str(tmp_path / "run"), "tensorboard": False}}))
     overrides = ["model.vocab_size=null"]
     config = load_config(path, overrides)
-    assert planned(config, 2).time is None
+    assert estimate_run(config, 2).time is None
 
     record, kept = calibrate(path, overrides)
     assert load_calibration(kept) == record
@@ -362,13 +362,15 @@ def test_real_steps_make_predictions_that_say_so(monkeypatch: pytest.MonkeyPatch
     assert (record.world_size, record.matmul, record.tokens) == (2, "fp32", 64)
     assert not (tmp_path / "run").exists(), "the run's own folder must stay as it was"
 
-    time, twice = (planned(load_config(path, [*overrides, *more]), 2).time for more in ([], ["batch.global_batch=8"]))
+    time, twice = (
+        estimate_run(load_config(path, [*overrides, *more]), 2).time for more in ([], ["batch.global_batch=8"])
+    )
     assert time is not None
     assert twice is not None
     assert time.calibrated
     assert time.step_s == pytest.approx(record.step_s, rel=0.02)  # the steps it was made of
     assert time.step_s < twice.step_s < 2.01 * time.step_s
-    assert planned(config, 4 // 2).memory.device_bytes > planned(config, 2).memory.allocated_bytes
+    assert estimate_run(config, 4 // 2).memory.device_bytes > estimate_run(config, 2).memory.allocated_bytes
 
 
 def test_a_configuration_that_cannot_run_is_bad_input(tmp_path: Path) -> None:

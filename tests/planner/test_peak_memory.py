@@ -14,7 +14,7 @@ from terrazzo.planner.memory.overheads import WORKSPACE_BYTES
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.planning.planned import planned, traced_memory
+from terrazzo.train.planning.run_estimate import estimate_run, traced_memory
 from tests.engine.toys import Net, loss_of
 from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
@@ -72,7 +72,7 @@ def measured(two_processes: Pool, request: pytest.FixtureRequest) -> Measured:
 @pytest.mark.processes
 def test_a_step_on_real_ranks_takes_what_was_promised(measured: Measured) -> None:
     for raw, found in measured:
-        promised = planned(config_from_dict(raw), 2).memory.allocated_bytes
+        promised = estimate_run(config_from_dict(raw), 2).memory.allocated_bytes
         assert promised == pytest.approx(found, rel=WANTED), raw
 
 
@@ -209,6 +209,6 @@ def test_a_gpu_allocates_what_was_expected(precision: str, checkpointing: str) -
         measured = torch.cuda.max_memory_allocated()
     finally:
         dist.destroy_process_group()
-    memory = planned(config_from_dict(raw), 1).memory
+    memory = estimate_run(config_from_dict(raw), 1).memory
     assert memory.allocated_bytes == pytest.approx(measured, rel=WANTED)
     assert memory.upper_bytes >= measured

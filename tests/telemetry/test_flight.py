@@ -294,12 +294,12 @@ def test_a_run_that_has_recorded_nothing_is_said(tmp_path: Path) -> None:
         flights_of(tmp_path)
     (tmp_path / "flight").mkdir()
     ended = tmp_path / "flight" / "rank-00000.ended"
-    whole = flight_of((1, EventKind.STEP, 0, 0, 1)).saved()
+    whole = flight_of((1, EventKind.STEP, 0, 0, 1)).as_bytes()
     ended.write_bytes(whole)
     assert [told.ordinal for told in flights_of(tmp_path)[0].records] == [1]
     ended.write_bytes(whole[:-10])  # a full disk
     assert flights_of(tmp_path)[0].records == []
-    no_table = flight_of().saved().replace(b'"rank"', b'"tank"')
+    no_table = flight_of().as_bytes().replace(b'"rank"', b'"tank"')
     for damaged in (b"of something else", whole[:30], whole[:60], no_table):
         ended.write_bytes(damaged)
         with pytest.raises(BadInput, match="is damaged, or not a flight record of this version"):

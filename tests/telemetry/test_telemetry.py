@@ -296,4 +296,4 @@ def test_each_place_in_a_runs_folder_is_among_what_is_written_there() -> None:
     own_keys = {"checkpoints", "swap"}
     there = RunFolder(Path("run"))
     for name in {name for name, it in vars(RunFolder).items() if isinstance(it, property)} - own_keys - {"written"}:
-        assert any(path.is_relative_to(getattr(there, name)) for path in there.written), name
+        assert any(path.is_relative_to(getattr(there, name)) for path in there.every_file), name

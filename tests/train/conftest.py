@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import terrazzo.train.planning.planned  # noqa: F401  # a function of this name hides the module
+import terrazzo.train.planning.run_estimate  # noqa: F401  # a function of this name hides the module
 from terrazzo.train.data import rendering
 from tests.helpers.rendered import BY_FORK
 from tests.helpers.untraced import TRACED
 
-PLANNED = sys.modules["terrazzo.train.planning.planned"]
+PLANNED = sys.modules["terrazzo.train.planning.run_estimate"]
 ELSEWHERE = ("checkpoint", "data", "guard", "log", "schedule")
 """Sections that a micro-batch does not depend on, but for whether documents are apart."""
 _traced: dict[tuple[Any, ...], Any] = {}

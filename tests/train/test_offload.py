@@ -26,7 +26,7 @@ from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.planning.planned import planned
+from terrazzo.train.planning.run_estimate import estimate_run
 from terrazzo.train.planning.summary import bytes_line, summary_lines
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight import device_memory as fit
@@ -405,7 +405,7 @@ def test_the_summary_tells_bytes_by_tier_and_rates(tmp_path: Path, capsys: pytes
     assert said["state_bytes_measured"] == 0
     numel = sum(info.numel for info in setup_of(asked, 1).model.units for _ in range(info.count))
     assert said["disk_bytes_measured"] >= 12 * numel
-    assert said["peak_memory_bytes_promised"] == round(planned(asked, 1).memory.near_bytes)
+    assert said["peak_memory_bytes_promised"] == round(estimate_run(asked, 1).memory.near_bytes)
     usage = said["offload"]
     assert usage["stepped_numel"] >= 4 * numel
     assert usage["written_bytes"] >= 4 * 12 * numel

@@ -36,11 +36,11 @@ from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.planning import as_setup as planning
-from terrazzo.train.planning import planned as promise
+from terrazzo.train.planning import run_estimate as promise
 from terrazzo.train.planning import summary
 from terrazzo.train.planning.as_setup import executed_share, setup_of
-from terrazzo.train.planning.planned import planned, traced_memory
-from terrazzo.train.planning.summary import Pace, summary_lines, utilised
+from terrazzo.train.planning.run_estimate import estimate_run, traced_memory
+from terrazzo.train.planning.summary import Pace, summary_lines, utilisation
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.report import log_window
@@ -124,7 +124,7 @@ def test_a_traced_windowed_model_is_all_of_its_layers(monkeypatch: pytest.Monkey
     attention = {"window": 16, "full_every": 3}
     for data in ({}, {"attention": "document"}):
         deep = config(model={"layers": 6, "attention": attention}, batch={"sequence_length": 64}, data=data)
-        found = planned(deep, 2, HOST).memory
+        found = estimate_run(deep, 2, HOST).memory
         assert {term.formula for term in found.terms} == {"memory.traced"}
 
 
@@ -135,7 +135,7 @@ def test_units_of_the_users_own_are_not_traced() -> None:
     assert setup == setup_of(same, 1, HOST)
     assert traced_memory(same, setup) is not None
     assert traced_memory(other, setup) is None
-    assert planned(other, 1, HOST).memory.allocated_bytes == memory_of(setup).allocated_bytes
+    assert estimate_run(other, 1, HOST).memory.allocated_bytes == memory_of(setup).allocated_bytes
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -216,9 +216,9 @@ def test_what_is_computed_again_is_what_torch_counts(mode: str, wrapped: int) ->
     given = config(**sections, batch={"global_batch": 2, "micro_batch": 2, "sequence_length": 64})
     share = executed_share(given, 1, model.num_flops_per_token(64))
     assert share == pytest.approx(counted() / alone, rel=0.02)
-    assert utilised(5e12, share, 1e13) == {"mfu": 0.5, "hfu": pytest.approx(0.5 * counted() / alone, rel=0.02)}
+    assert utilisation(5e12, share, 1e13) == {"mfu": 0.5, "hfu": pytest.approx(0.5 * counted() / alone, rel=0.02)}
     assert executed_share(given, 1, 0) is None
-    assert utilised(5e12, share, None) == {"mfu": None, "hfu": None}
+    assert utilisation(5e12, share, None) == {"mfu": None, "hfu": None}
 
 
 def test_ranks_on_cpus_share_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +226,11 @@ def test_ranks_on_cpus_share_their_host(monkeypatch: pytest.MonkeyPatch) -> None
     host = Cluster(Device("host", kind="cpu", memory_bytes=12 * GIB, per_node=1))
     monkeypatch.setattr(planning, "this_machine", lambda: host)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert planned(config(), 4).memory.capacity_bytes == 3 * GIB
-    assert planned(config(), 4, host).memory.capacity_bytes == 3 * GIB
+    assert estimate_run(config(), 4).memory.capacity_bytes == 3 * GIB
+    assert estimate_run(config(), 4, host).memory.capacity_bytes == 3 * GIB
     assert setup_of(config(), 4).cluster.nodes == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert planned(config(), 4).memory.capacity_bytes == 6 * GIB
+    assert estimate_run(config(), 4).memory.capacity_bytes == 6 * GIB
     assert setup_of(config(), 4).cluster.nodes == 2
 
 
@@ -381,10 +381,10 @@ def test_memory_on_a_cpu_comes_from_the_models_own_operators(monkeypatch: pytest
     """Deep models are traced by three layers: the same as tracing all of them."""
     for mode in ("none", "full"):
         deep = config(model={"layers": 7}, train={"activation_checkpointing": mode})
-        found = planned(deep, 2, HOST).memory
+        found = estimate_run(deep, 2, HOST).memory
         assert {term.formula for term in found.terms} == {"memory.traced"}
         monkeypatch.setattr(promise, "TRACED_LAYERS", 7)
-        assert planned(deep, 2, HOST).memory == found
+        assert estimate_run(deep, 2, HOST).memory == found
         monkeypatch.undo()
 
 
@@ -394,12 +394,12 @@ def test_planning_draws_nothing_at_random(monkeypatch: pytest.MonkeyPatch) -> No
     before = torch.get_rng_state()
     dropped = config(model={"dropout": 0.5})
     check_plan(dropped, 2)
-    planned(dropped, 2, HOST)
+    estimate_run(dropped, 2, HOST)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_gpus_memory_comes_from_formulas() -> None:
-    found = planned(config(), 2, Cluster(Device("device", memory_bytes=GIB), 2)).memory
+    found = estimate_run(config(), 2, Cluster(Device("device", memory_bytes=GIB), 2)).memory
     assert "memory.traced" not in {term.formula for term in found.terms}
     assert found.capacity_bytes == GIB
 
@@ -431,7 +431,7 @@ def test_a_run_ends_with_what_was_promised_of_it(tmp_path: Path) -> None:
     assert said["kind"] == "summary"
     for state in ("state_bytes", "transient_bytes", "traffic_bytes"):
         assert said[f"{state}_promised"] == said[f"{state}_measured"], state
-    promised = planned(config_from_dict(raw), 1).memory.allocated_bytes
+    promised = estimate_run(config_from_dict(raw), 1).memory.allocated_bytes
     assert said["peak_memory_bytes_promised"] == promised
     assert said["peak_memory_bytes_measured"] > promised  # tensors are a part of what is resident
     assert said["step_s_promised"] is None
@@ -451,7 +451,7 @@ def test_a_promise_that_cannot_be_made_ends_no_run(error: Exception, monkeypatch
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(summary, "planned", fails)
+    monkeypatch.setattr(summary, "estimate_run", fails)
     session: Any = SimpleNamespace(config=config(), ranks=SimpleNamespace(world_size=1))
     estimate, why = summary._promise(session)
     assert estimate is None

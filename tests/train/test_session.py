@@ -29,7 +29,7 @@ from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
 from terrazzo.train.session import build_session
 from terrazzo.train.session.build_session import open_session
-from terrazzo.train.session.run_progress import RunProgress, taken_up
+from terrazzo.train.session.run_progress import RunProgress, read_saved
 from terrazzo.train.settings.optimizer import learning_rate_share
 from terrazzo.train.steps.cadence import SaveInterval
 from tests.helpers.threads import run_in_threads
@@ -151,7 +151,7 @@ def test_what_another_version_has_written_is_refused_by_name() -> None:
     with pytest.raises(BadInput, match=r"extra\['judged'\] has 'scales'.*another version.*checkpoint\.resume=never"):
         RunProgress().take_up({**extra, "judged": {"losses": [], "scales": []}}, same_evaluation=True)
     with pytest.raises(BadInput, match=r"extra\['cadence'\] lacks 'cost_s'.*another version"):
-        taken_up(SaveInterval, {"every": 7}, "cadence")
+        read_saved(SaveInterval, {"every": 7}, "cadence")
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -159,9 +159,9 @@ def test_a_validation_is_taken_up_where_it_is_of_the_same_data(same: bool) -> No
     progress = RunProgress()
     progress.validations.add(9, 1.0)  # of a step that is gone back from
     progress.take_up({"step": 3, "tokens": 9, "metric": 2.0, "best": None}, same_evaluation=same)
-    assert progress.saved()["metric"] == (2.0 if same else None)
+    assert progress.as_extra()["metric"] == (2.0 if same else None)
     progress.step = 9
-    assert progress.saved()["metric"] is None
+    assert progress.as_extra()["metric"] is None
 
 
 def test_a_checkpoint_that_goes_while_a_run_begins_is_not_started_over(

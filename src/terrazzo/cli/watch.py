@@ -37,7 +37,7 @@ def watch(
     console = Console(highlight=False)
     try:
         if once:
-            console.print(_shown(run, _read(run), console.width, LiveRanks(run)), soft_wrap=True)
+            console.print(_screen(run, _read(run), console.width, LiveRanks(run)), soft_wrap=True)
         elif console.is_terminal:
             _on_screen(run)
         else:
@@ -59,7 +59,7 @@ def _on_screen(run: Path) -> None:
             if (newest := _stamp(run)) != stamp or not lines:
                 stamp, lines = newest, _read(run, waits=True)
                 verdict = _verdict(run, lines)
-            shown = _shown(run, lines, console.width, ranks, verdict) if lines else _waiting(ranks)
+            shown = _screen(run, lines, console.width, ranks, verdict) if lines else _waiting(ranks)
             live.update(shown, refresh=True)
             time.sleep(0 if has_ended(lines) else _WAIT_S)
     if failed := _failed(run, lines):
@@ -117,7 +117,7 @@ def _waiting(ranks: LiveRanks) -> str:
     return "\n".join(["waiting for the first log step", *ranks.lines()])
 
 
-def _shown(
+def _screen(
     run: Path, lines: Sequence[Mapping[str, Any]], width: int, ranks: LiveRanks, verdict: str | None = None
 ) -> Any:
     from rich.text import Text

@@ -206,7 +206,7 @@ def _sentences(errors: Sequence[dict[str, Any]]) -> list[str]:
     for key, of_key in by_key.items():
         if len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
             kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in of_key)
-            lines.append(f"{key} is {_shown(of_key[0]['input'])}, expected {kinds}{_or_null(key)}.")
+            lines.append(f"{key} is {_value_text(of_key[0]['input'])}, expected {kinds}{_or_null(key)}.")
         else:
             lines += map(_sentence, of_key)
     return lines
@@ -226,7 +226,7 @@ def _sentence(error: dict[str, Any], subject: str = "") -> str:
         return f"{subject or where} is {value!r}, expected one of {', '.join(choices)}.{near}"
     expected = f"{_expected(kind, context)}{_or_null(where)}"
     edit = _keys_of(where, value) or _edit(kind, value)
-    return f"{subject or where} is {_shown(value)}, expected {expected}.{edit}"
+    return f"{subject or where} is {_value_text(value)}, expected {expected}.{edit}"
 
 
 def _edit(kind: str, value: Any) -> str:
@@ -267,7 +267,7 @@ def _expected(kind: str, context: dict[str, Any]) -> str:
     return "a finite number" if kind == "finite_number" else KINDS.get(kind.split("_")[0], "another value")
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = "empty" if value is None else without_passwords(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -19,6 +19,7 @@ from terrazzo.train.report import LogWindow, RunReport
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command
 from terrazzo.train.steps.cadence import Cadence
+from terrazzo.train.steps.due import DueWork, due_work
 from terrazzo.train.steps.evaluate import evaluate, sample_text
 from terrazzo.train.steps.judge import StepJudge
 from terrazzo.train.steps.replica_checks import ReplicaChecks
@@ -95,16 +96,17 @@ class TrainingLoop:
     def after_step(self, *, stopped: bool) -> None:
         """What is due after a step that was taken: a log step, an evaluation, a checkpoint."""
         session = self.session
-        finished = session.step == session.config.train.steps
-        logs = self.window.is_due(self.judge.newest, last=stopped or finished)
-        if logs:
+        due = due_work(
+            session, self.cadence, newest=self.judge.newest, row_step=self.window.first_step, stopped=stopped
+        )
+        if due.row:
             self.log()
-        if stopped and not finished:
+        if stopped and session.step < session.config.train.steps:
             self.report.stopping()
         with self.window.apart():
-            self.between_steps(finished=finished, last=stopped or finished)
+            self.between_steps(due)
         self.recorder.take()
-        if logs:
+        if due.row:
             self.record()
 
     def finish(self, *, trained: bool, stopped: bool) -> None:
@@ -117,11 +119,11 @@ class TrainingLoop:
         session = self.session
         with self.phases.during("save"):
             if session.checkpoints.lacks(session.step):  # it was gone back to, and is on this machine alone
-                self.report.saved(session.save())
+                self.report.checkpoint(session.save())
             session.checkpoints.finish()
             if session.step == session.config.train.steps and session.config.checkpoint.save_format == "hf":
                 path = export(session.config, session.checkpoints, session.model, session.step, trained=trained)
-                self.report.exported(path)
+                self.report.export(path)
             self.report.end(stopped=stopped)
 
     @property
@@ -137,7 +139,7 @@ class TrainingLoop:
         total, norm = backward_on(session, batch)
         loss = total / max(1, batch.samples)
         if (why := self.judge.objection(loss, norm)) is not None:
-            self.left_out(why)
+            self.skip_step(why)
             return
         self.checks.before_update()
         update(session)
@@ -147,7 +149,7 @@ class TrainingLoop:
         session.progress.tokens += batch.valid_tokens
         self.report.step_done(self.engine.traffic)
 
-    def left_out(self, why: str) -> None:
+    def skip_step(self, why: str) -> None:
         """The step that is under way is not taken."""
         session, before = self.session, self.session.step
         forget_load(session.model)
@@ -155,7 +157,7 @@ class TrainingLoop:
             done = self.judge.act(why)
         if session.step <= before:  # the step before may have been saved
             self.report.back()
-        self.report.left_out(done, session.progress.skipped[-1])
+        self.report.skip(done, session.progress.skipped[-1])
 
     def went_back(self) -> None:
         """Forget what was measured, and what was found to be right, of steps that are done again."""
@@ -193,34 +195,30 @@ class TrainingLoop:
             self.session.progress.validations.add(self.session.step, validation.loss)
         self.report.validation(validation)
 
-    def between_steps(self, *, finished: bool, last: bool) -> None:
+    def between_steps(self, due: DueWork) -> None:
         """Comparisons, evaluation, checkpoints and samples that are due after the current step."""
-        session, train = self.session, self.session.config.train
+        session = self.session
         with self.cadence.apart():
             self.checks.after_step()
-        if finished or self.due(train.eval_every):
+        if due.evaluation:
             with self.phases.during("evaluate"), self.cadence.apart():
                 self.validate()
-        if last or self.cadence.due(session.step):
+        if due.save:
             if self.judge.has_unseen:
                 self.judge.check()
             with self.phases.during("save"), self.cadence.saving():
                 saved = session.save()
-            self.report.saved(saved)
+            self.report.checkpoint(saved)
             if (choice := self.cadence.choose()) is not None:
                 self.report.cadence(choice)
-        elif session.checkpoints.local_due(session.step):
+        elif due.local_save:
             if self.judge.has_unseen:
                 self.judge.check()
             with self.phases.during("save"), self.cadence.apart():
                 copied = session.save_locally()
             if copied is not None:
-                self.report.copied(copied)
-        if session.sampling.prompt and (finished or self.due(train.sample_every)):  # nothing is lost to it
+                self.report.partner_copy(copied)
+        if due.sample:  # nothing is lost to it
             with self.phases.during("evaluate"), self.cadence.apart():
                 text = sample_text(session)
             self.report.sample(text)
-
-    def due(self, every: int | None) -> bool:
-        """Whether something is due after the current step that is to be done every so many."""
-        return self.session.config.plan.is_due(self.session.step, every)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.cli.init.answers import DECODER, InitAnswers, Machine, Model
-from terrazzo.cli.plan.files import commented, model_text, write_model
+from terrazzo.cli.plan.files import model_text, with_comments, write_model
 from terrazzo.cli.shared.terminal import say
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, counted
@@ -225,4 +225,4 @@ def _text(document: Mapping[str, Any], reasons: Mapping[str, list[str]], file: P
         "",
         f"    terrazzo train {shown}",
     ]
-    return commented(document, {"": head, **reasons})
+    return with_comments(document, {"": head, **reasons})

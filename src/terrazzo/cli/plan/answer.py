@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from terrazzo.cli.plan.files import check_files, emit, emitted, unfilled
+from terrazzo.cli.plan.files import check_files, emit, files_of, missing_parts
 from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments
 from terrazzo.cli.plan.sources import FromConfig, FromCount, FromModel, PlanSource
 from terrazzo.cli.plan.values import by_option, check_tier
@@ -226,7 +226,7 @@ def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) ->
         return []
     path = arguments.emit or Path("plan.yaml")
     try:
-        left = unfilled(emitted(answer.best, source.name, path))
+        left = missing_parts(files_of(answer.best, source.name, path))
     except BadInput:  # a model that `terrazzo train` cannot build
         return []
     train = " ".join([f"{start} train {shlex.quote(str(path))}", *(f"{key}=..." for key in left)])

@@ -18,7 +18,7 @@ from terrazzo.planner.report.picture import SUFFIXES
 from terrazzo.planner.text.words import parameters_text, verdict
 from terrazzo.words import FILL_IN
 
-__all__ = ["check_files", "commented", "emit", "emitted", "model_text", "unfilled", "write_model"]
+__all__ = ["check_files", "emit", "files_of", "missing_parts", "model_text", "with_comments", "write_model"]
 
 WIDTH = 110
 EMITTED = (".yaml", ".yml", ".json")
@@ -48,15 +48,19 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
     """
     if estimate.memory.fits is False:
         raise BadInput(f"--emit: nothing is written, because the plan {verdict(estimate.memory)}.")
-    files = emitted(estimate, model, path)
+    files = files_of(estimate, model, path)
     if files.model_config is not None:
         write_model(files.model_config, path.with_suffix("") / "config.json", "--emit")
     as_json = path.suffix.lower() == ".json"
-    text = json.dumps(files.config, indent=2) + "\n" if as_json else commented(files.config, _comments(estimate, files))
+    text = (
+        json.dumps(files.config, indent=2) + "\n"
+        if as_json
+        else with_comments(files.config, _comments(estimate, files))
+    )
     path.write_text(text, encoding="utf-8")
 
 
-def emitted(estimate: Estimate, model: str, path: Path) -> TrainFiles:
+def files_of(estimate: Estimate, model: str, path: Path) -> TrainFiles:
     """What `emit` writes: the model's own weights where they are there, and `FILL_IN` for what is unknown of its data.
 
     Adapters have no other beginning than weights that are there before a run.
@@ -73,12 +77,12 @@ def emitted(estimate: Estimate, model: str, path: Path) -> TrainFiles:
     return replace(files, config={"model": section, "data": data, **config})
 
 
-def unfilled(files: TrainFiles) -> list[str]:
+def missing_parts(files: TrainFiles) -> list[str]:
     """Keys that are left to the user."""
     return [f"data.{key}" for key, value in files.config["data"].items() if value == FILL_IN]
 
 
-def commented(document: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
+def with_comments(document: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
     """Sections as YAML, each below its comments; those of no section, under the empty name, come first."""
     parts = ["".join(f"# {line}".rstrip() + "\n" for line in comments.get("", ()))]
     for name, section in document.items():
@@ -102,7 +106,9 @@ def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
     data = "Your text: a file, a folder, a glob or a URL."
     if files.config["data"]["tokenizer"] == FILL_IN:
         data += " tokenizer: the folder of the model's Hugging Face tokenizer (tokenizer.json), or bytes."
-    left = f" Fill in {' and '.join(unfilled(files))}: a run does not start before." if unfilled(files) else ""
+    left = (
+        f" Fill in {' and '.join(missing_parts(files))}: a run does not start before." if missing_parts(files) else ""
+    )
     return {
         "": [
             "Written by `terrazzo plan --emit`; docs/reference/train-config.md has every key.",

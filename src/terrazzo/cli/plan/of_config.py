@@ -21,7 +21,7 @@ from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.train.calibration.calibrate import calibrate
 from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.planning.planned import planned
+from terrazzo.train.planning.run_estimate import estimate_run
 
 __all__ = ["of_config"]
 
@@ -39,15 +39,15 @@ def of_config(source: FromConfig, arguments: PlanArguments, machines: Request) -
     def under(setup: Setup) -> Estimate:
         mesh = MeshConfig(**{axis: getattr(setup.mesh, axis) for axis in MeshConfig.model_fields})
         plan = PlanConfig(name=setup.plan.name, mesh=mesh, units=config.plan.units, prefetch=config.plan.prefetch)
-        return planned(config.model_copy(update={"plan": plan}), ranks, cluster)
+        return estimate_run(config.model_copy(update={"plan": plan}), ranks, cluster)
 
-    estimate = planned(config, ranks, cluster)
+    estimate = estimate_run(config, ranks, cluster)
     edits: tuple[Edit, ...] = ()
     if estimate.memory.fits is False:
 
         def edited(change: ChangedSettings) -> Estimate:
             changed = load_config(source.path, [*source.overrides, *change.overrides])
-            return planned(changed, change.ranks, cluster)
+            return estimate_run(changed, change.ranks, cluster)
 
         edits = best_edits(_kinds(config, estimate.setup, ranks), estimate, edited)
     return Answer(replace(estimate, edits=edits, notes=(*estimate.notes, *notes)), under)

@@ -72,9 +72,9 @@ class PlanOption:
         return value if value is None or self.unit is None else value * self.unit
 
 
-def _option(panel: str, *row: Any, **more: Any) -> Any:
+def _option(panel: str, usage: str, words: str, name: str = "", **more: Any) -> Any:
     """A field that is an option; its kind is that of the annotation."""
-    return field(metadata={"option": PlanOption(*row, panel=panel, **more)})
+    return field(metadata={"option": PlanOption(usage, words, name, panel=panel, **more)})
 
 
 _model, _machines, _training = partial(_option, "Model"), partial(_option, "Machines"), partial(_option, "Training")

@@ -95,15 +95,15 @@ def meant_option(option: str, value: str, words: list[str]) -> str | None:
     if not written and (setting := as_setting(option, value, words)):
         return setting
     if meant is not None:
-        return f"write {_written(meant, value)}: {meant.help}."
+        return f"write {_usage(meant, value)}: {meant.help}."
     near = did_you_mean(name, [*_KNOWN, *_OTHERS]).removeprefix(" Did you mean '").removesuffix("'?")
     if not near:
         return "`terrazzo plan --help` lists them all."
     meant = _KNOWN.get(near) or _OTHERS[near]
-    return f"did you mean {_written(meant, value)}?"
+    return f"did you mean {_usage(meant, value)}?"
 
 
-def _written(option: PlanOption, value: str) -> str:
+def _usage(option: PlanOption, value: str) -> str:
     return " ".join(filter(None, [option.flag, option.metavar and (value or option.metavar)]))
 
 

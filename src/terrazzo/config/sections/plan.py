@@ -71,13 +71,17 @@ class PlanConfig(Named):
     )
     outer: OuterConfig = OuterConfig()
 
-    def is_due(self, step: int, every: int | None) -> bool:
-        """Whether what is to be done every so many steps is due after a step.
+    def is_due(self, step: int, every: int | None, since: int | None = None) -> bool:
+        """Whether what is to be done every so many steps is due after a step; never without a number.
 
         Where groups of ranks train by themselves it waits for the end of a round, when all have the same weights; only
         such a step is asked about.
+
+        Args:
+            since: the step up to which it is done; by default the last one that was asked about.
         """
-        return every is not None and step // every > (step - (self.sync_every or 1)) // every
+        since = step - (self.sync_every or 1) if since is None else since
+        return every is not None and step // every > since // every
 
     @model_validator(mode="before")
     @classmethod

@@ -74,7 +74,7 @@ def save_flight(flight: Flight) -> None:
     rank = flight.table["rank"]
     with contextlib.suppress(OSError):
         with replacing(_ended(Path(folder), rank), sync=False) as beside:
-            beside.write_bytes(flight.saved())
+            beside.write_bytes(flight.as_bytes())
         _live(Path(folder), rank).unlink(missing_ok=True)
 
 

@@ -181,7 +181,7 @@ class Flight(NamedTuple):
     table: Mapping[str, Any]
     records: list[FlightEvent]
 
-    def saved(self) -> bytes:
+    def as_bytes(self) -> bytes:
         """As `read_flight` reads it."""
         text = json.dumps(self.table).encode()
         head = _HEAD.pack(_MAGIC, _VERSION, _RECORD.size, 0) + struct.pack("<I", len(text))

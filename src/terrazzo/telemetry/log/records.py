@@ -62,13 +62,13 @@ def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     The first is left out where there are others: it holds what is done once.
     """
-    records = of_newest_start(_measured(lines), "step")
+    records = of_newest_start(_with_steps(lines), "step")
     return records[1:] or records
 
 
 def all_steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records of steps of all starts, in order, but for the first of the file where there are others."""
-    records = [dict(line) for line in _measured(lines) if line["kind"] == "step"]
+    records = [dict(line) for line in _with_steps(lines) if line["kind"] == "step"]
     return records[1:] or records
 
 
@@ -89,7 +89,7 @@ _STARTS = ("begin", "restart")
 """Kinds of lines with which ranks that go on begin."""
 
 
-def _measured(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _with_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The lines without records of no steps."""
     return [line for line in lines if line["kind"] != "step" or (line.get("steps") and line.get("step_s"))]
 

@@ -112,7 +112,7 @@ class RunFolder(NamedTuple):
         return self.path / "hf"
 
     @property
-    def written(self) -> tuple[Path, ...]:
+    def every_file(self) -> tuple[Path, ...]:
         """A file of each kind that is written there: without checkpoints and swap files, whose folders have keys."""
         model = ("config.json", "model.safetensors", "merges.txt", "chat_template.jinja")
         return (

@@ -107,7 +107,7 @@ def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
 def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any]:
     """The mean of these steps, as rank 0 saw them, and what each rank waited for."""
     arrived = _arrivals(lines, _clocks(ranks, lines))
-    spent = [_spent(own, arrived[index]) for index, own in enumerate(lines)]
+    spent = [_step_times(own, arrived[index]) for index, own in enumerate(lines)]
     steps, whole = len(lines[0]), sum(spent[0].seconds.values())
     on_cuda = bool(ranks[0].about["on_cuda"])
     record: dict[str, Any] = {"v": 1, "steps": steps, "step_s": whole / steps, "clock": "host" if on_cuda else "all"}
@@ -150,7 +150,7 @@ def _arrivals(lines: Sequence[Sequence[TraceLine]], clocks: Sequence[float]) -> 
     return [{key: there - clock for key, there in known.items()} for clock in clocks]
 
 
-def _spent(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], float]) -> StepTimes:
+def _step_times(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], float]) -> StepTimes:
     seconds, waited = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     data: dict[tuple[str, str], Times] = defaultdict(Times)
     for line in own:

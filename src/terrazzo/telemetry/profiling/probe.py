@@ -203,7 +203,7 @@ class ScriptProbe:
             self._sharded = engine
             engine.record.step_done()
             if (self._step - 1) % EVERY == 0:
-                line |= engine.taken()
+                line |= engine.snapshot()
         self._write(line)
         self._seconds, self._waited, self._waits = defaultdict(int), defaultdict(int), []
         self._looks = self._empty = self._backwards = 0
@@ -260,7 +260,7 @@ class ScriptProbe:
         if self._file is None or os.getpid() != self._pid:
             return
         if self._sharded is not None and (self._step - 1) % EVERY:
-            self._put({"step": self._step, "end": _now(), **self._sharded.taken()})
+            self._put({"step": self._step, "end": _now(), **self._sharded.snapshot()})
         with suppress(OSError):
             self._file.flush()
 
@@ -278,7 +278,7 @@ class _Sharded:
         self.record = None if table else StepRecorder(engine)
         self.phases = engine.tally.phases
 
-    def taken(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """The record of the steps since the last one, and what ranks tell each other."""
         numbers = self.record.numbers()
         return {"skew": self.record.skew([numbers]), "record": self.record.record()}

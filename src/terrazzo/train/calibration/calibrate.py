@@ -21,7 +21,7 @@ from terrazzo.train.calibration.trial import Trial
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.planning.planned import planned
+from terrazzo.train.planning.run_estimate import estimate_run
 from terrazzo.train.preflight import check
 from terrazzo.train.settings.folders import make_swap_folders
 
@@ -81,7 +81,7 @@ def record_of(config: Config, ranks: int, trials: Sequence[Trial]) -> Calibratio
         flops_per_s=rate,
         bandwidth=first.traffic_bytes / first.wait_s if first.wait_s and first.traffic_bytes else None,
         overhead_s=overhead_s,
-        memory_offset_bytes=round(first.peak_bytes - planned(config, ranks).memory.near_bytes),
+        memory_offset_bytes=round(first.peak_bytes - estimate_run(config, ranks).memory.near_bytes),
         step_s=first.step_s,
         tokens=setup.tokens * setup.micro_batches,
         flops=work[0],

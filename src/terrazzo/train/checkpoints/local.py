@@ -118,7 +118,7 @@ class LocalCheckpoints:
         """
         if self._folder is None:
             return {}
-        run, since = on_first(lambda: local_folder.wanted(self._config, durable))
+        run, since = on_first(lambda: local_folder.run_and_step(self._config, durable))
         return self._files.find(run, since) if run else {}
 
     def due(self, step: int) -> bool:
@@ -162,7 +162,7 @@ class LocalCheckpoints:
             self._hosts.on_firsts(lambda: local_folder.remove_all_but(folder, {newest}), SaveFailed)
         return copied
 
-    def resumed(self, path: str | None) -> None:
+    def note_resume(self, path: str | None) -> None:
         """The run goes on from `path`, or from a durable one: steps that were taken since are taken again."""
         if (folder := self._folder) is None:
             return

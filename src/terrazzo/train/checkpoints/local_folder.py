@@ -37,8 +37,8 @@ __all__ = [
     "remove_all_but",
     "remove_complete_but",
     "remove_private",
+    "run_and_step",
     "seen_as",
-    "wanted",
 ]
 
 ONE_HOST = (
@@ -146,10 +146,10 @@ def local_checkpoints(config: Config, durable: str | None) -> list[str]:
     """
     if (folder := local_folder(config)) is None:
         return []
-    return newer_checkpoints(folder, *wanted(config, durable))
+    return newer_checkpoints(folder, *run_and_step(config, durable))
 
 
-def wanted(config: Config, durable: str | None) -> tuple[str, int]:
+def run_and_step(config: Config, durable: str | None) -> tuple[str, int]:
     """Of which run local checkpoints are gone on from, and newer than which step."""
     run = (_run_of(durable) if durable is not None else "") or noted_run(config)
     return run, 0 if durable is None else checkpoint.step_of(durable) or 0

@@ -109,7 +109,7 @@ class RunCheckpoints:
                 " checkpoint.folder."
             )
         is_local = resumed.path in local
-        self._local.resumed(resumed.path if is_local else None)
+        self._local.note_resume(resumed.path if is_local else None)
         self.run = resumed.run
         self._begun_step = self._complete_step = 0 if is_local else resumed.extra["step"]
         self.sure_step = resumed.extra.get("sure")

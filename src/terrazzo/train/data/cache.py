@@ -155,7 +155,7 @@ class _CacheWriter:
 
     def add_conversation(self, document: Document) -> None:
         """One of which nothing would be learnt is counted and left out."""
-        rendered = self.rendered(document)
+        rendered = self.render(document)
         if rendered.spans:
             self.conversations += 1
             self.put(document, rendered.tokens, rendered.spans, rendered.span_bytes)
@@ -166,7 +166,7 @@ class _CacheWriter:
     def add_pair(self, *documents: Document) -> None:
         """Both of a pair; one of which nothing can be learnt is counted and left out."""
         self.has_pairs, of_text = True, documents[0].messages is None
-        both = [text_completion(one, self.tokenizer) if of_text else self.rendered(one) for one in documents]
+        both = [text_completion(one, self.tokenizer) if of_text else self.render(one) for one in documents]
         if all(one.spans for one in both) and not np.array_equal(both[0].tokens, both[1].tokens):
             self.pairs, self.conversations = self.pairs + 1, self.conversations + (0 if of_text else 2)
             for document, one in zip(documents, both, strict=True):
@@ -174,7 +174,7 @@ class _CacheWriter:
         else:
             self.leave_out(documents[0])
 
-    def rendered(self, document: Document) -> Rendered:
+    def render(self, document: Document) -> Rendered:
         if self.chat is None:
             assert self.make_chat is not None, "conversations need a chat template"
             self.chat = self.make_chat()

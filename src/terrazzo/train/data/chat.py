@@ -216,14 +216,14 @@ class _TemplateChat:
         following = turn.tokens_of(turn.text.rpartition(answer)[2])
         added = self.tokenizer.added_tokens_decoder
         ends = [token for token in following[:1] if token in added and added[token].special]
-        return Prompt(turn.tokens_of(turn.rendered(messages[:1], prompt=True)), [*ends, self.end_of_document])
+        return Prompt(turn.tokens_of(turn.render(messages[:1], prompt=True)), [*ends, self.end_of_document])
 
     def render(self, document: Document) -> Rendered:
         turn = _Conversation(self, document, self.template_for(document))
         if not document.messages:
             return Rendered(np.zeros(0, np.int64), [], 0)
-        turn.check_nothing_is_left_out()
-        tokens, spans = turn.learnt(self.loss_on)
+        turn.check_nothing_is_omitted()
+        tokens, spans = turn.learnable(self.loss_on)
         spans = [(max(start, 1), stop) for start, stop in spans if stop > max(start, 1)]
         texts = [self.tokenizer.decode(tokens[slice(*span)], skip_special_tokens=True) for span in spans]
         return Rendered(np.array(tokens, dtype=np.int64), spans, sum(len(text.encode()) for text in texts))
@@ -253,13 +253,13 @@ class _Conversation:
     @cached_property
     def text(self) -> str:
         """The whole conversation."""
-        return self.rendered(self.messages)
+        return self.render(self.messages)
 
     @property
     def messages(self) -> list[Any]:
         return self.document.messages or []
 
-    def rendered(self, messages: Sequence[Any], prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Any], prompt: bool = False) -> str:
         """`messages` as text, with `prompt` up to where the assistant begins to write."""
         return self.apply(messages, prompt=prompt)[0]
 
@@ -283,28 +283,28 @@ class _Conversation:
                 "record, or set data.chat_template to a file with a template that takes it."
             ) from None
 
-    def check_nothing_is_left_out(self) -> None:
+    def check_nothing_is_omitted(self) -> None:
         """Some templates pass over roles and tools that they do not know."""
         if self.document.tools and "tools" not in self.template:
-            self.left_out("the record's tools")
+            self.refuse_omission("the record's tools")
         for index, message in enumerate(self.messages):
             content = message.get("content", "").strip()
             if content and content not in self.text:
                 others = [*self.messages[:index], *self.messages[index + 1 :]]
                 try:
-                    without = self.rendered(others) if others else ""
+                    without = self.render(others) if others else ""
                 except BadInput:
                     continue  # so that the message counts
                 if without == self.text:
-                    self.left_out(f"message {index + 1}, of role {message['role']!r},")
+                    self.refuse_omission(f"message {index + 1}, of role {message['role']!r},")
 
-    def left_out(self, what: str) -> None:
+    def refuse_omission(self, what: str) -> None:
         raise BadInput(
             f"{self.document.name}: the chat template leaves out {what} altogether, so it would not be trained on. "
             "Remove it from the record, or set data.chat_template to a file with a template that shows it."
         )
 
-    def learnt(self, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:
+    def learnable(self, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:
         """All tokens, and the ranges of those to learn."""
         if self.document.prompt_length is not None:
             tokens = self.tokens_of(self.text)
@@ -337,14 +337,14 @@ class _Conversation:
             if message["role"] == ASSISTANT:
                 if index == 0:
                     self.ambiguous(index, "nothing comes before it, so where its own text begins cannot be told")
-                before = self.rendered(self.messages[:index], prompt=True)
-                through = self.rendered(self.messages[: index + 1])
+                before = self.render(self.messages[:index], prompt=True)
+                through = self.render(self.messages[: index + 1])
                 spans.append((self.place(before, tokens, index), self.place(through, tokens, index)))
         return spans
 
     def completion(self, tokens: list[int], prompt_length: int) -> tuple[int, int]:
         """What follows the prompt, which ends where the assistant begins to write."""
-        return self.place(self.rendered(self.messages[:prompt_length], prompt=True), tokens, prompt_length), len(tokens)
+        return self.place(self.render(self.messages[:prompt_length], prompt=True), tokens, prompt_length), len(tokens)
 
     def place(self, beginning: str, tokens: list[int], index: int) -> int:
         """How many of `tokens` the text `beginning` is."""

@@ -47,7 +47,7 @@ def arrange(
         rows = PackedRows(starts[~long], stops[~long], np.zeros(1, np.int64), dropped=int(long.sum()))
     else:
         stops = np.minimum(stops, starts + room)
-        learns = _first_learnt(cache, starts) < stops
+        learns = _first_learnable(cache, starts) < stops
         unlearnt = int((~learns).sum())
         rows = PackedRows(starts[learns], stops[learns], np.zeros(1, np.int64), int((long & learns).sum()), 0, unlearnt)
     if not len(rows.starts):
@@ -62,10 +62,10 @@ def learns_within(cache: TokenCache, room: int, too_long: TooLong) -> npt.NDArra
     """Which documents have something to learn in a row of `room` tokens, whole or as much of them as is kept."""
     starts = np.concatenate(([0], cache.ends[:-1]))
     within: npt.NDArray[np.bool_] = cache.ends - starts <= room
-    return within if too_long == "drop" else _first_learnt(cache, starts) < np.minimum(cache.ends, starts + room)
+    return within if too_long == "drop" else _first_learnable(cache, starts) < np.minimum(cache.ends, starts + room)
 
 
-def _first_learnt(cache: TokenCache, starts: Integers) -> Integers:
+def _first_learnable(cache: TokenCache, starts: Integers) -> Integers:
     """Where in the cache the first token to learn from `starts` on is; every document has one."""
     if cache.spans is None:
         return starts

@@ -25,7 +25,7 @@ class PairRecords:
         """Raises `BadInput`: plain text has no pairs."""
         raise BadInput(
             f"{where!r} is plain text, and objective dpo and reward take preference pairs. Give JSONL, parquet or a"
-            f" data set with {self.described}, or leave the objective out."
+            f" data set with {self.description}, or leave the objective out."
         )
 
     def columns(self, columns: list[str], where: str) -> list[str]:

@@ -79,7 +79,7 @@ class RecordForm(Protocol):
     """What a record has to hold to be a document."""
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """The fields that are needed, for an error."""
 
     def check_text(self, where: str) -> None:
@@ -99,7 +99,7 @@ class TextRecords:
     text_field: str = "text"
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"a {self.text_field!r} or {MESSAGES_FIELD!r} field"
 
     def check_text(self, where: str) -> None:
@@ -193,7 +193,7 @@ def read_jsonl(file: SourceFile, form: RecordForm) -> Iterator[Document]:
             if not isinstance(record, dict):
                 raise BadInput(
                     f"{where} is a JSON {type(record).__name__}, but each line must be an object "
-                    f"with {form.described}. Correct or delete the line."
+                    f"with {form.description}. Correct or delete the line."
                 )
             yield form.document(record, f"{file.name}:{number}", where)
 
@@ -215,7 +215,7 @@ def read_json(file: SourceFile, content: bytes, form: RecordForm) -> Iterator[Do
         raise BadInput(f"{file.where!r} is not valid JSON ({error}): correct it.") from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise BadInput(
-            f"{file.where!r} must hold a list of objects with {form.described}, or one such object per line: save its"
+            f"{file.where!r} must hold a list of objects with {form.description}, or one such object per line: save its"
             " records so. To learn it as the text that it is, let its name end in .txt."
         )
     if records:

@@ -187,7 +187,7 @@ class SequenceDataset:
         self.offsets = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
         self.tokens_numel = int(self.offsets[-1])
         self.row_bounds = None if rows is None else self.offsets[rows.bounds]
-        self.learnt = self.learnt_spans()
+        self.learnable = self.learnable_spans()
 
     def __len__(self) -> int:
         """Number of samples, which are sequences here."""
@@ -200,7 +200,7 @@ class SequenceDataset:
             return len(self.row_bounds) - 1
         return max(0, -(-(self.tokens_numel - 1) // self.sequence_length))
 
-    def learnt_spans(self) -> _Spans | None:
+    def learnable_spans(self) -> _Spans | None:
         """What is learnt, as ranges of the stream; None for all of it."""
         # The beginning of a document in a row, or apart from others, does not follow from another's end.
         first = 1 if self.apart or self.rows is not None else 0
@@ -220,9 +220,9 @@ class SequenceDataset:
     @cached_property
     def targets_numel(self) -> int:
         """Targets of all sequences that are not ignored."""
-        if self.learnt is None:
+        if self.learnable is None:
             return max(0, self.tokens_numel - 1)
-        return self.learnt.between(np.array([1]), np.array([max(1, self.tokens_numel)]))
+        return self.learnable.between(np.array([1]), np.array([max(1, self.tokens_numel)]))
 
     @cached_property
     def bytes_per_token(self) -> float:
@@ -246,9 +246,9 @@ class SequenceDataset:
         """Number of targets, over all these sequences, that are not ignored."""
         real = indices[indices != NO_SEQUENCE]
         starts, stops = self.bounds(real)
-        if self.learnt is None:
+        if self.learnable is None:
             return int((stops - starts - 1).sum())
-        return self.learnt.between(starts + 1, stops)
+        return self.learnable.between(starts + 1, stops)
 
     def samples(self, indices: Indices) -> int:
         """What the mean loss of all these sequences is a mean of: their targets."""
@@ -272,10 +272,10 @@ class SequenceDataset:
             rows[row, : stop - start] = self.read(start, stop - start)
         inputs = np.where(rows[:, :-1] == IGNORED, self.end_of_document, rows[:, :-1])
         targets = np.ascontiguousarray(rows[:, 1:])
-        if self.learnt is not None:
+        if self.learnable is not None:
             for row in real:
                 start, stop = bounds[row]
-                targets[row, : stop - start - 1][~self.learnt.mask(start + 1, stop)] = IGNORED
+                targets[row, : stop - start - 1][~self.learnable.mask(start + 1, stop)] = IGNORED
         valid_tokens = int((targets != IGNORED).sum())
         positions = torch.from_numpy(self.positions(bounds)) if self.apart else None
         batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)

@@ -47,7 +47,7 @@ def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, 
     config = _config_of(transformers, spec)
     if not dropout:
         _drop_nothing(transformers, config)
-    model = _built(transformers.AutoModelForCausalLM, config, device)
+    model = _build(transformers.AutoModelForCausalLM, config, device)
     for module in model.modules():
         if not dropout and isinstance(module, nn.modules.dropout._DropoutNd):  # of a share that the code has
             module.p = 0.0
@@ -68,7 +68,7 @@ def build_body(spec: str | Path, device: torch.device) -> Any:
     transformers = _import_transformers()
     config = _config_of(transformers, spec)
     _scored_class_of(transformers, config)
-    return _built(transformers.AutoModel, config, device)
+    return _build(transformers.AutoModel, config, device)
 
 
 def scored_class(spec: str | Path) -> str:
@@ -90,7 +90,7 @@ def check_scored(model: nn.Module) -> None:
     transformers = _import_transformers()
     config: Any = copy.deepcopy(model.config)
     config.num_labels = 1
-    theirs = _built(transformers.AutoModelForSequenceClassification, config, torch.device("meta"))
+    theirs = _build(transformers.AutoModelForSequenceClassification, config, torch.device("meta"))
     ours, named = ({name: value.shape for name, value in one.state_dict().items()} for one in (model, theirs))
     if other := sorted(name for name in ours.keys() | named.keys() if ours.get(name) != named.get(name)):
         raise BadInput(
@@ -116,7 +116,7 @@ def _config_of(transformers: Any, spec: Mapping[str, Any] | str | Path) -> Any:
     return _causal_lm_config(transformers, dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec)))
 
 
-def _built(auto: Any, config: Any, device: torch.device) -> nn.Module:
+def _build(auto: Any, config: Any, device: torch.device) -> nn.Module:
     """The model of a class of `transformers` that chooses by the config."""
     try:
         with device, bounded("The model's config"):

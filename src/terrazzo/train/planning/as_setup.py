@@ -105,10 +105,10 @@ def executed_share(config: Config, world_size: int, flops_per_token: float) -> f
         setup = setup_of(config, world_size)
     except BadInput:
         return None
-    return 1.0 + (repeated_flops_per_token(setup) - _left_out(setup)) / flops_per_token
+    return 1.0 + (repeated_flops_per_token(setup) - _unrepeated_flops(setup)) / flops_per_token
 
 
-def _left_out(setup: Setup) -> float:
+def _unrepeated_flops(setup: Setup) -> float:
     """FLOPs per token of products that backward does not repeat: torch stops at a block's last, which nobody keeps."""
     if setup.checkpointing != "full":
         return 0.0

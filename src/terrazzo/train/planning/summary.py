@@ -9,10 +9,10 @@ from typing import Any
 from terrazzo.engine import engine_of
 from terrazzo.planner import Estimate
 from terrazzo.planner.traffic.volumes import expected_rows_bytes
-from terrazzo.train.planning.planned import exchanges_of, planned
+from terrazzo.train.planning.run_estimate import estimate_run, exchanges_of
 from terrazzo.train.session.session import Session
 
-__all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilised"]
+__all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilisation"]
 
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
@@ -88,7 +88,7 @@ def summarize(
 def _promise(session: Session) -> tuple[Estimate | None, str]:
     """The planner's estimate, or why there is none."""
     try:
-        estimate = planned(session.config, session.ranks.world_size)
+        estimate = estimate_run(session.config, session.ranks.world_size)
     except Exception as error:  # anything: a promise that cannot be made must not end a run that has been made
         return None, f"no promise: {' '.join(str(error).split()) or type(error).__name__}"
     return estimate, estimate.no_time
@@ -110,12 +110,12 @@ def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> di
     return {
         "step_s_measured": pace.seconds / pace.steps,
         "tokens_per_s_measured": pace.tokens / pace.seconds,
-        "mfu_measured": utilised(session.flops_per_s(pace.steps, pace.seconds), None, peak_flops)["mfu"],
+        "mfu_measured": utilisation(session.flops_per_s(pace.steps, pace.seconds), None, peak_flops)["mfu"],
         "learnt_share": pace.tokens / (pace.steps * session.places_per_step),
     }
 
 
-def utilised(flops_per_s: float, executed: float | None, peak_flops: float | None) -> dict[str, float | None]:
+def utilisation(flops_per_s: float, executed: float | None, peak_flops: float | None) -> dict[str, float | None]:
     """Shares of a device's peak from 0 to 1, None where they are not known: `mfu` of the model's own FLOPs, and `hfu`.
 
     Args:

@@ -20,7 +20,7 @@ from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 __all__ = ["check_written"]
 
 FILES = {
-    "log.folder": tuple(map(str, RunFolder(Path()).written)),
+    "log.folder": tuple(map(str, RunFolder(Path()).every_file)),
     "checkpoint.folder": tuple(
         f"step-00000001/{name}" for name in ("manifest.json", "manifest.sha256", "rank-00000.safetensors")
     ),

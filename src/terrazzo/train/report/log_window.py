@@ -12,7 +12,7 @@ from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import PeakMemory, StepMetrics, Stopwatch
 from terrazzo.train.model.expert_load import ExpertLoad, counters_of
 from terrazzo.train.planning.as_setup import executed_share, matmul_format
-from terrazzo.train.planning.summary import Pace, utilised
+from terrazzo.train.planning.summary import Pace, utilisation
 from terrazzo.train.session.session import Session
 
 __all__ = ["LogWindow"]
@@ -27,6 +27,7 @@ class LogWindow:
     """The steps of a session since the last row of the log, or since `begin`, as this rank has measured them.
 
     Attributes:
+        first_step: behind which the last row was.
         peak_flops: of the device, per second; None on a CPU, or where it is not known.
         known: the optional metrics that this run has: of what a device does not tell, or a plan does not do, none.
         load: of the experts in the newest step, by router.
@@ -64,7 +65,7 @@ class LogWindow:
 
     def begin(self) -> None:
         """Measure from now on."""
-        self._step, self._tokens, self._wait_s = self._session.step, self._session.progress.tokens, 0.0
+        self.first_step, self._tokens, self._wait_s = self._session.step, self._session.progress.tokens, 0.0
         self._watch.reset()
 
     def reading(self) -> AbstractContextManager[None]:
@@ -84,22 +85,10 @@ class LogWindow:
         traffic = self._engine.traffic
         self._wait_s += traffic.total_wait_s + traffic.control_wait_s
 
-    def is_due(self, newest: int | None, *, last: bool) -> bool:
-        """Whether a row is due: behind every log step, and behind the next one that is taken where one was left out.
-
-        Args:
-            newest: the newest step that was taken, and not left out.
-            last: the run ends with this step: the row is of `newest`.
-        """
-        every, step = self._session.config.log.every, self._session.step
-        if newest is None or newest <= self._step:
-            return False
-        return last or (newest == step and step // every > self._step // every)
-
     def row(self, step: int, loss: float, grad_norm: float) -> StepMetrics:
         """The row of `step`, with its loss and gradients' norm; `begin` follows."""
         session, total_s = self._session, self._watch.total_s
-        steps, tokens = session.step - self._step, session.progress.tokens - self._tokens
+        steps, tokens = session.step - self.first_step, session.progress.tokens - self._tokens
         flops = session.flops_per_s(steps, total_s)
         fp16 = bool(session.optimizer.scaler_state())
         self.pace.add(steps, tokens, total_s)
@@ -117,7 +106,7 @@ class LogWindow:
             peak_memory_bytes=self.peak_bytes,
             grad_norm=grad_norm,
             tflops=flops / 1e12 if flops else None,
-            **utilised(flops, self._executed, self.peak_flops),
+            **utilisation(flops, self._executed, self.peak_flops),
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,
             **_expert_load(self.load),

@@ -98,7 +98,7 @@ class RunReport:
         if self._session.step < self._session.config.train.steps:
             self._remark(self._screen.on_one_line(f"sample: {text}"))
 
-    def saved(self, path: str) -> None:
+    def checkpoint(self, path: str) -> None:
         """A checkpoint was written, or will be in the background."""
         self._remark(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
 
@@ -107,15 +107,15 @@ class RunReport:
         self._files.log("cadence", asdict(choice))
         self._remark(str(choice))
 
-    def copied(self, copied: CopyResult) -> None:
+    def partner_copy(self, result: CopyResult) -> None:
         """Hosts have copies of each other's part of a local checkpoint, or could not: the first time is said."""
-        self._files.log("partner", copied.as_dict())
-        if copied.problem and not self._lacks_copy:
+        self._files.log("partner", result.as_dict())
+        if result.problem and not self._lacks_copy:
             back = "to the newest local checkpoint with copies, or to checkpoint.folder"
-            self._remark(f"{copied.problem} Until there is one, a lost host takes the run back {back}.")
-        self._lacks_copy = bool(copied.problem)
+            self._remark(f"{result.problem} Until there is one, a lost host takes the run back {back}.")
+        self._lacks_copy = bool(result.problem)
 
-    def left_out(self, done: str, entry: dict[str, Any]) -> None:
+    def skip(self, done: str, entry: dict[str, Any]) -> None:
         """The guard has left a step out."""
         self._files.log("guard", {"not_taken": entry["step"], "batches": entry["batches"], "why": entry["why"]})
         self._screen.advance(self._session.step)
@@ -132,7 +132,7 @@ class RunReport:
         """Somebody has asked for it: what is left is to save."""
         self._remark("stopping as asked: saving")
 
-    def exported(self, path: Path) -> None:
+    def export(self, path: Path) -> None:
         """A Hugging Face folder was written."""
         self._remark(f"exported {path}")
 
@@ -158,7 +158,7 @@ class RunReport:
         per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
         at = f"step {session.step} of {session.config.train.steps}, {duration(time.perf_counter() - self._start)}"
         self._screen.say("")
-        self._screen.row("stopped" if stopped else "done", at + per_second + self._learnt())
+        self._screen.row("stopped" if stopped else "done", at + per_second + self._loss_change())
         self._screen.row("bytes", bytes_line(summary))
         if verdict is not None:
             self._screen.row("verdict", str(verdict))
@@ -170,7 +170,7 @@ class RunReport:
         self.leave()
         self._say_how_to_go_on(finished=not stopped)
 
-    def _learnt(self) -> str:
+    def _loss_change(self) -> str:
         if self._first_validation is None or self._last_validation is None:
             return ""
         (step, first), last = self._first_validation, self._last_validation
@@ -185,7 +185,9 @@ class RunReport:
         session, saved = self._session, self._session.checkpoints.saved_step
         if session.step and session.step < session.config.train.steps:
             self._screen.say("")
-            self._screen.row("failed", f"after step {session.step} of {session.config.train.steps}; {_saved(saved)}")
+            self._screen.row(
+                "failed", f"after step {session.step} of {session.config.train.steps}; {_saved_text(saved)}"
+            )
             if saved:
                 self._say_how_to_go_on(finished=False)
 
@@ -263,5 +265,5 @@ def _threads() -> str:
     return counted(torch.get_num_threads(), "thread")
 
 
-def _saved(step: int) -> str:
+def _saved_text(step: int) -> str:
     return f"step {step} is saved" if step else "nothing is saved"

@@ -26,7 +26,7 @@ from terrazzo.train.checkpoints.resume import (
     suspect_notes,
 )
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
-from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_data
+from terrazzo.train.data import Loader, Prompt, TokenData, evaluation_indices, load_data
 from terrazzo.train.data.sources import named_sources
 from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
 from terrazzo.train.launch.rank.restart_note import Restart
@@ -121,7 +121,7 @@ def _before_model(config: Config, ranks: Ranks, checkpoints: RunCheckpoints) -> 
     data = load_data(
         config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
     )
-    agree_on_data(data.described, named_sources(config.data))
+    agree_on_data(data.description, named_sources(config.data))
     limit = evaluation_limit(config, share_of(config, ranks).readers)
     _check_validation(data, limit)
     question = on_first(lambda: question_of(config, data), BadInput)
@@ -247,7 +247,7 @@ def _saying(ranks: Ranks) -> Callable[[str], None] | None:
 def _check_validation(data: TokenData, limit: int) -> None:
     """Raise `BadInput` where an evaluation would have no token to measure."""
     dataset = data.validation
-    if dataset is not None and not dataset.valid_tokens(evaluated(dataset, limit)):
+    if dataset is not None and not dataset.valid_tokens(evaluation_indices(dataset, limit)):
         raise BadInput(
             f"The validation data have no token to learn in the {min(limit, len(dataset))} of their {len(dataset)}"
             " sequences that an evaluation reads, so there is no validation loss. Raise train.eval_batches or"

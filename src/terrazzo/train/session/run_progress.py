@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from terrazzo.errors import BadInput
 
-__all__ = ["RunProgress", "taken_up"]
+__all__ = ["RunProgress", "read_saved"]
 
 
 Saved = TypeVar("Saved")
 
 
-def taken_up(kind: type[Saved], saved: Mapping[str, Any], name: str) -> Saved:
+def read_saved(kind: type[Saved], saved: Mapping[str, Any], name: str) -> Saved:
     """What a checkpoint's extra has under `name`, as a dataclass. Raises: `BadInput` for other fields than it has."""
     known = {each.name: each.default is MISSING and each.default_factory is MISSING for each in fields(kind)}  # type: ignore[arg-type]
     strange = [f"has '{each}', which is not known here" for each in sorted(saved.keys() - known)]
@@ -71,7 +71,7 @@ class RunProgress:
     cadence: dict[str, Any] | None = None
     validations: Validations = field(default_factory=Validations)
 
-    def saved(self) -> dict[str, Any]:
+    def as_extra(self) -> dict[str, Any]:
         """As a checkpoint has it."""
         return {
             "step": self.step,
@@ -90,7 +90,7 @@ class RunProgress:
         """
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.skipped = list(extra.get("skipped", ()))
-        self.judged = taken_up(JudgedSteps, extra.get("judged", {}), "judged")
+        self.judged = read_saved(JudgedSteps, extra.get("judged", {}), "judged")
         self.cadence = extra.get("cadence") or self.cadence
         metric = extra.get("metric") if same_evaluation else None
         self.validations.newest = None if metric is None else {"loss": metric, "step": self.step}

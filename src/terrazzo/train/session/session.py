@@ -132,7 +132,7 @@ class Session:
 
     def _extra(self) -> dict[str, Any]:
         return {
-            **self.progress.saved(),
+            **self.progress.as_extra(),
             "sure": self.checkpoints.sure_step,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),

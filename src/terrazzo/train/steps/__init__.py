@@ -3,7 +3,8 @@
 step            an optimizer step, forward and backward of its micro-batches
 evaluate        validation, and samples of text
 judge           whether a step is like those before it, and what is done about one that is not
-cadence         when a checkpoint is saved
+due             what is due after a step
+cadence         how often a checkpoint is saved, where the run is to find that out
 
 Whether ranks compute what others compute of the same data:
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.exchange import gather_json
-from terrazzo.train.session.run_progress import taken_up
+from terrazzo.train.session.run_progress import read_saved
 from terrazzo.train.session.session import Session
 
 __all__ = ["FIRST", "Cadence", "SaveInterval", "optimal_interval_s"]
@@ -93,13 +93,13 @@ class Cadence:
         self._first = self._session.step
         self._saved: tuple[int, float] | None = None  # the first save that is measured: its step, and when it ended
         self._apart_s = self._busy_s = self._step_s = self._cost_s = 0.0
-        self.choice = self._taken_up() if self._every == "auto" else None  # what was found out, here or before
+        self.choice = self._choice_before() if self._every == "auto" else None  # what was found out, here or before
 
-    def _taken_up(self) -> SaveInterval | None:
+    def _choice_before(self) -> SaveInterval | None:
         """What was found out before the run was resumed."""
         session = self._session
         saved = session.progress.cadence
-        choice = None if saved is None else taken_up(SaveInterval, saved, "cadence")
+        choice = None if saved is None else read_saved(SaveInterval, saved, "cadence")
         return choice if choice is not None and choice.holds_for(session.config, session.ranks.world_size) else None
 
     def due(self, step: int) -> bool:

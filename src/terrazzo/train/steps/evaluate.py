@@ -12,7 +12,7 @@ from terrazzo.train.model.causal_lm import generate
 from terrazzo.train.model.objectives import Validation, objective_of
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.plan import evaluation_limit
-from terrazzo.train.steps.step import measured
+from terrazzo.train.steps.step import measure_on
 
 __all__ = ["evaluate", "sample_text"]
 
@@ -37,7 +37,7 @@ def evaluate(session: Session) -> Validation | None:
     batches = map(share.of, evaluation_batches(dataset, batch.micro_batch, share.reader, share.readers, limit))
     at_once = [[*batches]] if session.config.plan.mesh.pp > 1 else ([part] for part in batches)
     for some in at_once:
-        loss, right = measured(session, some)
+        loss, right = measure_on(session, some)
         samples = sum(each.samples for each in some)
         total += torch.tensor([float(loss), samples, samples / 2 if undecided else right], dtype=torch.float64)
     session.model.train()

@@ -92,7 +92,7 @@ class StepJudge:
         self._norms.append(norm)
         self._newest = self._session.step + 1
         self._steps.append(self._newest)
-        if not self._settings.acts and not self._scales and not math.isfinite(self._known(norm)):
+        if not self._settings.acts and not self._scales and not math.isfinite(self._norm_on_host(norm)):
             self._refuse_norm(norm)
         return None
 
@@ -118,7 +118,7 @@ class StepJudge:
             del before[: -self._settings.window]
         return None
 
-    def _known(self, norm: Tensor) -> float:
+    def _norm_on_host(self, norm: Tensor) -> float:
         """The newest norm that the host can have without keeping the device waiting."""
         if not self._on_cuda:
             return float(norm)

@@ -33,7 +33,7 @@ class MemoryChecks:
         """A step begins."""
         step = self._session.step + 1
         self._snapshot = None
-        if self._every is not None and step % self._every == 0:
+        if self._every is not None and self._session.config.plan.is_due(step, self._every):
             self._snapshot = UnitSnapshot(self._engine, step // self._every % len(self._engine.units))
 
     @property

@@ -19,7 +19,7 @@ from terrazzo.train.model.experts import forget_load
 from terrazzo.train.model.objectives import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.disagreement import RankAnswer, finding_of
-from terrazzo.train.steps.step import learnt
+from terrazzo.train.steps.step import train_on
 
 __all__ = ["Replay"]
 
@@ -46,8 +46,9 @@ class Replay:
         """Whether it is time: behind the first step, which shows whether kernels repeat themselves, and then by the
         number of steps.
         """
-        every, step = self._session.config.guard.replay_every, self._session.step
-        return every is not None and (step == self._first or step % every == 0)
+        config, step = self._session.config, self._session.step
+        every = config.guard.replay_every
+        return every is not None and (step == self._first or config.plan.is_due(step, every))
 
     def check(self) -> None:
         """Raises `Corrupted` on all ranks where one computes wrongly. Collective."""
@@ -102,7 +103,7 @@ class Replay:
         torch.manual_seed(session.config.train.seed + 1_000_003 * session.step + 1_009 * reader + place // mesh.tp)
         batch = session.loader.first_of(reader, self._from)
         with unused_gradients(engine_of(session.model)) as unused:
-            learnt(session, [batch], denominator=1.0)
+            train_on(session, [batch], denominator=1.0)
         return [reader, place], unused.digests()
 
     @contextmanager
@@ -130,11 +131,11 @@ def _require_alike(session: Session) -> None:
         if theirs != of_ranks[0]:
             raise BadInput(
                 f"guard.replay_every compares what ranks compute to the bit, and they are not alike: rank 0 has"
-                f" {_described(of_ranks[0])}, rank {rank} {_described(theirs)}. Use machines of one kind, or"
+                f" {_description(of_ranks[0])}, rank {rank} {_description(theirs)}. Use machines of one kind, or"
                 " guard.replay_every=null."
             )
 
 
-def _described(told: Sequence[object]) -> str:
+def _description(told: Sequence[object]) -> str:
     name, version, threads = told
     return f"'{name}' with torch {version} and {threads} threads"

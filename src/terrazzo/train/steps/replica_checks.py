@@ -48,7 +48,7 @@ class ReplicaChecks:
             Corrupted: on all ranks; names the rank, and what was put aside.
         """
         session = self._session
-        replicas = self._replicas_every is not None and session.step % self._replicas_every == 0
+        replicas = session.config.plan.is_due(session.step, self._replicas_every)
         if not (replicas or self._replay.due()):
             return
         with engine_of(session.model).tally.phases.during("evaluate"):

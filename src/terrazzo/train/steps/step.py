@@ -15,7 +15,7 @@ from terrazzo.train.model.experts import auxiliary_loss
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.session.session import Session
 
-__all__ = ["backward_on", "learnt", "measured", "update"]
+__all__ = ["backward_on", "measure_on", "train_on", "update"]
 
 
 def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
-    total = learnt(session, batch.micro_batches, denominator=max(1, batch.learnt))
+    total = train_on(session, batch.micro_batches, denominator=max(1, batch.gradient_samples))
     return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
 
 
@@ -34,7 +34,7 @@ def update(session: Session) -> None:
     session.optimizer.zero_grad()
 
 
-def learnt(session: Session, batches: Sequence[Batch], denominator: float) -> Tensor:
+def train_on(session: Session, batches: Sequence[Batch], denominator: float) -> Tensor:
     """Forward and backward of all micro-batches of a step; the sum of their losses. Collective.
 
     Args:
@@ -44,7 +44,7 @@ def learnt(session: Session, batches: Sequence[Batch], denominator: float) -> Te
     return _run(session, batches, lambda output, batch: objective.loss_of(session.model, output, batch), denominator)
 
 
-def measured(session: Session, batches: Sequence[Batch]) -> tuple[Tensor, float]:
+def measure_on(session: Session, batches: Sequence[Batch]) -> tuple[Tensor, float]:
     """The sum of the losses of micro-batches, and of how many samples the model is right. Collective.
 
     In a pipeline, the last stage alone knows of the second.

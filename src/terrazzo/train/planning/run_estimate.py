@@ -32,13 +32,13 @@ from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.settings.optimizer import construct
 
-__all__ = ["exchanges_of", "planned", "traced_memory"]
+__all__ = ["estimate_run", "exchanges_of", "traced_memory"]
 
 TRACED_LAYERS = 3
 """Of a deep decoder: the first, one that stands for all in the middle, and the last."""
 
 
-def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estimate:
+def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None) -> Estimate:
     """What the planner promises for a run with `ranks` ranks.
 
     On CPUs memory comes from a trace of the model's own operators, elsewhere from formulas. What was measured on this

@@ -1,0 +1,55 @@
+"""What is due after a step: one answer for all that a run does every so many steps.
+
+Whether a multiple of so many steps has come is `plan.is_due` of the configuration, which knows rounds of groups that
+train by themselves; here, in `cadence` and in the checks that steps are computed rightly, nothing counts otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from terrazzo.train.session.session import Session
+from terrazzo.train.steps.cadence import Cadence
+
+__all__ = ["DueWork", "due_work"]
+
+
+class DueWork(NamedTuple):
+    """What is to be done after a step that was taken.
+
+    Attributes:
+        row: a row of the log: behind every log step, and behind the next one that is taken where one was left out.
+        evaluation: the validation loss.
+        save: a checkpoint.
+        local_save: a local checkpoint, where no other is saved.
+        sample: a text.
+    """
+
+    row: bool
+    evaluation: bool
+    save: bool
+    local_save: bool
+    sample: bool
+
+
+def due_work(session: Session, cadence: Cadence, *, newest: int | None, row_step: int, stopped: bool) -> DueWork:
+    """Of the session's step.
+
+    Args:
+        newest: the newest step that was taken, and not left out.
+        row_step: behind which the last row of the log was.
+        stopped: the run ends with this step, since somebody has asked for it.
+    """
+    config, step = session.config, session.step
+    plan, train = config.plan, config.train
+    finished = step == train.steps
+    last = stopped or finished
+    logs = newest == step and plan.is_due(step, config.log.every, row_step)
+    save = last or cadence.due(step)
+    return DueWork(
+        row=newest is not None and newest > row_step and (last or logs),
+        evaluation=finished or plan.is_due(step, train.eval_every),
+        save=save,
+        local_save=not save and session.checkpoints.local_due(step),
+        sample=bool(session.sampling.prompt) and (finished or plan.is_due(step, train.sample_every)),
+    )
