@@ -21,13 +21,14 @@ import torch
 from terrazzo import cli
 from terrazzo.config import Config, load_config
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.shell_command import fold_command, terrazzo_command
 from terrazzo.train import start
 from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.session.build_session import open_session
-from terrazzo.train.settings.command import Command, folded, program
+from terrazzo.train.settings.run_command import RunCommand
 from tests.helpers.threads import run_in_threads
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +71,7 @@ class Runs:
         def body(rank: int) -> int:
             with open_session(config, Ranks(0, 1, torch.device("cpu"))) as session:
                 self.steps.append(session.step)
-                return TrainingLoop(session, _AskedAfter(self.stop_after), Command(path, overrides)).run()
+                return TrainingLoop(session, _AskedAfter(self.stop_after), RunCommand(path, overrides)).run()
 
         return run_in_threads(1, body)[0]
 
@@ -194,21 +195,21 @@ def test_a_printed_command_is_one_that_the_shell_finds(
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
     monkeypatch.setenv("PATH", str(beside) if active else "/nowhere")
     monkeypatch.chdir(tmp_path)
-    assert program() == ("terrazzo" if active else "'my folder/.venv/bin/terrazzo'")
+    assert terrazzo_command() == ("terrazzo" if active else "'my folder/.venv/bin/terrazzo'")
     (beside / "terrazzo").unlink()
-    assert program() == f"'{beside}/python' -m terrazzo"
+    assert terrazzo_command() == f"'{beside}/python' -m terrazzo"
 
 
 def test_going_on_repeats_what_was_asked_for() -> None:
     asked = ["plan=zero1", "train.steps=250", "log.note=two words"]
     config: Any = load_config(ROOT / "examples/quickstart.yaml", asked)
-    said = Command(Path("a b.yaml"), asked).going_on(config, finished=False)
-    words = shlex.split(said.replace(program(), "terrazzo"))
+    said = RunCommand(Path("a b.yaml"), asked).going_on(config, finished=False)
+    words = shlex.split(said.replace(terrazzo_command(), "terrazzo"))
     assert words == ["terrazzo", "train", "a b.yaml", *asked, "checkpoint.resume=if_exists"]
-    said = Command(Path("a.yaml"), asked).going_on(config, finished=True)
+    said = RunCommand(Path("a.yaml"), asked).going_on(config, finished=True)
     assert shlex.split(said)[-3:] == ["log.note=two words", "checkpoint.resume=if_exists", "train.steps=500"]
-    assert Command().going_on(config, finished=False) == "the same command with checkpoint.resume=if_exists"
+    assert RunCommand().going_on(config, finished=False) == "the same command with checkpoint.resume=if_exists"
     for width in range(40, 120):
-        lines = folded("continue  ", said, width)
+        lines = fold_command("continue  ", said, width)
         assert max(map(len, lines.splitlines())) <= max(width, 60)
         assert shlex.split(lines.removeprefix("continue  ").replace("\\\n", "")) == shlex.split(said), width

@@ -27,6 +27,7 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import ModelState
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import INTERRUPTED
+from terrazzo.shell_command import terrazzo_command
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
@@ -41,8 +42,8 @@ from terrazzo.train.preflight import check
 from terrazzo.train.session import build_session
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
-from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import build_precision, scaled_for_sums
+from terrazzo.train.settings.run_command import RunCommand
 from terrazzo.train.steps.evaluate import evaluate
 from terrazzo.train.steps.step import backward_on, update
 from tests.checkpoint.faults import reap, spawn_child
@@ -354,8 +355,8 @@ def _wait_until(what: Callable[[], bool]) -> None:
 
 def test_what_is_lost_at_a_second_interrupt_is_said_with_the_way_on(tmp_path: Path) -> None:
     config = config_in(tmp_path, train={"steps": 3})
-    command = Command(Path("mine.yaml"), ["train.steps=3"])
-    again = f"{program()} train mine.yaml train.steps=3"
+    command = RunCommand(Path("mine.yaml"), ["train.steps=3"])
+    again = f"{terrazzo_command()} train mine.yaml train.steps=3"
     assert cut_short_text(config, command) == (
         f"Ended at once, without saving: there is no checkpoint, and all steps are lost. To begin anew: {again}"
     )

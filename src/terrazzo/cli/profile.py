@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from terrazzo.shell_command import terrazzo_command
+
 __all__ = ["profile"]
 
 _UNSEEN = "A Python that is started with -I, -E or -S, or without PYTHONPATH, is not looked into."
@@ -48,9 +50,8 @@ def _lines(folder: Path, steps: int, code: int) -> list[str]:
         ]
     from terrazzo.errors import counted
     from terrazzo.train.planning.run_review import RunReview  # it imports torch and the trainer
-    from terrazzo.train.settings.command import program
 
     return [
         str(RunReview(folder).verdict()),
-        f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}",
+        f"{counted(steps, 'step')} seen; {terrazzo_command()} verdict|watch|report {folder}",
     ]

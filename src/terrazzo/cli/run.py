@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from terrazzo.errors import BadInput
+from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["run"]
 
@@ -57,10 +58,8 @@ def _ranks_of(target: str, arguments: list[str]) -> tuple[int | None, list[str]]
             raise BadInput(f"{_RANKS} is '{text}', expected a whole number above 0.")
         return int(text), rest
     if any(argument.partition("=")[0] == _RANKS for argument in arguments):
-        from terrazzo.train.settings.command import program
-
         raise BadInput(
-            f"{_RANKS} stands among the arguments of '{target}': write `{program()} run {_RANKS} N {target} ...`, and"
-            " what comes after the script is the script's."
+            f"{_RANKS} stands among the arguments of '{target}': write `{terrazzo_command()} run {_RANKS} N {target} ...`,"
+            " and what comes after the script is the script's."
         )
     return None, arguments

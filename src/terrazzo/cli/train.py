@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from terrazzo.errors import BadInput
+from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["train"]
 
@@ -33,10 +34,9 @@ def train(
     """
     from terrazzo.config import load_config
     from terrazzo.train.launch.environment import adopt_slurm, is_rank
-    from terrazzo.train.settings.command import program
 
     if config.suffix == ".py":
-        raise BadInput(f"'{config}' is a script, and no configuration: write {program()} run {config}.")
+        raise BadInput(f"'{config}' is a script, and no configuration: write {terrazzo_command()} run {config}.")
     adopt_slurm()
     if is_rank():  # which says together with the others what is wrong
         from terrazzo.train.rank import train_as_rank

@@ -45,5 +45,5 @@ together:
 Open to other packages, which is to say to the command line:
 
     calibration, checkpoints.export, data.sources, launch, planning, preflight   what it runs, and asks for
-    rank, settings.command, start                                                the same
+    rank, start                                                                  the same
 """

@@ -17,7 +17,7 @@ from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.report import LogWindow, RunReport
 from terrazzo.train.session.session import Session
-from terrazzo.train.settings.command import Command
+from terrazzo.train.settings.run_command import RunCommand
 from terrazzo.train.steps.cadence import Cadence
 from terrazzo.train.steps.due import DueWork, due_work
 from terrazzo.train.steps.evaluate import evaluate, sample_text
@@ -35,13 +35,13 @@ class TrainingLoop:
         self,
         session: Session,
         stop: StopRequest,
-        command: Command | None = None,
+        command: RunCommand | None = None,
         on_step_end: Callable[[int], object] = lambda step: None,
     ) -> None:
         self.session, self.stop, self.on_step_end = session, stop, on_step_end
         self.engine = engine_of(session.model)
         self.window = LogWindow(session)
-        self.report = RunReport(session, command or Command(), self.window)
+        self.report = RunReport(session, command or RunCommand(), self.window)
         self.judge, self.cadence = StepJudge(session), Cadence(session)
         self.checks = ReplicaChecks(session)
         self.recorder = StepRecorder(self.engine, session.micro_batches)

@@ -34,7 +34,7 @@ from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
-from terrazzo.train.settings.command import Command
+from terrazzo.train.settings.run_command import RunCommand
 
 __all__ = ["train_as_rank"]
 
@@ -44,14 +44,14 @@ _NOBODY_LOOKS = (
 )
 
 
-def train_as_rank(path: Path, overrides: list[str], command: Command | None = None) -> NoReturn:
+def train_as_rank(path: Path, overrides: list[str], command: RunCommand | None = None) -> NoReturn:
     """This process trains as the rank that its environment says it is, and ends with the exit code.
 
     Args:
         command: by which the run goes on; default: that of the launcher, which others may be.
     """
     launched = REPORT in os.environ  # by `start_training`, which says what there is to say of a stop
-    command = command or (Command(path, overrides) if launched else Command())
+    command = command or (RunCommand(path, overrides) if launched else RunCommand())
     rank = int(os.environ["RANK"])
     process = RankProcess(rank)
     notices = rank_notices(process.note_interrupted, lambda: load_config(path, overrides), command)
@@ -71,7 +71,7 @@ class _RankOfRun:
     process: RankProcess
     path: Path
     overrides: list[str]
-    command: Command
+    command: RunCommand
     stop: StopRequest
     launched: bool
 

@@ -16,7 +16,7 @@ from terrazzo.train.launch.machine import ranks_to_start, resolve_device
 from terrazzo.train.launch.stopping.trainer_notices import launcher_notices
 from terrazzo.train.preflight import check, check_fewer
 from terrazzo.train.rank import train_as_rank
-from terrazzo.train.settings.command import Command
+from terrazzo.train.settings.run_command import RunCommand
 
 __all__ = ["start_training"]
 
@@ -37,7 +37,7 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
     Raises:
         BadInput: found before any process was started.
     """
-    command = Command(path, overrides)
+    command = RunCommand(path, overrides)
     ranks = ranks_to_start(config)
     check(config, ranks)
     check_fewer(config, ranks)

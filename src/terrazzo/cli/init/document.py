@@ -17,9 +17,9 @@ from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
 from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.preflight import check
-from terrazzo.train.settings.command import program
 
 __all__ = ["write_config"]
 
@@ -50,7 +50,7 @@ def write_config(file: Path, answers: InitAnswers) -> None:
     say(f"written: {file}")
     shown = shlex.quote(str(file))
     where = "" if machine.is_here else f" --gpu {machine.cluster.device.name} --gpus {answers['ranks']}"
-    say(f"next:    {program()} plan {shown}{where}\n         {program()} train {shown}")
+    say(f"next:    {terrazzo_command()} plan {shown}{where}\n         {terrazzo_command()} train {shown}")
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.planner.text.blocks import TextBlock, TextLine, show
-from terrazzo.train.settings.command import program
+from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["answer_plan"]
 
@@ -233,7 +233,7 @@ def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) ->
     if arguments.emit is not None:
         return [TextLine(f"\nwritten: {path}. To run it: {train}", copied=True)]
     command = shlex.join([*sys.argv[1:], "--emit", str(path)])
-    return [TextLine(f"\nTo run it: {program()} {command} && {train}", copied=True)]
+    return [TextLine(f"\nTo run it: {terrazzo_command()} {command} && {train}", copied=True)]
 
 
 def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
@@ -247,7 +247,7 @@ def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
 def _start(cluster: Cluster) -> str:
     """What starts ranks on every host; on one this command does."""
     if _on_one_host(cluster):
-        return program()
+        return terrazzo_command()
     ranks = min(cluster.count, cluster.device.per_node)
     meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return f"torchrun --nnodes {cluster.nodes} --nproc-per-node {ranks} {meeting} -m terrazzo"

@@ -11,6 +11,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from terrazzo.errors import BadInput
+from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["SCRIPTS_OWN", "Mend", "Verb", "answering", "as_setting", "in_the_file", "of_torchrun"]
 
@@ -76,9 +77,7 @@ def as_setting(option: str, value: str, words: list[str]) -> str | None:
 def in_the_file(option: str, value: str, words: list[str]) -> str | None:
     """For `init`: what it writes has all settings."""
     if option in _FILES:
-        from terrazzo.train.settings.command import program  # the trainer, which other verbs do without
-
-        return f"the file that it writes stands without one: {program()} init {value or 'FILE'}."
+        return f"the file that it writes stands without one: {terrazzo_command()} init {value or 'FILE'}."
     settings = _settings(option, value)
     return settings and f"change the file that it writes, or train with {settings} behind that."
 

@@ -10,9 +10,9 @@ from typing import Any
 from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
 from terrazzo.config import Config, flatten, without_passwords
 from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
+from terrazzo.shell_command import terrazzo_command
 from terrazzo.train.checkpoints.local_folder import local_checkpoints
 from terrazzo.train.data.source_file import SourceFile
-from terrazzo.train.settings.command import program
 
 __all__ = [
     "clear_checkpoints",
@@ -185,7 +185,7 @@ def _from_weights(config: Config, step: int) -> str:
     weights, folders = f"{log}-weights", [f"log.folder={log}-new"]
     if config.checkpoint.folder is not None:
         folders.append(f"checkpoint.folder={config.checkpoint_folder}-new")
-    convert = f"{program()} checkpoint convert {shlex.join([newest, weights])} --to hf"
+    convert = f"{terrazzo_command()} checkpoint convert {shlex.join([newest, weights])} --to hf"
     settings = ["model.kind=huggingface", f"model.path={weights}", "model.weights=pretrained", *folders]
     return f"{convert}, then the same command with {shlex.join(settings)}"
 

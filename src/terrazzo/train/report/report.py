@@ -15,6 +15,7 @@ from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import counted
+from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry import StepMetrics, duration, restart_text
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.model.objectives import Validation
@@ -25,8 +26,8 @@ from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_screen import RunScreen
 from terrazzo.train.session.session import Session
-from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import mesh_shape
+from terrazzo.train.settings.run_command import RunCommand
 from terrazzo.train.steps.cadence import SaveInterval
 
 __all__ = ["RunReport"]
@@ -35,7 +36,7 @@ __all__ = ["RunReport"]
 class RunReport:
     """Everything that is said and written. Every rank has one; only rank 0's has a screen and files."""
 
-    def __init__(self, session: Session, command: Command, window: LogWindow) -> None:
+    def __init__(self, session: Session, command: RunCommand, window: LogWindow) -> None:
         self._session, self._command, self._window = session, command, window
         self._screen = RunScreen(session.ranks.is_first, session.config.train.steps, window.known)
         plan = engine_of(session.model).plan.name
@@ -166,7 +167,7 @@ class RunReport:
             self._screen.row("sample", self._screen.on_one_line(self._last_sample))
         self._screen.row("report", str(RunFolder(session.config.log.folder).page))
         if session.config.log.note and not stopped:
-            self._screen.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", program()))
+            self._screen.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", terrazzo_command()))
         self.leave()
         self._say_how_to_go_on(finished=not stopped)
 

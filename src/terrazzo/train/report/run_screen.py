@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from terrazzo.config import without_passwords
 from terrazzo.errors import printable
+from terrazzo.shell_command import fold_command
 from terrazzo.telemetry import RunConsole, StepMetrics, StepTable
-from terrazzo.train.settings.command import folded
 
 __all__ = ["RunScreen"]
 
@@ -74,7 +74,7 @@ class RunScreen:
 
     def command(self, label: str, command: str) -> None:
         """A command to be copied, which has to be seen."""
-        self.say(folded(f"{label:<{LABEL}}", command, self._width), needed=True)
+        self.say(fold_command(f"{label:<{LABEL}}", command, self._width), needed=True)
 
     def on_one_line(self, text: str) -> str:
         """What a model has written, as much of it as stands beside a label."""

@@ -14,11 +14,11 @@ from typing import NamedTuple, NoReturn
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, counted
+from terrazzo.shell_command import terrazzo_command
 from terrazzo.train.launch.environment import adopt_slurm, is_rank, require_environment, starter
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.stopping.notices import Notices
-from terrazzo.train.settings.command import program
 
 __all__ = ["Script", "run_script"]
 
@@ -48,10 +48,12 @@ def run_script(script: Script, ranks: int | None) -> int:
     """
     if not script.is_module and not Path(script.target).exists():
         raise BadInput(
-            f"There is no file '{script.target}' to run. A module is named by -m: {program()} run -m MODULE."
+            f"There is no file '{script.target}' to run. A module is named by -m: {terrazzo_command()} run -m MODULE."
         )
     if not script.is_module and Path(script.target).suffix in (".yaml", ".yml", ".json", ".toml"):
-        raise BadInput(f"'{script.target}' is a configuration, and no script: write {program()} train {script.target}.")
+        raise BadInput(
+            f"'{script.target}' is a configuration, and no script: write {terrazzo_command()} train {script.target}."
+        )
     if not _is_lone_task():
         adopt_slurm()
     if is_rank():

@@ -8,7 +8,7 @@ from terrazzo.checkpoint import latest
 from terrazzo.config import Config, without_passwords
 from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
 from terrazzo.train.launch.stopping.notices import Notices
-from terrazzo.train.settings.command import Command
+from terrazzo.train.settings.run_command import RunCommand
 
 __all__ = ["cut_short_text", "launcher_notices", "rank_notices"]
 
@@ -19,7 +19,7 @@ _STOPPING_EARLY = (
 )
 
 
-def launcher_notices(config: Config, command: Command) -> Notices:
+def launcher_notices(config: Config, command: RunCommand) -> Notices:
     """Of a launcher, which also notes in the run's folder how its ranks have ended."""
     return Notices(
         _STOPPING,
@@ -31,7 +31,7 @@ def launcher_notices(config: Config, command: Command) -> Notices:
 
 
 def rank_notices(
-    note_interrupted: Callable[[], object], read_config: Callable[[], Config], command: Command
+    note_interrupted: Callable[[], object], read_config: Callable[[], Config], command: RunCommand
 ) -> Notices:
     """Of a rank that others have started, or nobody: it notes itself that it was interrupted."""
 
@@ -42,7 +42,7 @@ def rank_notices(
     return Notices(_STOPPING, cut_short, stopping_early=_STOPPING_EARLY)
 
 
-def cut_short_text(config: Config, command: Command) -> str:
+def cut_short_text(config: Config, command: RunCommand) -> str:
     """What is lost with a run that is ended at once, what is left, and how to go on from there."""
     folder, again = config.checkpoint_folder, command.going_on(config, finished=False)
     newest = folder if "://" in folder else latest(folder)  # nothing is asked of a network now

@@ -1,0 +1,36 @@
+"""Commands that are printed to be copied: as the user's shell finds and reads them."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+__all__ = ["fold_command", "terrazzo_command"]
+
+_NAME = "terrazzo"
+
+
+def terrazzo_command() -> str:
+    """What runs the `terrazzo` of this environment: its name where this shell finds it by that, else its path."""
+    beside = Path(sys.executable).with_name(_NAME)
+    if not beside.exists():
+        return f"{shlex.quote(sys.executable)} -m {_NAME}"
+    on_path = shutil.which(_NAME)
+    if on_path is not None and Path(on_path).samefile(beside):
+        return _NAME
+    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
+
+
+def fold_command(label: str, command: str, width: int) -> str:
+    """`label` and a command, over as many lines of `width` as it takes, which a shell reads as one."""
+    first, *words = map(shlex.quote, shlex.split(command))  # a quoted word with a space stays on one line
+    lines = [label + first]
+    for word in words:
+        if len(f"{lines[-1]} {word} \\") > width:
+            lines[-1] += " \\"
+            lines.append(" " * len(label) + word)
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)

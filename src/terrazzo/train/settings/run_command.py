@@ -1,0 +1,31 @@
+"""The command that a run was started with, and the one that goes on with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from terrazzo.config import Config
+from terrazzo.shell_command import terrazzo_command
+
+__all__ = ["RunCommand"]
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """What a run was started with. Without a path, torchrun or Slurm has started it, and knows the whole of it."""
+
+    path: Path | None = None
+    overrides: Sequence[str] = ()
+
+    def going_on(self, config: Config, *, finished: bool) -> str:
+        """What continues the run; one that has finished, for as many steps again."""
+        settings = {} if config.checkpoint.resume != "never" else {"checkpoint.resume": "if_exists"}
+        settings |= {"train.steps": str(2 * config.train.steps)} if finished else {}
+        changed = [f"{key}={value}" for key, value in settings.items()]
+        if self.path is None:
+            return " ".join(["the same command", *(["with"] if changed else ["again"]), *changed])
+        unchanged = [word for word in self.overrides if word.partition("=")[0] not in settings]
+        return " ".join([terrazzo_command(), "train", *map(shlex.quote, [str(self.path), *unchanged, *changed])])
