@@ -59,7 +59,7 @@ def _ranks_of(target: str, arguments: list[str]) -> tuple[int | None, list[str]]
         return int(text), rest
     if any(argument.partition("=")[0] == _RANKS for argument in arguments):
         raise BadInput(
-            f"{_RANKS} stands among the arguments of '{target}': write `{terrazzo_command()} run {_RANKS} N {target} ...`,"
-            " and what comes after the script is the script's."
+            f"{_RANKS} stands among the arguments of '{target}': write"
+            f" `{terrazzo_command()} run {_RANKS} N {target} ...`, and what comes after the script is the script's."
         )
     return None, arguments

@@ -40,6 +40,11 @@ class Section(BaseModel):
             self._agrees()
         return self
 
+    def changed_keys(self, *keys: str) -> list[str]:
+        """Which of these keys, or of all, are not at their defaults."""
+        usual = type(self).model_fields
+        return [name for name, value in self if name in (keys or usual) and value != usual[name].default]
+
     def _agrees(self) -> None:
         """What is to be said of several keys of the section together. Raises: `ValueError`."""
 

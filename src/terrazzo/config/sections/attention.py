@@ -28,8 +28,7 @@ class AttentionConfig(Section):
         return "stride" if self.stride is not None else "layers of other kinds" if self.full_every is not None else ""
 
     def _agrees(self) -> None:
-        set_here = [name for name in ("stride", "full_every") if getattr(self, name) is not None]
-        if self.window is None and set_here:
+        if self.window is None and (set_here := self.changed_keys("stride", "full_every")):
             raise ValueError(
                 f"{', '.join(set_here)} without attention.window: set it, such as 1024, or remove the section"
             )

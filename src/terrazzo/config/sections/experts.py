@@ -35,8 +35,7 @@ class ExpertsConfig(Section):
     z_loss: float = Field(0.0, ge=0, description="weight of the squared log-sum-exp of a token's scores; 0: none")
 
     def _agrees(self) -> None:
-        usual = type(self).model_fields
-        set_here = [name for name, value in self if value != usual[name].default]
+        set_here = self.changed_keys()
         if self.count is None and set_here:
             raise ValueError(f"{', '.join(set_here)} without experts.count: set it, such as 8, or remove the section")
         if self.count is not None and self.top_k > self.count:

@@ -51,5 +51,5 @@ class GuardConfig(Section):
     def _agrees(self) -> None:
         if self.skip_batches and self.action != "rollback":
             raise ValueError(f"skip_batches belongs to action 'rollback', and this one is '{self.action}': remove it")
-        if self.window != type(self).model_fields["window"].default and self.spike is None:
+        if self.changed_keys("window") and self.spike is None:
             raise ValueError("window without spike: set guard.spike, such as 8, or remove it")

@@ -62,7 +62,7 @@ class LaunchConfig(Section):
                 f"ranks '{self.ranks}' lets ranks become fewer when they are started again, and restarts is 0: set"
                 f" launch.restarts to how often that may be, or launch.ranks to {self.numbers()[-1]}"
             )
-        if self.stall_s > self.timeout_s and self.stall_s != type(self).model_fields["stall_s"].default:
+        if self.stall_s > self.timeout_s and self.changed_keys("stall_s"):
             raise ValueError(
                 f"stall_s {self.stall_s:g} is longer than timeout_s {self.timeout_s:g}, after which ranks give up"
                 " waiting for each other: no rank that stands still would be named before. Lower launch.stall_s, or"

@@ -57,10 +57,7 @@ class ObjectiveConfig(Named):
         return OBJECTIVES[self.name]
 
     def _agrees(self) -> None:
-        set_here = [
-            key for key in ("beta", "label_smoothing") if getattr(self, key) != type(self).model_fields[key].default
-        ]
-        if set_here and self.name != "dpo":
+        if (set_here := self.changed_keys("beta", "label_smoothing")) and self.name != "dpo":
             raise ValueError(
                 f"{', '.join(set_here)} without name 'dpo', which alone reads it: set name to 'dpo', or remove it"
             )

@@ -40,7 +40,7 @@ class TrainConfig(Section):
     compile: bool = Field(False, description="torch.compile for each unit")
 
     def _agrees(self) -> None:
-        if self.sample_chat is not None and self.sample_prompt != type(self).model_fields["sample_prompt"].default:
+        if self.sample_chat is not None and self.changed_keys("sample_prompt"):
             raise ValueError(
                 "sample_prompt and sample_chat: give one of them, what a text begins with or what is asked"
             )
