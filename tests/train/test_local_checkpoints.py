@@ -15,7 +15,7 @@ from terrazzo.checkpoint import clear, complete_checkpoints, open_source
 from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.train.checkpoints.local import LocalCheckpoints
+from terrazzo.train.checkpoints.local_checkpoints import LocalCheckpoints
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, local_folder, noted_run
 from terrazzo.train.checkpoints.restart_points import restarts_of
 from terrazzo.train.checkpoints.resume import resume_from

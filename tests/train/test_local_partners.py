@@ -20,7 +20,7 @@ from terrazzo.checkpoint.series.partner_hosts import CopyResult, PartnerHosts
 from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
 from terrazzo.config import config_from_dict
 from terrazzo.errors import SaveFailed
-from terrazzo.train.checkpoints import local, local_folder
+from terrazzo.train.checkpoints import local_checkpoints, local_folder
 from tests.helpers.threads import exclusive, run_in_threads
 
 Save = Callable[[int], CopyResult | None]
@@ -36,12 +36,14 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def on_hosts(hosts: Path, body: Callable[[local.LocalCheckpoints, Save], Any], **settings: Any) -> list[Any]:
+def on_hosts(
+    hosts: Path, body: Callable[[local_checkpoints.LocalCheckpoints, Save], Any], **settings: Any
+) -> list[Any]:
     checkpoint = {"folder": str(hosts / "durable"), "local": {"folder": str(hosts), "every": 10, **settings}}
     config = config_from_dict({"checkpoint": checkpoint})
 
     def ranked(rank: int) -> Any:
-        checkpoints = local.LocalCheckpoints(config)
+        checkpoints = local_checkpoints.LocalCheckpoints(config)
         with exclusive():
             torch.manual_seed(0)
             model = nn.Linear(5, 3)
@@ -92,7 +94,7 @@ def test_what_has_copies_stays_until_a_newer_one_has_some(hosts: Path, hung_up: 
     """The copy of step 20 fails. A host that is lost while step 30 is written takes the run back to step 10."""
     hung_up[:] = ["step-00000020"]
 
-    def body(checkpoints: local.LocalCheckpoints, save: Save) -> list[Any]:
+    def body(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> list[Any]:
         seen = []
         for step in (10, 20, 30, 40):
             save(step)
@@ -110,7 +112,7 @@ def test_what_has_copies_stays_until_what_a_run_goes_on_from_has_some(hosts: Pat
     on_hosts(hosts, lambda checkpoints, save: [save(10), save(20), checkpoints._files.wait_for_copies()])
     hung_up.clear()
 
-    def go_on(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
+    def go_on(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> Any:
         path = [*checkpoints.find(None)][-1]
         checkpoints.resumed(path)
         kept = {each.name for each in hosts.glob("host*/*/step-*")}
@@ -132,7 +134,7 @@ def test_a_run_that_fails_gives_a_copy_under_way_a_moment(hosts: Path, monkeypat
 
     monkeypatch.setattr(MultiHostFolder, "_request", ask)
 
-    def body(checkpoints: local.LocalCheckpoints, save: Save) -> None:
+    def body(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> None:
         save(10)
         checkpoints.close(30.0)
 
@@ -158,7 +160,7 @@ def test_a_copy_that_was_received_before_its_sender_looked_is_not_waited_for(
 
     monkeypatch.setattr(PartnerHosts, "begin_copy", begin_copy)
 
-    def body(checkpoints: local.LocalCheckpoints, save: Save) -> float:
+    def body(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> float:
         save(10)
         start = time.monotonic()
         checkpoints.close(30.0)
@@ -184,7 +186,7 @@ def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: p
 
     monkeypatch.setattr(MultiHostFolder, "_request", ask)
 
-    def body(checkpoints: local.LocalCheckpoints, save: Save) -> list[CopyResult | None]:
+    def body(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> list[CopyResult | None]:
         save(10)
         threading.Timer(0.2, going_on.set).start()  # the thread is asked to end, and then comes to it
         checkpoints.resumed(None)
@@ -197,7 +199,7 @@ def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: p
 
 
 def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next_save(hosts: Path) -> None:
-    def begin(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
+    def begin(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> Any:
         save(10)
         return checkpoints._files.wait_for_copies()
 
@@ -207,7 +209,7 @@ def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next
     shutil.rmtree(hosts / "host1")
     (hosts / "host1").mkdir()
 
-    def go_on(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
+    def go_on(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> Any:
         (path,) = checkpoints.find(None)
         checkpoints.resumed(path)
         return checkpoints._files.wait_for_copies()

@@ -21,7 +21,7 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.planning.run_review import RunReview
 from terrazzo.train.planning.summary import bytes_line, summarize
-from terrazzo.train.report.files import LogFiles
+from terrazzo.train.report.log_files import LogFiles
 from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_screen import RunScreen
@@ -237,8 +237,8 @@ def _header(session: Session) -> list[tuple[str, str]]:
 def _model(session: Session) -> str:
     members = [member for bucket in engine_of(session.model).buckets() for member in bucket.members]
     numel = sum(math.prod(member.shape) for member in members)
-    learnt = sum(math.prod(member.shape) for member in members if member.trainable)
-    of_them = "" if learnt == numel else f" ({learnt / 1e6:.2f} M trained)"
+    trainable = sum(math.prod(member.shape) for member in members if member.trainable)
+    of_them = "" if trainable == numel else f" ({trainable / 1e6:.2f} M trained)"
     return f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}"
 
 
