@@ -13,8 +13,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def option_parameter(name: str, kind: Any, option: Any, default: Any = None) -> Parameter:
     """A parameter `name` of a `kind` that is written as a `typer.Option`; may be None where that is the default."""
-    annotation = Annotated[kind if default is not None else kind | None, option]
-    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+    or_none: Any = kind if default is not None else kind | None
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[or_none, option], default=default)
 
 
 def with_parameters(parameters: Iterable[Parameter], before: str = "") -> Callable[[Command], Command]:

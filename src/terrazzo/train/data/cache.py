@@ -91,8 +91,8 @@ class TokenCache:
 
 def cache_key(files: Sequence[SourceFile], *settings: str | int | None) -> str:
     """A name for what the cache of these inputs holds; files count by place, size and time or tag."""
-    described = json.dumps([FORMAT_VERSION, *settings, [file.key for file in files]])
-    return hashlib.sha256(described.encode()).hexdigest()[:32]
+    description = json.dumps([FORMAT_VERSION, *settings, [file.key for file in files]])
+    return hashlib.sha256(description.encode()).hexdigest()[:32]
 
 
 def write_cache(

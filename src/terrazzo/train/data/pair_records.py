@@ -19,7 +19,7 @@ PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 class PairRecords:
     """Records of `chosen` and `rejected`, with or without `prompt` and `tools`."""
 
-    described = f"the fields {CHOSEN!r} and {REJECTED!r}, of a preference pair"
+    description = f"the fields {CHOSEN!r} and {REJECTED!r}, of a preference pair"
 
     def check_text(self, where: str) -> None:
         """Raises `BadInput`: plain text has no pairs."""

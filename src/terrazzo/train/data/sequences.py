@@ -235,12 +235,12 @@ class SequenceDataset:
     def fingerprint(self) -> str:
         """Identifies the sequences: equal exactly where every sequence has the same tokens and targets."""
         ranges = zlib.crc32(np.stack((self.starts, self.stops)).astype("<i8").tobytes())
-        described: list[int | str] = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
+        parts: list[int | str] = [self.cache.crc, self.cache.header.tokens_numel, ranges, self.sequence_length]
         if self.rows is not None:
-            described.append(zlib.crc32(self.rows.bounds.astype("<i8").tobytes()))
+            parts.append(zlib.crc32(self.rows.bounds.astype("<i8").tobytes()))
         if self.apart:
-            described.append("apart")
-        return f"{zlib.crc32(json.dumps(described).encode()):08x}{self.cache.crc:08x}"
+            parts.append("apart")
+        return f"{zlib.crc32(json.dumps(parts).encode()):08x}{self.cache.crc:08x}"
 
     def valid_tokens(self, indices: Indices) -> int:
         """Number of targets, over all these sequences, that are not ignored."""
