@@ -63,7 +63,7 @@ class TokenData:
     files: tuple[SourceFile, ...] = ()
 
     @property
-    def description(self) -> dict[str, str]:
+    def described(self) -> dict[str, str]:
         """What ranks compare, which is equal for equal samples whatever files they came from."""
         parts = {"training data": self.train, "validation data": self.validation}
         texts = {

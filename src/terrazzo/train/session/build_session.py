@@ -121,7 +121,7 @@ def _before_model(config: Config, ranks: Ranks, checkpoints: RunCheckpoints) -> 
     data = load_data(
         config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
     )
-    agree_on_data(data.description, named_sources(config.data))
+    agree_on_data(data.described, named_sources(config.data))
     limit = evaluation_limit(config, share_of(config, ranks).readers)
     _check_validation(data, limit)
     question = on_first(lambda: question_of(config, data), BadInput)
