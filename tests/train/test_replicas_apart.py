@@ -97,7 +97,7 @@ def test_a_replica_divides_by_its_own_samples(tmp_path: Path) -> None:
         steps = [loader.next_step() for loader in loaders]
         own = [sum(part.samples for part in step.micro_batches) for step in steps]
         assert np.sum(own) == steps[0].samples
-        assert [step.gradient_samples for step in steps] == [own[0] + own[1]] * 2 + [own[2] + own[3]] * 2
+        assert [step.learnt for step in steps] == [own[0] + own[1]] * 2 + [own[2] + own[3]] * 2
         unlike |= own[0] + own[1] != own[2] + own[3]
     assert unlike
     for loader in loaders:

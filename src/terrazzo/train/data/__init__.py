@@ -32,8 +32,8 @@ from terrazzo.train.data.loader import (
     GlobalBatch,
     GlobalOrder,
     Loader,
+    evaluated,
     evaluation_batches,
-    evaluation_indices,
     rounds,
 )
 from terrazzo.train.data.pairs import PairDataset
@@ -55,8 +55,8 @@ __all__ = [
     "Prompt",
     "SequenceDataset",
     "TokenData",
+    "evaluated",
     "evaluation_batches",
-    "evaluation_indices",
     "load_chat",
     "load_data",
     "load_tokenizer",

@@ -22,7 +22,7 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, Indices, SequenceDataset
 
-__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluation_batches", "evaluation_indices", "rounds"]
+__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches", "rounds"]
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class GlobalBatch:
     """One step's data: this rank's micro-batches, and over all ranks the targets, and the samples of the mean loss.
 
     Attributes:
-        gradient_samples: of these samples, those that gradients are summed over: of the rank's own replica where each
+        learnt: of these samples, those that gradients are summed over: of the rank's own replica where each
             trains by itself.
     """
 
     micro_batches: tuple[Batch, ...]
     valid_tokens: int
     samples: int
-    gradient_samples: int
+    learnt: int
 
 
 _SAME = "Resume with the data, tokenizer, sequence_length, split, seed and numpy of the saved run."
@@ -128,9 +128,9 @@ class Loader:
         indices, following = self.order.take(cursor, self.batch.global_batch)
         micro_batches = tuple(self.part(self.dataset.batch(one)) for one in self._share(indices, self.rank))
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
-        return GlobalBatch(micro_batches, *totals, self._gradient_samples(indices, totals[1])), following
+        return GlobalBatch(micro_batches, *totals, self._learnt(indices, totals[1])), following
 
-    def _gradient_samples(self, indices: Indices, samples: int) -> int:
+    def _learnt(self, indices: Indices, samples: int) -> int:
         """Of a step's samples those of this rank's replica."""
         if self.replicas == 1:
             return samples
@@ -204,7 +204,7 @@ class Loader:
         self.thread, self.ahead = None, None
 
 
-def evaluation_indices(dataset: SequenceDataset, max_sequences: int | None = None) -> npt.NDArray[np.int64]:
+def evaluated(dataset: SequenceDataset, max_sequences: int | None = None) -> npt.NDArray[np.int64]:
     """The sequences of a pass over `dataset`: all, or at most `max_sequences`, evenly spaced."""
     count = min(len(dataset), max_sequences or len(dataset))
     return np.arange(count, dtype=np.int64) * len(dataset) // count
@@ -223,7 +223,7 @@ def evaluation_batches(
     collectives; what is left over is filled with rows in which every target is ignored. Summed over ranks,
     each sequence comes once.
     """
-    for indices in rounds(evaluation_indices(dataset, max_sequences), micro_batch, rank, world_size):
+    for indices in rounds(evaluated(dataset, max_sequences), micro_batch, rank, world_size):
         yield dataset.batch(indices)
 
 

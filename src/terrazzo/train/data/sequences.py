@@ -187,7 +187,7 @@ class SequenceDataset:
         self.offsets = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
         self.tokens_numel = int(self.offsets[-1])
         self.row_bounds = None if rows is None else self.offsets[rows.bounds]
-        self.learnable = self.learnable_spans()
+        self.learnable = self.learnt_spans()
 
     def __len__(self) -> int:
         """Number of samples, which are sequences here."""
@@ -200,7 +200,7 @@ class SequenceDataset:
             return len(self.row_bounds) - 1
         return max(0, -(-(self.tokens_numel - 1) // self.sequence_length))
 
-    def learnable_spans(self) -> _Spans | None:
+    def learnt_spans(self) -> _Spans | None:
         """What is learnt, as ranges of the stream; None for all of it."""
         # The beginning of a document in a row, or apart from others, does not follow from another's end.
         first = 1 if self.apart or self.rows is not None else 0

@@ -26,7 +26,7 @@ from terrazzo.train.checkpoints.resume import (
     suspect_notes,
 )
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
-from terrazzo.train.data import Loader, Prompt, TokenData, evaluation_indices, load_data
+from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_data
 from terrazzo.train.data.sources import named_sources
 from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
 from terrazzo.train.launch.rank.restart_note import Restart
@@ -247,7 +247,7 @@ def _saying(ranks: Ranks) -> Callable[[str], None] | None:
 def _check_validation(data: TokenData, limit: int) -> None:
     """Raise `BadInput` where an evaluation would have no token to measure."""
     dataset = data.validation
-    if dataset is not None and not dataset.valid_tokens(evaluation_indices(dataset, limit)):
+    if dataset is not None and not dataset.valid_tokens(evaluated(dataset, limit)):
         raise BadInput(
             f"The validation data have no token to learn in the {min(limit, len(dataset))} of their {len(dataset)}"
             " sequences that an evaluation reads, so there is no validation loss. Raise train.eval_batches or"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
-from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluation_indices, rounds
+from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.model.objectives import completion_log_probs, inputs_of
 from terrazzo.train.session.data_share import DataShare
 
@@ -53,7 +53,7 @@ def reference_due(
     due = []
     for name, dataset in _datasets(data).items():
         table = _decoded(saved.get("reference", {}).get(name, {}), dataset)
-        wanted = _read(config, dataset, saved) if name == "train" else evaluation_indices(dataset, evaluation_limit)
+        wanted = _read(config, dataset, saved) if name == "train" else evaluated(dataset, evaluation_limit)
         dataset.reference = table
         if len(pairs := wanted[table[torch.from_numpy(wanted)].isnan().any(dim=1).numpy()]):
             due.append(DueReference(dataset, pairs))

@@ -24,7 +24,7 @@ def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
-    total = train_on(session, batch.micro_batches, denominator=max(1, batch.gradient_samples))
+    total = train_on(session, batch.micro_batches, denominator=max(1, batch.learnt))
     return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
 
 
