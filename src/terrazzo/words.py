@@ -10,6 +10,7 @@ import functools
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = [
+    "CHECKPOINT_MODES",
     "DTYPE_FIELDS",
     "DTYPE_SPELLINGS",
     "FILL_IN",
@@ -26,6 +27,9 @@ __all__ = [
 
 FILL_IN = "FILL-IN"
 """Stands in a written configuration for what only its user knows; a run does not start with it."""
+
+CHECKPOINT_MODES = ("none", "full", "selective", "selective_half")
+"""What activation checkpointing does with a unit; `every_N` is `full` for one unit in N."""
 
 # -- dtypes --------------------------------------------------------------------------------------------------------
 

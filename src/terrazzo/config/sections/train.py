@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from terrazzo.config.section import Section
 from terrazzo.errors import did_you_mean
+from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["TrainConfig"]
 
@@ -34,7 +35,7 @@ class TrainConfig(Section):
         None, description="a user's message; a sample is then its answer by the chat template, the likeliest tokens"
     )
     activation_checkpointing: str = Field(
-        "none", description="none, full, selective, selective_half, or every_N such as every_2"
+        "none", description=f"{', '.join(CHECKPOINT_MODES)}, or every_N such as every_2"
     )
     activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
     compile: bool = Field(False, description="torch.compile for each unit")
@@ -48,8 +49,8 @@ class TrainConfig(Section):
     @field_validator("activation_checkpointing")
     @classmethod
     def _known_mode(cls, value: str) -> str:
-        if not re.fullmatch(r"none|full|selective|selective_half|every_[1-9][0-9]{0,8}", value):
-            modes = ("none", "full", "selective", "selective_half", "every_N")
+        if value not in CHECKPOINT_MODES and not re.fullmatch(r"every_[1-9][0-9]{0,8}", value):
+            modes = (*CHECKPOINT_MODES, "every_N")
             near = did_you_mean(value, modes)
             raise ValueError(f"'{value}' is not one of {', '.join(modes)} (such as every_2).{near}".rstrip("."))
         return value

@@ -19,13 +19,14 @@ from terrazzo.engine.offload.activations import OffloadedActivations
 from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.plan.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["checkpoint_activations", "compile_units"]
 
 Forward = Callable[..., Any]
 Layer = Callable[[Forward], Forward]
 
-MODES = ("none", "full", "selective", "selective_half")
+
 SAVED_OPS = (
     "mm",
     "addmm",
@@ -65,9 +66,10 @@ def checkpoint_activations(
         BadInput: an unknown mode, operator or count, an offload without checkpointing, or `ops` in another mode than
             `selective`.
     """
-    if mode not in MODES:
+    if mode not in CHECKPOINT_MODES:
         raise BadInput(
-            f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, MODES)} Modes: {', '.join(MODES)}."
+            f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, CHECKPOINT_MODES)} Modes:"
+            f" {', '.join(CHECKPOINT_MODES)}."
         )
     if not isinstance(every, int) or every < 1:
         raise BadInput(f"activation checkpointing on every {every!r}th unit: the count must be an integer, 1 or more.")
