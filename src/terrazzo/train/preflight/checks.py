@@ -18,7 +18,7 @@ from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.preflight.guard_settings import check_guard
 from terrazzo.train.preflight.idle_settings import idle_notes
-from terrazzo.train.preflight.local_checkpoints import check_local
+from terrazzo.train.preflight.local_checkpoint_settings import check_local
 from terrazzo.train.preflight.names_in_model import check_named
 from terrazzo.train.preflight.offload_room import check_folders
 from terrazzo.train.preflight.replica_settings import check_replicas_apart

@@ -22,7 +22,7 @@ from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.huggingface import read_config
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.preflight.local_checkpoints import local_room
+from terrazzo.train.preflight.local_checkpoint_settings import local_room
 from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
 
 __all__ = ["AvailableMemory", "available", "check_plan"]
