@@ -405,7 +405,7 @@ def test_emit_refuses_what_cannot_run(tmp_path: Path) -> None:
     assert "does not fit" in refusal(
         "--model", "llama3-405b", "--gpus", "8", "--strategy", "zero3", "--emit", str(path)
     )
-    assert "estimate_run" in refusal(*EIGHT, "--strategy", "zero1", "--pp", "2", "--emit", str(path))
+    assert "planned" in refusal(*EIGHT, "--strategy", "zero1", "--pp", "2", "--emit", str(path))
     assert "attention flash" in refusal(*EIGHT, "--attention", "math", "--emit", str(path))
     assert "loss full" in refusal(*EIGHT, "--loss", "fused", "--emit", str(path))
     assert not list(tmp_path.iterdir())

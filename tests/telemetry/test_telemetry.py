@@ -295,5 +295,5 @@ def test_each_place_in_a_runs_folder_is_among_what_is_written_there() -> None:
     """So that data are never read from one: a place that is new has to be told of."""
     own_keys = {"checkpoints", "swap"}
     there = RunFolder(Path("run"))
-    for name in {name for name, it in vars(RunFolder).items() if isinstance(it, property)} - own_keys - {"written"}:
+    for name in {name for name, it in vars(RunFolder).items() if isinstance(it, property)} - own_keys - {"every_file"}:
         assert any(path.is_relative_to(getattr(there, name)) for path in there.every_file), name
