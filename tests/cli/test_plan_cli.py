@@ -586,7 +586,7 @@ def test_what_does_not_fit_is_not_said_how_to_run() -> None:
 
 def test_a_printed_command_starts_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a shell that has no `terrazzo` on its path."""
-    monkeypatch.setattr(planning, "program", lambda: "my/terrazzo")
+    monkeypatch.setattr(planning, "terrazzo_command", lambda: "my/terrazzo")
     monkeypatch.setattr(sys, "argv", ["terrazzo", "plan", *EIGHT])
     small = [*EIGHT, "--strategy", "zero3"]
     data = "data.source=... data.tokenizer=..."

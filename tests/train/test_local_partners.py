@@ -114,7 +114,7 @@ def test_what_has_copies_stays_until_what_a_run_goes_on_from_has_some(hosts: Pat
 
     def go_on(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> Any:
         path = [*checkpoints.find(None)][-1]
-        checkpoints.resumed(path)
+        checkpoints.note_resume(path)
         kept = {each.name for each in hosts.glob("host*/*/step-*")}
         dist.barrier()
         return kept, save(30), {each.name for each in hosts.glob("host*/*/step-00000010")}
@@ -189,7 +189,7 @@ def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: p
     def body(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> list[CopyResult | None]:
         save(10)
         threading.Timer(0.2, going_on.set).start()  # the thread is asked to end, and then comes to it
-        checkpoints.resumed(None)
+        checkpoints.note_resume(None)
         assert not files(hosts)
         return [save(20), save(30)]
 
@@ -211,7 +211,7 @@ def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next
 
     def go_on(checkpoints: local_checkpoints.LocalCheckpoints, save: Save) -> Any:
         (path,) = checkpoints.find(None)
-        checkpoints.resumed(path)
+        checkpoints.note_resume(path)
         return checkpoints._files.wait_for_copies()
 
     for copied in on_hosts(hosts, go_on):
