@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from terrazzo.config.sections.precision import PrecisionConfig
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import plan
@@ -15,10 +17,12 @@ from terrazzo.planner.assemble import estimate
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
-from terrazzo.planner.setup.recipes import RECIPES, precision, strategy
+from terrazzo.planner.setup.recipes import KEYS, RECIPES, precision, strategy
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.text.words import precision_name
 
 
 def setup_of(model: Any = "llama3-8b", gpus: int | str | None = 16, **options: Any) -> Setup:
@@ -288,3 +292,60 @@ def test_frozen_weights_whose_savings_are_not_counted_are_said() -> None:
     assert "Nothing is trained" not in notes(freeze="lm_head*") + notes(lora=16)
     assert "along tp and cp" in notes(lora=16, tp=2)
     assert "along tp and cp" not in notes(lora=16) + notes(tp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("bf16,moments=int8", "bf16,moments=int8"),
+        ("bf16, gather=int8,quantized_reduce=int4", "bf16,gather=int8,quantized_reduce=int4"),
+        ("bf16-pure,moments=int8,rounding=stochastic", "bf16-pure,moments=int8,rounding=stochastic"),
+        ("bf16,weight=fp32,master=fp32", "fsdp2"),
+        ("fp32,reduce=bfloat16", "fp32,reduce=bf16"),
+        ("fp16,moments=bf16", "fp16,moments=bf16"),
+        ("bf16,linears=fp8-tensorwise", "fp8"),
+        ("fp8-rowwise,linears=compute", "bf16"),
+        ("fp8,linears=fp8-rowwise,gather=fp8", "fp8-rowwise,gather=fp8"),
+        ("bf16,gather=compute,frozen=none", "bf16"),
+    ],
+)
+def test_a_precision_has_the_keys_of_a_configuration_and_is_called_so(name: str, text: str) -> None:
+    setup = setup_of(precision=name)
+    assert precision_name(setup) == text
+    again = setup_of(precision=text)
+    assert (again.precision, again.matmul, again.row_scales) == (setup.precision, setup.matmul, setup.row_scales)
+
+
+def test_every_key_of_a_configurations_precision_can_be_asked_for() -> None:
+    assert {*KEYS, "name", "skip"} == set(PrecisionConfig.model_fields)  # skip is of layers by their names
+
+
+def test_keys_alone_are_of_the_default_and_an_optimizers_form_is_named_by_its_key() -> None:
+    assert precision_name(setup_of(precision="gather=int8")) == "bf16,gather=int8"
+    assert precision_name(setup_of(precision="gather=int8", gpu="v100")) == "fp16,gather=int8"
+    assert precision_name(setup_of(optimizer="adamw-8bit")) == "bf16,moments=int8"
+    assert precision_name(setup_of(qlora=True)) == "bf16,frozen=nf4"
+    double = setup_of(qlora=True, precision="frozen=nf4-double")
+    assert double.precision.frozen == "nf4-double"
+    assert memory_of(double).upper_bytes < memory_of(setup_of(qlora=True)).upper_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bf16,gathr=int8", "Did you mean 'gather'"),
+        ("bf16,gather=int9", "gather is 'int9'"),
+        ("bf16,gather", "no value for gather"),
+        ("bf16,gather=int8,gather=fp8", "gather twice"),
+        ("bf16,linears=fp8", "linears is 'fp8'; it must be one of compute, fp8-tensorwise"),
+        ("bf61,gather=int8", "Did you mean 'bf16'"),
+    ],
+)
+def test_a_wrong_key_of_a_precision_is_named(name: str, said: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(said)):
+        setup_of(precision=name)
+
+
+def test_formats_of_matrices_mean_nothing_to_a_number_of_parameters() -> None:
+    with pytest.raises(BadInput, match="of matrices, which a number of parameters has not"):
+        setup_of(7e9, precision="bf16,gather=int8")

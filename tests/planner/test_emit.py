@@ -135,6 +135,15 @@ def test_a_run_computes_its_loss_as_was_planned(loss: Any, tmp_path: Path) -> No
         assert setup_of(config, 8).loss == loss
 
 
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16,gather=int8,quantized_reduce=int4", "bf16-pure,moments=fp8,rounding=stochastic", "fp32,reduce=bf16"],
+)
+def test_keys_of_a_precision_arrive(precision: str, tmp_path: Path) -> None:
+    config, _ = emitted(tmp_path, precision=precision)
+    assert build_precision(config) == build_setup(Request(TINY, 8, precision=precision)).precision
+
+
 @pytest.mark.parametrize(("precision", "linears"), [("fp8", "fp8-tensorwise"), ("fp8-rowwise", "fp8-rowwise")])
 def test_linear_layers_multiply_as_was_planned(precision: str, linears: Any, tmp_path: Path) -> None:
     config, _ = emitted(tmp_path, precision=precision)

@@ -47,6 +47,7 @@ def check(setup: Setup) -> None:
     _check_sizes(setup)
     _check_world(setup)
     _check_plan(setup)
+    _check_formats(setup)
     if setup.model.layers:
         _check_checkpointing(setup)
         _check_sequence(setup)
@@ -86,6 +87,16 @@ def _check_plan(setup: Setup) -> None:
         )
     between = replace(plan.between, tier="device")  # other frameworks keep it where the weight is
     Plan(plan.weight, between, plan.grad, plan.optim, plan.name).resolve(list(mesh.sizes()) or ["dp_shard"])
+
+
+def _check_formats(setup: Setup) -> None:
+    precision = setup.precision
+    named = [name for name in ("frozen", "gather", "quantized_reduce") if getattr(precision, name) is not None]
+    if setup.model.bare and named:
+        raise BadInput(
+            f"precision: {' and '.join(named)}: of matrices, which a number of parameters has not. Name a model, or "
+            "leave it out."
+        )
 
 
 def _check_checkpointing(setup: Setup) -> None:

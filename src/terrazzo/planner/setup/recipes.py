@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 
-from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
+from terrazzo.engine import MOMENTS_NAMES, PLANS, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.setup import Checkpointing
-from terrazzo.words import PRECISION_SPELLINGS, preset_named
+from terrazzo.words import DTYPE_FIELDS, PRECISION_SPELLINGS, preset_named
 
 __all__ = [
     "CHECKPOINTING",
+    "KEYS",
     "RECIPES",
     "STRATEGIES",
     "checkpointing",
     "has_row_scales",
+    "names_base",
     "precision",
+    "precision_text",
     "strategy",
 ]
 
@@ -38,6 +43,20 @@ RECIPES: dict[str, tuple[Precision, str]] = {
 matrix or for each row of one, keeps the states of `bf16`; `fsdp2` shards fp32
 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
 1910.02054)."""
+
+KEYS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "linears")
+"""What of a precision may be another than its name says, by the keys of the section `precision` of a configuration."""
+
+_KEYS_ARE = f"Keys are {', '.join(KEYS)}, as in bf16,gather=int8."
+
+LINEARS = {"fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-rowwise"}
+"""The names of recipes whose linear layers multiply in 8 bits, by the values of the key `linears`."""
+
+_UNSET = {"frozen": "none", "gather": "compute", "quantized_reduce": "none", "linears": "compute"}
+"""What a key is where nothing is kept or sent in less than a dtype."""
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Of matrix products, by the dtype that is computed in; others multiply as fp32."""
 
 _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
@@ -63,19 +82,68 @@ def strategy(name: str) -> Plan:
 
 
 def precision(name: str) -> tuple[Precision, str]:
-    """Dtypes, and the format of matrix products, of that name. Raises: `BadInput` with the nearest name."""
-    key = _key(name)
-    if key not in RECIPES:
-        spelled = {spelling: preset for preset, each in PRECISION_SPELLINGS.items() for spelling in each}
-        near = did_you_mean(key, (*RECIPES, *spelled))
-        synonyms = ", ".join(f"{spelling} = {preset}" for spelling, preset in spelled.items())
-        raise BadInput(f"There is no precision {name!r}.{near} Precisions are {', '.join(RECIPES)}; {synonyms}.")
-    return RECIPES[key]
+    """Dtypes, and the format of matrix products, of a name, and of what follows it: `bf16,gather=int8,moments=int8`.
+
+    Raises: `BadInput` with the nearest name or key, and for a value that a key cannot have.
+    """
+    base, own = _parts(name)
+    recipe, matmul = RECIPES[base]
+    if not own:
+        return recipe, matmul
+    linears = own.pop("linears", "")
+    values: dict[str, Any] = {key: None if value == _UNSET.get(key) else value for key, value in own.items()}
+    changed = replace(recipe, **values)
+    plain = matmul != "fp8" if not linears else linears not in LINEARS
+    return changed, _FORMATS.get(changed.compute, "fp32") if plain else "fp8"
 
 
 def has_row_scales(name: str) -> bool:
     """Whether the precision of that name scales each row of a matrix by itself."""
-    return _key(name) == "fp8-rowwise"
+    base, own = _parts(name)
+    return LINEARS.get(own["linears"]) == "fp8-rowwise" if "linears" in own else base == "fp8-rowwise"
+
+
+def names_base(name: str) -> bool:
+    """Whether it begins with the name of a precision, and not with a key."""
+    return "=" not in name.partition(",")[0]
+
+
+def precision_text(chosen: Precision, matmul: str, row_scales: bool) -> str:
+    """A name of `precision` that means this: of those with the fewest keys behind them, the first."""
+    in_fp8 = (matmul == "fp8", row_scales)
+    alike = [name for name, (_, products) in RECIPES.items() if (products == "fp8", name == "fp8-rowwise") == in_fp8]
+    scaled = [name for name in alike if bool(RECIPES[name][0].loss_scaling) == bool(chosen.loss_scaling)]
+    return min((",".join([name, *_own(chosen, name)]) for name in scaled or alike), key=lambda text: text.count("="))
+
+
+def _own(chosen: Precision, base: str) -> Iterator[str]:
+    for key in KEYS[:-1]:
+        value = getattr(chosen, key)
+        if value != getattr(RECIPES[base][0], key):
+            yield f"{key}={_UNSET[key] if value is None else MOMENTS_NAMES.get(value, value)}"
+
+
+def _parts(name: str) -> tuple[str, dict[str, Any]]:
+    """The name of a recipe, and the values of the keys behind it."""
+    first, *rest = (part.strip() for part in name.split(","))
+    key, own = _key(first), dict[str, Any]()
+    if key not in RECIPES:
+        spelled = {spelling: preset for preset, each in PRECISION_SPELLINGS.items() for spelling in each}
+        near = did_you_mean(key, (*RECIPES, *spelled))
+        synonyms = ", ".join(f"{spelling} = {preset}" for spelling, preset in spelled.items())
+        raise BadInput(f"There is no precision {first!r}.{near} Precisions are {', '.join(RECIPES)}; {synonyms}.")
+    for part in rest:
+        field, _, value = (word.strip().lower() for word in part.partition("="))
+        if field not in KEYS:
+            raise BadInput(f"precision {name!r} has {part!r}, which is no key.{did_you_mean(field, KEYS)} {_KEYS_ARE}")
+        if not value or field in own:
+            problem = f"names {field} twice" if value else f"has no value for {field}"
+            raise BadInput(f"precision {name!r} {problem}. {_KEYS_ARE}")
+        own[field] = value
+    if (linears := own.get("linears", _UNSET["linears"])) not in (known := (_UNSET["linears"], *LINEARS)):
+        near = did_you_mean(linears, known)
+        raise BadInput(f"precision: linears is {linears!r}; it must be one of {', '.join(known)}.{near}")
+    return key, own
 
 
 def _key(name: str) -> str:

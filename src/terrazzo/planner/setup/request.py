@@ -158,7 +158,8 @@ def build_setup(request: Request) -> Setup:
     micro_batch, megatron = request.micro_batch or 1, request.as_megatron
     recipe = optimizer(request.optimizer or OPTIMIZER)
     precision = precision if recipe.form is None else replace(precision, moments=recipe.form)
-    precision = replace(precision, frozen=FrozenFormat.NF4) if request.qlora else precision
+    if request.qlora and precision.frozen is None:
+        precision = replace(precision, frozen=FrozenFormat.NF4)
     return Setup(
         model=model,
         cluster=cluster,
@@ -190,8 +191,9 @@ def build_setup(request: Request) -> Setup:
 
 
 def precision_of(request: Request, device: Device) -> str:
-    """The one that was named, or the default on that device."""
-    return request.precision or ("fp16" if device.lacks("bf16") else PRECISION)
+    """The one that was named, or the default on that device, with the keys that were named alone."""
+    default, named = "fp16" if device.lacks("bf16") else PRECISION, request.precision
+    return named or default if not named or recipes.names_base(named) else f"{default},{named}"
 
 
 def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:

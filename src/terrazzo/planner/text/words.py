@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.setup.recipes import RECIPES
+from terrazzo.planner.setup.recipes import precision_text
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
@@ -92,12 +92,8 @@ def axes_text(setup: Setup) -> str:
 
 
 def precision_name(setup: Setup) -> str:
-    """The name that `--precision` knows it by."""
-    if setup.row_scales:
-        return "fp8-rowwise"
-    recipe, frozen = (replace(setup.precision, frozen=None), setup.matmul), setup.precision.frozen
-    name = next((name for name, known in RECIPES.items() if known == recipe), "custom")
-    return name if frozen is None else f"{name} on a base in {frozen}"
+    """The name that `--precision` knows it by: `bf16`, `bf16,moments=int8`."""
+    return precision_text(setup.precision, setup.matmul, setup.row_scales)
 
 
 def checkpointing_text(setup: Setup) -> str:
