@@ -19,6 +19,7 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices
+from terrazzo.engine.optim.template import matrix_needs
 from terrazzo.errors import BadInput
 from tests.engine.offload.runs import MOMENTS, SMALL_BLOCK, assert_reference, on_tiers, plan_id, train
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
@@ -175,7 +176,7 @@ def promised(plan: str, ranks: int, precision: str, base: Net | None, **options:
     update_bytes = ledger.peak_bytes - ledger.live_bytes
     ledger.peak_bytes = max(ledger.peak_bytes, backward_bytes)
     wanted, bill = engine.promise.traffic(), engine.bill
-    dry_run_matrices(engine.trainable(), engine.drivers.templates, apart)
+    dry_run_matrices(engine.trainable(), matrix_needs(engine.drivers.templates), apart)
     optimizer_bytes = sum(driver.state_bytes() for driver in engine.drivers)
     return [
         (dict(engine.traffic.bytes), dict(wanted.bytes)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -206,6 +207,38 @@ def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
     _, bill, held = ranks[case.mesh.tp - 1]
     check_states(setup, bill)
     assert bill["weight_bytes"] + bill["master_bytes"] + bill["moments_bytes"] == held
+
+
+def test_sums_of_micro_batches_go_to_the_host_of_all_experts_too() -> None:
+    """Also where no two ranks have the same experts, so that nothing is summed over ranks before."""
+    case, micro_batches = Case((("dp_shard", 2), ("ep", 2)), "zero2@cpu", experts=4), 3
+
+    def committed(rank: int) -> list[int]:
+        """Bytes that go to the host in each micro-batch of a step."""
+        model: Any = copy.deepcopy(case.base)
+        mesh = tz.mesh(**dict(case.axes))
+        tz.parallelize(model, mesh)
+        optimizer = torch.optim.AdamW(in_two_groups(model))
+        model, _ = tz.shard(model, optimizer, case.plan, precision=case.precision, mesh=mesh)
+        store, sent = engine_of(model).store, [0] * micro_batches
+        commit = store.commit
+        for micro in range(micro_batches):
+
+            def counted(state: Any, source: Any, micro: int = micro) -> Any:
+                sent[micro] += source.data.nbytes
+                return commit(state, source)
+
+            store.commit = counted
+            with nullcontext() if micro == micro_batches - 1 else tz.accumulate(model):
+                model(torch.zeros(2, LENGTH, dtype=torch.int64)).float().sum().backward()
+        return sent
+
+    setup = replace(case.setup, micro_batches=micro_batches)
+    case.base  # noqa: B018 before there are threads
+    copies = {term.name: term.value for term in traffic_of(setup).collectives if term.purpose == "offload"}
+    for *earlier, last in run_in_threads(2, committed):
+        assert copies["copy gradients to the host"] == sum(earlier) + last
+        assert copies["copy gradients to the device"] == sum(earlier) > 0
 
 
 @pytest.mark.parametrize("vocab_size", [62, 64])

@@ -158,7 +158,7 @@ def test_an_optimizer_is_emitted_as_one_that_the_engine_takes_or_refused(name: s
         config, named = emitted(tmp_path, optimizer=name)[0], OPTIMIZERS[name]
         check_settings(config.optimizer)
         trained = optimizer_recipe(config)
-        kept = [(each.moments, each.matrix_moments, each.fixed_bytes) for each in (trained, named)]
+        kept = [(each.moments, each.matrices, each.fixed_bytes) for each in (trained, named)]
         assert kept[0] == kept[1]
     else:
         with pytest.raises(BadInput, match=name):

@@ -150,7 +150,7 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
 def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: OptimizerRecipe) -> None:
     home = tz.optim if hasattr(tz.optim, str(recipe.torch_class)) else torch.optim
     matrix, vector = torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
-    parameters = ([matrix], [vector]) if recipe.matrix_moments else ([matrix],)
+    parameters = ([matrix], [vector]) if recipe.matrices else ([matrix],)
     optimizer = getattr(home, str(recipe.torch_class))(*parameters, lr=0.1)
     choose_kernel(optimizer)
     planned = build_setup(Request("llama3-8b", 8, strategy="zero1", optimizer=recipe.name)).kernel == "fused"

@@ -133,7 +133,7 @@ def test_what_is_promised_is_what_the_engine_counts(tmp_path: Path, plan: str) -
 
     sent, moments = run_in_threads(2, body)[0]
     assert sum(each.sent_bytes for each in matrix_updates(setup, 0).exchanged) == sent > 0
-    assert setup.optimizer.iterations == 3
+    assert setup.optimizer.matrices.iterations == 3
     assert moments > 0
 
 

@@ -164,7 +164,8 @@ def test_what_muon_keeps_of_matrices_and_of_the_rest_is_known() -> None:
     found = setup_of(config(optimizer={"name": "Muon"}), 1, HOST).optimizer
     probe = tz.optim.Muon([nn.Parameter(torch.zeros(2, 2))], [nn.Parameter(torch.zeros(2))])
     kept = [OptimizerProbe(probe, group, torch.device("cpu")).template().values() for group in probe.param_groups]
-    assert [found.matrix_moments, found.moments] == [sum(spec.per_element for spec in each) for each in kept]
+    assert found.matrices is not None
+    assert [found.matrices.moments, found.moments] == [sum(spec.per_element for spec in each) for each in kept]
     assert [0, found.fixed_bytes] == [sum(spec.fixed_bytes for spec in each) for each in kept]
 
 

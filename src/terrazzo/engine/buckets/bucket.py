@@ -92,6 +92,15 @@ class Bucket(BucketSpec):
     def slots(self) -> Sequence[Slot]:
         return self.space.layout.slots
 
+    def coordinate(self, axis: str) -> tuple[int, int]:
+        """This rank's index along an axis, and how many there are."""
+        along = self.sharding.axes.along(axis)
+        return along.rank, along.size
+
+    def part(self, axes: tuple[str, ...]) -> Range:
+        """What this rank has of the flat space when it is split over `axes`."""
+        return self.space.range(axes)
+
     def box(self, slot: Slot) -> Box:
         """What this rank has of the parameter in a slot."""
         return self._boxes[slot.name]

@@ -20,7 +20,7 @@ from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
@@ -91,7 +91,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         _record_control(sharding, traffic, flags_numel(units))
     if sharding.precision.loss_scaling:
         _record_control(sharding, traffic, 1)  # overflow
-    dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], templates, tally)
+    dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], matrix_needs(templates), tally)
     for unit, counting_unit in zip(units, counting, strict=True):
         for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
             if any(member.group >= 0 for member in bucket.members):

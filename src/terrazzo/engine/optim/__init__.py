@@ -31,7 +31,7 @@ So an element is updated by the optimizer's own code in either of two callers: i
 in its groups; or a `Stepper`, which runs the same code on one segment and on any thread. The latter steps what
 `DeviceUpdates.excludes` from the former. Matrices alone have code of their own: `terrazzo.optim.MatrixOptimizer`.
 
-Read template, segment, settings, stock, stepper, probe, elementwise, segment_states, narrow_states, protocols (what is
-asked of later folders), matrix_owners, matrix_exchange, matrix_host_steps, matrix_steps, device_updates, groups,
-clipping, zeroing, driver, in that order.
+Read template, matrix_bucket (what counting asks of one), segment, settings, stock, stepper, probe, elementwise,
+segment_states, narrow_states, protocols (what is asked of later folders), matrix_owners, matrix_exchange,
+matrix_host_steps, matrix_steps, device_updates, groups, clipping, zeroing, driver, in that order.
 """

@@ -18,7 +18,7 @@ from terrazzo.engine.plan.layout import Range
 __all__ = ["ExchangeAlong", "MatrixBuffers", "exchange_parts", "gather_cut", "room", "scatter_cut"]
 
 
-class MatrixAxis(Protocol):
+class ExchangingAxis(Protocol):
     """Collectives along one axis, or what only counts them."""
 
     def all_to_all(
@@ -69,10 +69,10 @@ class MatrixBuffers:
             self.put(MatrixPart(matrix, whole), widened)
 
 
-ExchangeAlong = Callable[[MatrixAxis], Moves[None]]
+ExchangeAlong = Callable[[ExchangingAxis], Moves[None]]
 
 
-def exchange_parts(buffers: MatrixBuffers, exchange: AxisExchange, keep: bool, along: MatrixAxis) -> Moves[None]:
+def exchange_parts(buffers: MatrixBuffers, exchange: AxisExchange, keep: bool, along: ExchangingAxis) -> Moves[None]:
     """Carry out one exchange.
 
     Args:
@@ -120,7 +120,7 @@ class _Crossing:
             self.home_numels[other] += matrix.boxes[other].local_numel
 
 
-def gather_cut(buffers: MatrixBuffers, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
+def gather_cut(buffers: MatrixBuffers, owners: Owners, among: Sequence[Matrix], along: ExchangingAxis) -> Moves[None]:
     """Bring the parts that ranks along `tp` have of matrices to the owners, which then have all of each."""
     crossing = _Crossing(owners, among)
     outgoing = _concatenated(buffers, [buffers.parts[matrix][1] for matrix, _ in crossing.away])
@@ -139,7 +139,7 @@ def gather_cut(buffers: MatrixBuffers, owners: Owners, among: Sequence[Matrix], 
             buffers.put(MatrixPart(matrix, matrix.whole), full)
 
 
-def scatter_cut(buffers: MatrixBuffers, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
+def scatter_cut(buffers: MatrixBuffers, owners: Owners, among: Sequence[Matrix], along: ExchangingAxis) -> Moves[None]:
     """Bring what owners have of matrices to the ranks along `tp`, its part to each."""
     crossing = _Crossing(owners, among)
     parts = {

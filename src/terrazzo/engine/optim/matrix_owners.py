@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.optim.matrix_bucket import MatrixBucket
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Range, share
 
@@ -36,7 +35,7 @@ class Matrix(NamedTuple):
         boxes: what each rank along `tp` has of it, where they have parts.
     """
 
-    bucket: Bucket
+    bucket: MatrixBucket
     number: int
     range: Range
     shape: tuple[int, int]
@@ -86,12 +85,8 @@ class Owners:
         return self.coordinates.keys()
 
     @cached_property
-    def _any(self) -> Bucket:
+    def _any(self) -> MatrixBucket:
         return next(iter(self.coordinates)).bucket
-
-    @property
-    def axes(self) -> Axes:
-        return self._any.sharding.axes
 
     @property
     def group(self) -> int:
@@ -105,7 +100,7 @@ class Owners:
 
     @cached_property
     def copies(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self._any.sharding.ranks if axis not in self.split)
+        return tuple(axis for axis in self._any.ranks if axis not in self.split)
 
     @property
     def cut(self) -> tuple[str, ...]:
@@ -122,11 +117,11 @@ class Owners:
 
     def along(self, axis: str) -> tuple[int, int]:
         """This rank's index along an axis, and how many there are."""
-        return self._coordinate(axis)
+        return self._any.coordinate(axis)
 
     def held(self, matrix: Matrix) -> Range:
         """What this rank holds of it."""
-        return matrix.range.intersect(matrix.bucket.space.range(self.split))
+        return matrix.range.intersect(matrix.bucket.part(self.split))
 
     def sends(self, matrix: Matrix) -> bool:
         """Whether the owner's update begins with what this rank holds: others may hold the same."""
@@ -142,7 +137,7 @@ class Owners:
         for depth in range(1, len(self.split) + 1):
             yield self._exchange(depth, among, gathers=False)
         for number, axis in enumerate(self.copies):
-            rank, size = self._coordinate(axis)
+            rank, size = self.along(axis)
             sent: list[list[MatrixPart]] = [[] for _ in range(size)]
             received: list[list[MatrixPart]] = [[] for _ in range(size)]
             for matrix in among:
@@ -159,7 +154,7 @@ class Owners:
     def _exchange(self, depth: int, among: Collection[Matrix], gathers: bool) -> AxisExchange:
         """Along the axis that cuts ranges at that depth."""
         axis, inner = self.split[depth - 1], self.split[depth:]
-        rank, size = self._coordinate(axis)
+        rank, size = self.along(axis)
         outwards: list[list[MatrixPart]] = [[] for _ in range(size)]
         inwards: list[list[MatrixPart]] = [[] for _ in range(size)]
         for matrix in (each for each in among if self._at_owner(each, (*inner, *self.copies))):
@@ -172,33 +167,28 @@ class Owners:
 
     def _part(self, matrix: Matrix, depth: int, index: int) -> Iterator[MatrixPart]:
         """What a rank has of it that has `index` along the axis of that depth, and along outer ones here."""
-        axes = matrix.bucket.sharding.axes
-        cuts = axes.cuts(self.split[:depth])
+        cuts = [self.along(axis) for axis in self.split[:depth]]
         cuts[-1] = (index, cuts[-1][1])
-        held = share(matrix.bucket.space.layout.whole, cuts).intersect(matrix.range)
+        held = share(Range(0, matrix.bucket.whole), cuts).intersect(matrix.range)
         if held.numel:
             yield MatrixPart(matrix, held)
 
     def _at_owner(self, matrix: Matrix, axes: Sequence[str]) -> bool:
         """Whether this rank is where the owner is, along these axes."""
-        return all(self._coordinate(axis)[0] == self.coordinates[matrix][axis] for axis in axes)
-
-    def _coordinate(self, axis: str) -> tuple[int, int]:
-        along = self._any.sharding.axes.along(axis)
-        return along.rank, along.size
+        return all(self.along(axis)[0] == self.coordinates[matrix][axis] for axis in axes)
 
 
-def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners]:
+def owners_of(buckets: Sequence[MatrixBucket], groups: Collection[int]) -> list[Owners]:
     """Give each matrix of the param groups `groups` an owner; the same on every rank.
 
     Exchanged at once are matrices of so many buckets in a row that each rank has one, if there are as many.
     """
     owners: list[Owners] = []
-    alike: dict[tuple[object, ...], list[Bucket]] = {}
+    alike: dict[tuple[object, ...], list[MatrixBucket]] = {}
     for bucket in buckets:
-        alike.setdefault((bucket.optim_axes, tuple(bucket.sharding.ranks)), []).append(bucket)
+        alike.setdefault((bucket.optim_axes, tuple(bucket.ranks)), []).append(bucket)
     for among in alike.values():
-        sizes = {axis: along.size for axis, along in among[0].sharding.ranks.items()}
+        sizes = {axis: along.size for axis, along in among[0].ranks.items()}
         load, batch = list[int](), list[Matrix]()
         for bucket in among:
             batch += _matrices(bucket, groups)
@@ -211,7 +201,7 @@ def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners
     return owners
 
 
-def _matrices(bucket: Bucket, groups: Collection[int]) -> Iterator[Matrix]:
+def _matrices(bucket: MatrixBucket, groups: Collection[int]) -> Iterator[Matrix]:
     for index, (slot, member) in enumerate(zip(bucket.slots, bucket.members, strict=True)):
         if member.group in groups and member.boxes:
             rows, columns = member.boxes[0].shape

@@ -15,6 +15,7 @@ from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.optim.matrix_bucket import MatrixBucket
 from terrazzo.engine.optim.matrix_exchange import (
     ExchangeAlong,
     MatrixBuffers,
@@ -28,7 +29,7 @@ from terrazzo.engine.optim.matrix_owners import Matrix, MatrixPart, Owners, owne
 from terrazzo.engine.optim.protocols import OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, held_range, runs
 from terrazzo.engine.optim.segment_states import SegmentStates
-from terrazzo.engine.optim.template import MatrixNeeds, Templates
+from terrazzo.engine.optim.template import MatrixNeeds
 from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["MatrixSteps", "dry_run_matrices"]
@@ -45,6 +46,7 @@ class MatrixSteps:
     def __init__(self, buckets: Sequence[Bucket], groups: Mapping[int, dict[str, object]]) -> None:
         self._groups = groups
         self._owners = owners_of(buckets, groups.keys())
+        self._buckets: Mapping[MatrixBucket, Bucket] = {bucket: bucket for bucket in buckets}
 
     def has(self, segment: Segment) -> bool:
         """Whether it is of matrices."""
@@ -63,12 +65,12 @@ class MatrixSteps:
             finished: the gradients of buckets.
             off_device: carries out what is done where states rest away from the device.
         """
-        own: dict[Bucket, list[Segment]] = {}
+        own: dict[MatrixBucket, list[Segment]] = {}
         for segment in segments:
             if self.has(segment):
                 own.setdefault(segment.bucket, []).append(segment)
         for owners in self._owners:
-            due = [matrix for matrix in owners.matrices if _is_due(matrix)]
+            due = [matrix for matrix in owners.matrices if self._is_due(matrix)]
             if due and isinstance(optimizer, MatrixOptimizer):
                 self._step(optimizer, owners, due, own, finished, off_device)
 
@@ -77,11 +79,11 @@ class MatrixSteps:
         optimizer: MatrixOptimizer,
         owners: Owners,
         due: Sequence[Matrix],
-        own: Mapping[Bucket, Sequence[Segment]],
+        own: Mapping[MatrixBucket, Sequence[Segment]],
         finished: Mapping[Bucket, SummedGradient],
         off_device: OffDeviceUpdates,
     ) -> None:
-        axes, label = owners.axes, Label(Purpose.MATRICES)
+        axes, label = self._buckets[due[0].bucket].sharding.axes, Label(Purpose.MATRICES)
         buffers = MatrixBuffers(optimizer.wire, axes.device, axes.tally.ledger)
         parts: dict[Segment, list[MatrixPart]] = {}
         for matrix in due:
@@ -112,6 +114,11 @@ class MatrixSteps:
             off_device.carry_out(apply, away, optimizer, finished)
         for matrix in due:
             buffers.drop(matrix)
+
+    def _is_due(self, matrix: Matrix) -> bool:
+        """Whether there is a finished gradient for it on any rank."""
+        gradient = self._buckets[matrix.bucket].gradient
+        return gradient.finished.exists and gradient.seen[matrix.number]
 
     def _prepare(
         self, optimizer: MatrixOptimizer, segment: Segment, sent: Sequence[MatrixPart], buffers: MatrixBuffers
@@ -173,17 +180,17 @@ class _CountingAxis:
 
 
 def dry_run_matrices(
-    buckets: Sequence[Bucket],
-    templates: Templates,
+    buckets: Sequence[MatrixBucket],
+    groups: Mapping[int, MatrixNeeds],
     tally: Tally,
     traffic_along: Callable[[str], Traffic] | None = None,
 ) -> None:
     """Count in `tally` what an update of all matrices in the model's trainable `buckets` holds and sends.
 
     Args:
+        groups: numbers of param groups of matrices, and what these take; see `matrix_needs`.
         traffic_along: where what is sent along an axis is counted instead.
     """
-    groups = {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}
     for owners in owners_of(buckets, groups.keys()):
         needs = groups[owners.group]
         buffers = MatrixBuffers(needs.wire, torch.device("meta"), tally.ledger)
@@ -211,13 +218,7 @@ def dry_run_matrices(
             buffers.drop(matrix)
 
 
-def _is_due(matrix: Matrix) -> bool:
-    """Whether there is a finished gradient for it on any rank."""
-    gradient = matrix.bucket.gradient
-    return gradient.finished.exists and gradient.seen[matrix.number]
-
-
-def _segments_of(matrix: Matrix, owners: Owners, own: Mapping[Bucket, Collection[Segment]]) -> list[Segment]:
+def _segments_of(matrix: Matrix, owners: Owners, own: Mapping[MatrixBucket, Collection[Segment]]) -> list[Segment]:
     """Those with this rank's part of it: one, or on drives one for each cell; none where it holds nothing."""
     part = owners.held(matrix)
     return [each for each in own.get(matrix.bucket, ()) if each.range.intersect(part).numel]

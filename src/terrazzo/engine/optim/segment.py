@@ -20,6 +20,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.parameters.parameter import StateIn8Bits, StateOnDrive, StatePlaceholder
 from terrazzo.engine.buckets.resting.buffer import Buffer
+from terrazzo.engine.optim.matrix_bucket import MatrixBucket
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 
@@ -159,7 +160,7 @@ def handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:
     return {b: b.gradient.handed_over([each.range for each in due if each.bucket is b]) for b in buckets}
 
 
-def runs(bucket: Bucket) -> Iterator[tuple[int, int]]:
+def runs(bucket: MatrixBucket) -> Iterator[tuple[int, int]]:
     """First and last (exclusive) member of each run with one param group."""
     start = 0
     for _, members in itertools.groupby(bucket.members, key=lambda member: member.group):
@@ -182,7 +183,7 @@ def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Tem
     return [Segment(bucket, first, last, window, parameter, template)]
 
 
-def held_range(bucket: Bucket, first: int, last: int) -> Range:
+def held_range(bucket: MatrixBucket, first: int, last: int) -> Range:
     """What this rank holds of members `first` to `last` (exclusive), padding included."""
     run = Range(bucket.slots[first].offset, bucket.slots[last - 1].padded.stop)
-    return bucket.space.range(bucket.optim_axes).intersect(run)
+    return bucket.part(bucket.optim_axes).intersect(run)

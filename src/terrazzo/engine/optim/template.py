@@ -12,7 +12,7 @@ from torch import Tensor
 
 from terrazzo.engine.plan.precision import Precision
 
-__all__ = ["MatrixNeeds", "Template", "Templates"]
+__all__ = ["MatrixNeeds", "Template", "Templates", "matrix_needs"]
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,8 @@ class Template(dict[str, StateSpec]):
 
 Templates = Sequence[Template]
 """What an optimizer keeps for a parameter of each param group."""
+
+
+def matrix_needs(templates: Templates) -> dict[int, MatrixNeeds]:
+    """Of the param groups whose matrices are updated whole, by their numbers."""
+    return {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,18 @@ from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_i
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 
-__all__ = ["PlannedBucket", "buckets", "is_packed"]
+__all__ = ["MATRICES", "PlannedBucket", "buckets", "is_packed"]
+
+MATRICES, OTHER_MATRICES, VECTORS = range(3)
+"""Param groups, in their order in a bucket: matrices that are updated whole, others of two dims or more, the rest."""
+
+
+class GroupNumels(NamedTuple):
+    """Elements of each param group: a run of parameters that share settings."""
+
+    matrices: int
+    other_matrices: int
+    vectors: int
 
 
 @lru_cache(maxsize=8192)
@@ -60,18 +72,18 @@ class PlannedBucket(BucketSpec):
         tp: ranks along `tp` that have a part of each, or 1.
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: as the engine pads; a bare number of parameters is not.
+        recipe: of the optimizer.
         end: elements of the flat space up to the padding at its end.
         moments: bytes per element of each state that the optimizer keeps for every element; `matrix_moments`: of those
             that it updates as whole matrices.
     """
 
     def __init__(self, unit: UnitShape, places: Sequence[int], placement: Placement, shared: bool) -> None:
-        recipe, precision = placement.optimizer, placement.precision
-        self._whole = recipe.matrix_moments is not None
-        if self._whole:
+        self.recipe, precision = placement.optimizer, placement.precision
+        if self.recipe.matrices is not None:
             places = sorted(places, key=lambda place: self.group_of(unit.tensors[place]))
         tensors = [unit.tensors[place] for place in places]
-        self.places, self.tensors, self.shared, self._fixed_bytes = places, tensors, shared, recipe.fixed_bytes
+        self.places, self.tensors, self.shared = places, tensors, shared
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
         self._whole_experts = placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
@@ -95,13 +107,16 @@ class PlannedBucket(BucketSpec):
             matrices=travels_in_blocks(tensors[0].shape),
             diloco=placement.diloco,
         )
-        each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
-        self.moments, self.matrix_moments = [each] * recipe.moments, [each] * (recipe.matrix_moments or 0)
+        each = precision.moments.itemsize if self.recipe.moment_bytes is None else self.recipe.moment_bytes
+        self.moments = [each] * self.recipe.moments
+        self.matrix_moments = [] if self.recipe.matrices is None else [each] * self.recipe.matrices.moments
         self._cell = placement.cell
 
     def group_of(self, tensor: TensorShape) -> int:
-        """The param group: 0 of matrices that are updated whole, 1 of others of two dims or more, 2 of the rest."""
-        return 0 if self._whole and tensor.is_matrix else 1 if len(tensor.shape) >= 2 else 2
+        """The param group."""
+        if self.recipe.matrices is not None and tensor.is_matrix:
+            return MATRICES
+        return OTHER_MATRICES if len(tensor.shape) >= 2 else VECTORS
 
     def shares_memory(self, stored: torch.dtype) -> bool:
         """Of a bare number of parameters as published sums count: a weight beside each master of another dtype."""
@@ -130,34 +145,36 @@ class PlannedBucket(BucketSpec):
         return min(self.end, self.numel(self.optim_axes))
 
     @cached_property
-    def runs(self) -> tuple[int, int, int]:
-        """Of these, those of each group: runs of parameters that share settings."""
-        ends, held, align = list[int](), 0, self.align
-        for group in range(3):
-            held += sum(round_up(self.share(each), align) for each in self.tensors if self.group_of(each) == group)
-            ends.append(min(self.updated_numel, held))
-        return ends[0], ends[1] - ends[0], self.updated_numel - ends[1]
+    def runs(self) -> GroupNumels:
+        """Of these, those of each group."""
+        updated, matrices = self.updated_numel, min(self.updated_numel, self._end_of(MATRICES))
+        both = min(updated, self._end_of(OTHER_MATRICES))
+        return GroupNumels(matrices, both - matrices, updated - both)
+
+    def _end_of(self, group: int) -> int:
+        """Elements of the flat space up to the end of a param group."""
+        return sum(round_up(self.share(each), self.align) for each in self.tensors if self.group_of(each) <= group)
 
     @property
     def moments_bytes(self) -> float:
         """Of what the optimizer of the first rank keeps for every element."""
         if self.moments_apart:
-            return sum(self.kept_apart)
+            return sum(self.apart_moments)
         matrices, *others = self.runs
         return matrices * sum(self.matrix_moments) + sum(others) * sum(self.moments)
 
     @property
-    def matrix_numel(self) -> int:
-        """Elements of the first rank that are of matrices which are updated whole."""
-        return self.runs[0]
+    def matrix_wire_bytes(self) -> int:
+        """Of matrices that are updated whole, what the first rank has, as it is exchanged."""
+        return 0 if self.recipe.matrices is None else self.runs.matrices * self.recipe.matrices.needs.wire.itemsize
 
     @property
-    def kept_apart(self) -> list[float]:
+    def apart_moments(self) -> list[float]:
         """Bytes of each state that the optimizer of the first rank keeps where they are not tensors of its own."""
         return [span.numel * each for span, each in self._spans]
 
     @property
-    def bytes_apart(self) -> list[float]:
+    def apart_moment_bytes(self) -> list[float]:
         """For each of these, bytes of an element."""
         return [each for _, each in self._spans]
 
@@ -167,23 +184,18 @@ class PlannedBucket(BucketSpec):
 
         Away from the device those of matrices that are updated whole have room of their own, on drives in whole cells.
         """
-        held, end = Range(0, self.numel(self.optim_axes)), self._matrix_end
-        if not (self._whole and self.updated_off_device and self.precision.narrow is None):
-            return [(held, each) for each in self.moments]
-        others = self.end > end
-        matrices = held.intersect(Range(0, end)) if others else held
-        rest = Range(matrices.stop, held.stop)
-        found = [(matrices, each) for each in self.matrix_moments if end] + [
-            (rest, each) for each in self.moments if others
-        ]
-        return (
-            [(in_cells(span, held, self._cell), each) for span, each in found] if self.tiers.optim == "nvme" else found
-        )
-
-    @cached_property
-    def _matrix_end(self) -> int:
-        """Elements of the flat space up to the end of matrices that are updated whole, which come first."""
-        return sum(round_up(self.share(each), self.align) for each in self.tensors if self.group_of(each) == 0)
+        owned = Range(0, self.numel(self.optim_axes))
+        if not (self.recipe.matrices is not None and self.updated_off_device and self.precision.narrow is None):
+            return [(owned, each) for each in self.moments]
+        end = self._end_of(MATRICES)
+        has_others = self.end > end
+        matrices = owned.intersect(Range(0, end)) if has_others else owned
+        rest = Range(matrices.stop, owned.stop)
+        spans = [(matrices, each) for each in self.matrix_moments if end]
+        spans += [(rest, each) for each in self.moments if has_others]
+        if self.tiers.optim == "nvme":
+            return [(in_cells(span, owned, self._cell), each) for span, each in spans]
+        return spans
 
     @cached_property
     def resting(self) -> dict[str, tuple[str, float]]:
@@ -191,11 +203,12 @@ class PlannedBucket(BucketSpec):
 
         Padding has no moments on the device but in 8 bits; away from it each state has pages of its own.
         """
-        found: dict[str, tuple[str, float]] = {}
-        for state, tier, nbytes in self.at_rest(self.kept_apart):
-            before = found.get(state, (tier, 0))[1]
-            found[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
+        resting: dict[str, tuple[str, float]] = {}
+        for state, tier, nbytes in self.at_rest(self.apart_moments):
+            before = resting.get(state, (tier, 0))[1]
+            resting[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
         if self.trainable and not self.updated_off_device:
-            counts = sum(run > 0 for run in self.runs[1:]) * self._fixed_bytes if self.padded else 0
-            found["moments"] = "device", self.moments_bytes + counts
-        return found
+            _, *elementwise = self.runs
+            counts = sum(run > 0 for run in elementwise) * self.recipe.fixed_bytes if self.padded else 0
+            resting["moments"] = "device", self.moments_bytes + counts
+        return resting

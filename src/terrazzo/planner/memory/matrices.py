@@ -1,7 +1,8 @@
 """Updates of whole matrices, planned: what the first rank of each axis sends and holds for them, and what they compute.
 
-Which rank owns which matrix, what goes where and what is held on the way is the engine's own code, which is asked with
-buckets that have sizes in place of tensors (`terrazzo.engine.optim.matrix_owners` and `matrix_steps`).
+Which rank owns which matrix, what goes where and what is held on the way is the engine's own code
+(`terrazzo.engine.optim.matrix_owners` and `matrix_steps`). It asks of a bucket what is in `MatrixBucket`, which the
+engine's own and a `SizedBucket` have.
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.optim.matrix_bucket import MatrixAxis
 from terrazzo.engine.optim.matrix_owners import CUT, Owners, owners_of
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices
-from terrazzo.engine.optim.template import MatrixNeeds, Template
 from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.layout import Layout, Range, share
-from terrazzo.optim import Muon
-from terrazzo.planner.memory.buckets import PlannedBucket, buckets
-from terrazzo.planner.memory.placement import PlacedUnit, placed_units
-from terrazzo.planner.model.shapes import TensorShape
+from terrazzo.engine.plan.layout import Layout, Range, Slot, share
+from terrazzo.engine.plan.precision import Precision
+from terrazzo.planner.memory.buckets import MATRICES, PlannedBucket, buckets
+from terrazzo.planner.memory.placement import PlacedUnit, Placement, placed_units
+from terrazzo.planner.model.shapes import TensorShape, UnitShape
+from terrazzo.planner.setup.optimizers import MatrixRecipe
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["MatrixUpdates", "matrix_updates"]
@@ -57,23 +57,22 @@ class MatrixUpdates:
 
 def matrix_updates(setup: Setup, stage: int) -> MatrixUpdates:
     """Of a rank of `stage`; nothing of an optimizer that updates none whole, nor of a bare number of parameters."""
-    if setup.optimizer.matrix_moments is None or setup.model.bare:
+    if setup.optimizer.matrices is None or setup.model.bare:
         return MatrixUpdates()
-    return _updates(placed_units(setup, stage), setup.optimizer.iterations)
+    return _updates(placed_units(setup, stage), setup.optimizer.matrices)
 
 
 @lru_cache(maxsize=512)
-def _updates(units: tuple[PlacedUnit, ...], iterations: int) -> MatrixUpdates:
-    found: Any = [bucket for unit, count, placement in units for bucket in _sized_buckets(unit, count, placement)]
-    template, tally, along = Template(), Tally(), dict[str, Traffic]()
-    template.matrices = MatrixNeeds(Muon.wire, Muon.workspace_bytes)
-    dry_run_matrices(found, [template], tally, lambda axis: along.setdefault(axis, Traffic()))
-    sizes = {axis: bucket.sharding.axes.along(axis).size for bucket in found for axis in (*bucket.sharding.ranks, CUT)}
+def _updates(units: tuple[PlacedUnit, ...], recipe: MatrixRecipe) -> MatrixUpdates:
+    sized = [bucket for unit, count, placement in units for bucket in _sized_buckets(unit, count, placement)]
+    tally, along = Tally(), dict[str, Traffic]()
+    dry_run_matrices(sized, {MATRICES: recipe.needs}, tally, lambda axis: along.setdefault(axis, Traffic()))
+    sizes = {axis: bucket.coordinate(axis)[1] for bucket in sized for axis in (*bucket.ranks, CUT)}
     exchanged = tuple(
         Exchanged(axis.removeprefix(_DEALT), sizes[axis], traffic.bytes["all_to_all"], traffic.count["all_to_all"])
         for axis, traffic in along.items()
     )
-    flops = sum(_slowest(owners, iterations) for owners in owners_of(found, {0}))
+    flops = sum(_slowest(owners, recipe.iterations) for owners in owners_of(sized, {MATRICES}))
     return MatrixUpdates(exchanged, tally.ledger.peak_bytes, flops)
 
 
@@ -97,69 +96,59 @@ _DEALT = "experts' "
 """Of the axes over which experts are split, which are others than those of the same name."""
 
 
-class _Along(NamedTuple):
-    size: int
-    rank: int = 0
+class SizedMember(NamedTuple):
+    """A `MatrixMember`."""
 
-
-class _Member(NamedTuple):
     group: int
     boxes: tuple[Box, ...] = ()
 
 
-class _Axes:
-    """Of the first rank."""
-
-    device = torch.device("meta")
-
-    def __init__(self, ranks: Mapping[str, _Along], tp: int) -> None:
-        self.ranks, self._tp = ranks, _Along(tp)
-
-    def along(self, axis: str) -> _Along:
-        return self.ranks.get(axis, self._tp)
-
-    def cuts(self, axes: Sequence[str]) -> list[tuple[int, int]]:
-        return [(self.ranks[axis].rank, self.ranks[axis].size) for axis in axes]
-
-
-@dataclass(frozen=True)
-class _Space:
-    layout: Layout
-    axes: _Axes
-
-    def range(self, axes: Sequence[str]) -> Range:
-        return share(self.layout.whole, self.axes.cuts(axes))
-
-
-@dataclass(frozen=True)
-class _Sharding:
-    axes: _Axes
-
-    @property
-    def ranks(self) -> Mapping[str, _Along]:
-        return self.axes.ranks
-
-
 @dataclass(frozen=True, eq=False)
-class _SizedBucket:
-    """What the engine asks of a `Bucket` for updates of matrices."""
+class SizedBucket:
+    """What the first rank has of a bucket: a `MatrixBucket` without tensors."""
 
-    precision: Any
+    precision: Precision
     updated_off_device: bool
     optim_axes: tuple[str, ...]
-    sharding: _Sharding
-    space: _Space
-    members: Sequence[_Member]
+    ranks: Mapping[str, MatrixAxis]
+    tp: int
+    layout: Layout
+    members: Sequence[SizedMember]
+
+    @classmethod
+    def of(cls, bucket: PlannedBucket) -> SizedBucket:
+        """Of so many elements, split so."""
+        dealt = _DEALT if bucket.dealt > 1 else ""
+        ranks = {f"{dealt}{axis}": each for axis, each in bucket.ranks.items()}
+        parts = [((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)]
+        return cls(
+            bucket.precision,
+            bucket.updated_off_device,
+            tuple(f"{dealt}{axis}" for axis in bucket.optim_axes),
+            ranks,
+            bucket.tp,
+            Layout(parts, math.prod(each.size for each in ranks.values()), bucket.align),
+            [SizedMember(bucket.group_of(each), _boxes(bucket, each)) for each in bucket.tensors],
+        )
 
     @property
-    def slots(self) -> Sequence[Any]:
-        return self.space.layout.slots
+    def whole(self) -> int:
+        return self.layout.numel
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        return self.layout.slots
+
+    def coordinate(self, axis: str) -> tuple[int, int]:
+        return 0, self.ranks[axis].size if axis in self.ranks else self.tp
+
+    def part(self, axes: tuple[str, ...]) -> Range:
+        return share(self.layout.whole, [self.coordinate(axis) for axis in axes])
 
 
-def _sized_buckets(unit: Any, count: int, placement: Any) -> Iterator[_SizedBucket]:
+def _sized_buckets(unit: UnitShape, count: int, placement: Placement) -> Iterator[SizedBucket]:
     """Of so many equal units."""
-    trained = [bucket for bucket in buckets(unit, placement) if bucket.trainable]
-    made = [_sized(bucket) for bucket in trained]
+    made = [SizedBucket.of(bucket) for bucket in buckets(unit, placement) if bucket.trainable]
     for _ in range(count):
         for one in made:
             yield replace(one)
@@ -172,15 +161,3 @@ def _boxes(bucket: PlannedBucket, tensor: TensorShape) -> tuple[Box, ...]:
         return ()
     dim = next(dim for dim in (0, 1) if part[dim] != tensor.shape[dim])
     return (Box.cut(tensor.shape, dim, [(0, part[dim])]),) * bucket.tp
-
-
-def _sized(bucket: PlannedBucket) -> _SizedBucket:
-    dealt = _DEALT if bucket.dealt > 1 else ""
-    axes = _Axes({f"{dealt}{axis}": _Along(each.size) for axis, each in bucket.ranks.items()}, bucket.tp)
-    split = math.prod(each.size for each in axes.ranks.values())
-    parts = [((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)]
-    layout = Layout(parts, split, bucket.align)
-    members = [_Member(bucket.group_of(each), _boxes(bucket, each)) for each in bucket.tensors]
-    split_over = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
-    away = bucket.updated_off_device
-    return _SizedBucket(bucket.precision, away, split_over, _Sharding(axes), _Space(layout, axes), members)

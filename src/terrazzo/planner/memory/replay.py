@@ -110,7 +110,7 @@ def updated_numels(units: Sequence[Sequence[PlannedBucket]]) -> list[int]:
     Matrices of all units come first, then their vectors.
     """
     found = [bucket.runs for unit in units for bucket in unit if bucket.trainable and not bucket.updated_off_device]
-    return [numel for numel in (*(each[1] for each in found), *(each[2] for each in found)) if numel]
+    return [numel for numel in (*(each.other_matrices for each in found), *(each.vectors for each in found)) if numel]
 
 
 def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> int:

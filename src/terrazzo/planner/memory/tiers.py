@@ -126,7 +126,7 @@ def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
     cell, found = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, stage)]
     load = max((load_bytes(bucket, cell) for bucket in found), default=0)
-    staging = max((staging_bytes(bucket, bucket.bytes_apart, cell) for bucket in found), default=0)
+    staging = max((staging_bytes(bucket, bucket.apart_moment_bytes, cell) for bucket in found), default=0)
     value = (
         float(host_bytes(Need(nvme=(load, staging), load=load, staging=staging), setup.offload))
         if load or staging

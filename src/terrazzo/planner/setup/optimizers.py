@@ -5,9 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.engine import StateFormat
+from terrazzo.engine.optim.template import MatrixNeeds
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.optim import Muon
 
-__all__ = ["OPTIMIZERS", "OptimizerRecipe", "optimizer"]
+__all__ = ["OPTIMIZERS", "MatrixRecipe", "OptimizerRecipe", "optimizer"]
+
+
+@dataclass(frozen=True)
+class MatrixRecipe:
+    """How an optimizer updates whole matrices.
+
+    Attributes:
+        moments: as of `OptimizerRecipe`, of these matrices.
+        needs: dtype in which the engine exchanges them, and memory of an update.
+        iterations: of Newton-Schulz in the update of each.
+    """
+
+    moments: int
+    needs: MatrixNeeds
+    iterations: int
 
 
 @dataclass(frozen=True)
@@ -19,10 +36,10 @@ class OptimizerRecipe:
         moment_bytes: per element of each, None for what the precision says; about 0.5 with 4-bit states.
         fixed_bytes: per run of parameters that share settings, for scalar states: the step count.
         torch_class: the class of torch.optim or of tz.optim, None where neither has it; `options`: its arguments.
+        fused: whether the engine takes a fused kernel where the user has not chosen; of Muon for the AdamW in it.
         takes_root: whether torch's update takes the root of a moment into memory of its own.
         elementwise: whether it updates each element from its own values alone, and so may be given flat shards.
-        matrix_moments: as `moments`, of matrices that it updates whole; None for one that updates none so.
-        iterations: of Newton-Schulz in the update of each of these.
+        matrices: how it updates whole matrices; None for one that updates none so.
         form: what moments are kept in, in place of the precision's own.
     """
 
@@ -32,21 +49,23 @@ class OptimizerRecipe:
     fixed_bytes: int = 4
     torch_class: str | None = None
     options: tuple[tuple[str, float], ...] = ()
+    fused: bool = False
     takes_root: bool = False
     elementwise: bool = True
-    matrix_moments: int | None = None
-    iterations: int = 5
+    matrices: MatrixRecipe | None = None
     form: StateFormat | None = None
 
     @property
     def runs(self) -> bool:
         """Whether the engine has it run on shards."""
-        return self.elementwise or self.matrix_moments is not None
+        return self.elementwise or self.matrices is not None
 
+
+_MUON = MatrixRecipe(moments=1, needs=MatrixNeeds(Muon.wire, Muon.workspace_bytes), iterations=5)
 
 _ROWS = (
-    OptimizerRecipe("adamw", 2, torch_class="AdamW", takes_root=True),
-    OptimizerRecipe("adam", 2, torch_class="Adam", takes_root=True),
+    OptimizerRecipe("adamw", 2, torch_class="AdamW", fused=True, takes_root=True),
+    OptimizerRecipe("adam", 2, torch_class="Adam", fused=True, takes_root=True),
     OptimizerRecipe("nadam", 2, torch_class="NAdam", takes_root=True, fixed_bytes=8),
     OptimizerRecipe("radam", 2, torch_class="RAdam", takes_root=True),
     OptimizerRecipe("adamax", 2, torch_class="Adamax"),
@@ -60,8 +79,8 @@ _ROWS = (
     OptimizerRecipe("lion", 1, torch_class="Lion", fixed_bytes=0),
     OptimizerRecipe("ademamix", 3, torch_class="AdEMAMix", takes_root=True),
     OptimizerRecipe("adafactor", 0, torch_class="Adafactor", elementwise=False),
-    OptimizerRecipe("muon", 2, torch_class="Muon", takes_root=True, elementwise=False, matrix_moments=1),
-    OptimizerRecipe("adamw-8bit", 2, torch_class="AdamW", takes_root=True, form=StateFormat.INT8),
+    OptimizerRecipe("muon", 2, torch_class="Muon", fused=True, takes_root=True, elementwise=False, matrices=_MUON),
+    OptimizerRecipe("adamw-8bit", 2, torch_class="AdamW", fused=True, takes_root=True, form=StateFormat.INT8),
     OptimizerRecipe("adamw-4bit", 2, 0.5 + 4 / 128),
 )
 """Of torch's own, what torch/optim/*.py keeps. Adafactor's rows and columns are too small to count; quantised moments

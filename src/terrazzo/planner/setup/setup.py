@@ -27,9 +27,6 @@ PipelineOrder = Literal["1f1b", "gpipe", "zero_bubble"]
 Kernel = Literal["fused", "foreach", "loop"]
 Ranking = Literal["throughput", "gpus", "cost"]
 
-FUSED = ("Adam", "AdamW", "Muon")
-"""Optimizers of which the engine takes the fused kernel where the user has not chosen; of Muon for the AdamW in it."""
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -126,7 +123,7 @@ class Setup:
         """Of the optimizer: the one that was named, or the engine's; Megatron-core's is fused."""
         if self.optimizer_kernel is not None:
             return self.optimizer_kernel
-        if self.as_megatron or self.optimizer.torch_class in FUSED:
+        if self.as_megatron or self.optimizer.fused:
             return "fused"
         return "foreach" if self.cluster.device.kind == "cuda" else "loop"
 

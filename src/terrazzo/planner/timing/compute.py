@@ -294,7 +294,8 @@ def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) 
     each = recipe.moment_bytes or precision.moments.itemsize
     both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + recipe.moments * each)
     steps = 0 if setup.kernel == "fused" or not recipe.takes_root else STEPS * precision.master.itemsize
-    less = 2 * whole_numel * (recipe.moments - (recipe.matrix_moments or 0)) * each
+    of_matrices = recipe.moments if recipe.matrices is None else recipe.matrices.moments
+    less = 2 * whole_numel * (recipe.moments - of_matrices) * each
     return owned_numel * (both_ways + precision.weight.itemsize + steps) - less
 
 

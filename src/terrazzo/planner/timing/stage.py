@@ -282,7 +282,7 @@ class Stage:
         """Elements of the first rank that are of matrices which are updated whole, their states on the device."""
         found = ((count, bucket) for unit, count, placement in self._units for bucket in buckets(unit, placement))
         here = ((count, bucket) for count, bucket in found if bucket.trainable and not bucket.updated_off_device)
-        return sum(count * bucket.matrix_numel for count, bucket in here)
+        return sum(count * bucket.runs.matrices for count, bucket in here)
 
     @cached_property
     def _matrices(self) -> MatrixUpdates:
@@ -302,7 +302,7 @@ class Stage:
                 copies[move.link] += self._copy_s(move)
         elements = owned * self._setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), (0.0, 0.0))
-        at_once = any(bucket.matrix_numel for bucket in buckets(unit, placement) if bucket.updated_off_device)
+        at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)
         return UnitUpdate(elements / HOST_ADAM, copies["pcie"], copies["disk"], forward, backward, at_once)
 
     def _offloaded_update(self, updates: list[UnitUpdate]) -> Term:

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.engine.plan.moves import MoveBytes
-from terrazzo.optim import Muon
 from terrazzo.planner.memory.buckets import PlannedBucket
 from terrazzo.words import TIERS
 
 __all__ = ["copies"]
 
 
-def copies(bucket: PlannedBucket, when: str) -> list[MoveBytes]:
-    """At one of `When`, in bytes of one rank.
+def copies(bucket: PlannedBucket, when: When, each_is_reduced: bool) -> list[MoveBytes]:
+    """At one moment of a step, in bytes of one rank.
 
     Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
     earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.
+
+    Args:
+        each_is_reduced: micro-batches before the last are reduced too. All gradients are then, also those that no other
+            rank has, as of experts without copies on other ranks.
     """
     tiers, weight_bytes = bucket.tiers, bucket.weight_bytes(bucket.numel(bucket.weight_axes))
-    if when == "forward" or (when == "backward" and not bucket.keep and bucket.between_axes == bucket.weight_axes):
+    fetches_again = not bucket.keep and bucket.between_axes == bucket.weight_axes
+    if when is When.FORWARD or (when is When.BACKWARD and fetches_again):
         return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
-    if when == "backward" or not bucket.trainable:
+    if when is When.BACKWARD or not bucket.trainable:
         return []
-    if when == "update":
+    if when is When.UPDATE:
         return _update(bucket)
-    if tiers.grad == "device" or (when == "reduce" and not bucket.plan.grad.axes):
+    if tiers.grad == "device" or (when is When.REDUCE and not each_is_reduced):
         return []
     itemsize = bucket.precision.accumulate.itemsize
-    if when == "reduce":
+    if when is When.REDUCE:
         partial = bucket.numel(bucket.plan.grad.axes) * itemsize
         return [_copy("gradients to the host", partial), _copy("gradients to the device", partial)]
     finished = bucket.numel(bucket.optim_axes) * itemsize
@@ -42,7 +47,7 @@ def _update(bucket: PlannedBucket) -> list[MoveBytes]:
         found.append(_copy("gradients to the device", grad_bytes))
     if tiers.optim != "device" and tiers.grad == "device":
         found.append(_copy("gradients to the host", grad_bytes))
-    if tiers.optim != "device" and (matrix_bytes := bucket.matrix_numel * Muon.wire.itemsize):
+    if tiers.optim != "device" and (matrix_bytes := bucket.matrix_wire_bytes):
         found += [_copy(f"matrices {way} the device", matrix_bytes) for way in ("to", "from")]
     if tiers.optim == "nvme":
         state = owned * precision.master.itemsize + bucket.moments_bytes

@@ -178,6 +178,6 @@ def unit_copies(unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ..
         UnitTransfer(move.kind, move.what, "offload", when, move.sent_bytes, None, move.over)
         for bucket in buckets(unit, placement)
         for when in When
-        for move in copies(bucket, when)
+        for move in copies(bucket, when, each_is_reduced=bool(placement.plan.grad.axes))
         if move.sent_bytes
     )

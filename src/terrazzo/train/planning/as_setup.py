@@ -216,7 +216,8 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
     known = {recipe.torch_class: recipe for recipe in plain}
     recipe = known[optimizer.name]
     more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
-    return replace(recipe, moments=recipe.moments + more, iterations=optimizer.muon.ns_steps)
+    matrices = recipe.matrices and replace(recipe.matrices, iterations=optimizer.muon.ns_steps)
+    return replace(recipe, moments=recipe.moments + more, matrices=matrices)
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:
