@@ -32,7 +32,7 @@ import torch
 
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.family import BESIDE
-from terrazzo.engine.plan.diloco import DiLoCo, OuterShare
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
@@ -86,7 +86,7 @@ class StateBytes(NamedTuple):
 
 
 @dataclass(eq=False)
-class BucketSpec(OuterShare):
+class BucketSpec:
     """Parameters of one unit that share a flat index space.
 
     Args:
@@ -283,11 +283,6 @@ class BucketSpec(OuterShare):
                 reduction = self.sums.of(when is When.LAST)
                 return [*reduction.partial, *reduction.finish]
 
-    @property
-    def outer_gathers(self) -> list[MoveBytes]:
-        """From the parts of an outer step to where the optimizer's weights are."""
-        return self._gathers(self.outer_axes, self.optim_axes, DtypeWire(torch.float32), "outer weights")
-
     @cached_property
     def sums(self) -> Sums:
         """How its gradients are summed: to the plan's `grad` place, and then to `optim`'s."""
@@ -351,6 +346,33 @@ class BucketSpec(OuterShare):
         held = first.received_bytes + first.sum_bytes
         then = MoveBytes("all_gather", "gradients", axis, first.sent_bytes, held - message, form=first.form)
         return [first._replace(received_bytes=held, divides=divides), then]
+
+    # -- outer steps -------------------------------------------------------------------------------------------
+
+    @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """Over which states of outer steps are split: all axes of a replica along which ranks see other data."""
+        return (*self.optim_axes, *(axis for axis in self.ranks if axis not in (*self.optim_axes, *BESIDE)))
+
+    @property
+    def outer_states(self) -> int:
+        """How many of these there are, in fp32."""
+        return 0 if self.diloco is None or not self.trainable else self.diloco.states
+
+    @property
+    def outer_bytes(self) -> Sequence[int]:
+        """Of each."""
+        return [self.numel(self.outer_axes) * torch.float32.itemsize] * self.outer_states
+
+    @property
+    def outer_tier(self) -> str:
+        """Where they rest: on the device, or in host memory where the optimizer's state is off it."""
+        return "device" if self.tiers.optim == "device" else "cpu"
+
+    @property
+    def outer_gathers(self) -> list[MoveBytes]:
+        """From the parts of an outer step to where the optimizer's weights are."""
+        return self._gathers(self.outer_axes, self.optim_axes, DtypeWire(torch.float32), "outer weights")
 
 
 def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from terrazzo.engine.formats.format_names import WireFormat
-from terrazzo.engine.mesh.family import BESIDE
 from terrazzo.engine.plan.layout import ALIGN, round_up
-from terrazzo.engine.plan.place import Tiers
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = [
@@ -18,7 +15,6 @@ __all__ = [
     "OUTER_BLOCKS",
     "OUTER_MOMENTUM",
     "DiLoCo",
-    "OuterShare",
     "is_of_replica",
     "kind_of_first",
     "kind_of_replica",
@@ -103,40 +99,6 @@ class DiLoCo:
         if self.traffic == "int8":
             return OUTER_BLOCKS.size_bytes(numel) * (replicas - 1)
         return 2 * (round_up(numel, replicas) * 4 // replicas) * (replicas - 1)
-
-
-class OuterShare:
-    """What a rank has of one bucket for outer steps: part of a `BucketSpec`, whose fields these are."""
-
-    tiers: Tiers
-    ranks: Mapping[str, Any]
-    trainable: bool
-    diloco: DiLoCo | None
-    optim_axes: tuple[str, ...]
-
-    def numel(self, axes: tuple[str, ...]) -> int:
-        """Elements of one rank when the space is split over `axes`."""
-        raise NotImplementedError
-
-    @property
-    def outer_axes(self) -> tuple[str, ...]:
-        """Over which its states are split: all axes of a replica along which ranks see other data."""
-        return (*self.optim_axes, *(axis for axis in self.ranks if axis not in (*self.optim_axes, *BESIDE)))
-
-    @property
-    def outer_states(self) -> int:
-        """How many there are, in fp32."""
-        return 0 if self.diloco is None or not self.trainable else self.diloco.states
-
-    @property
-    def outer_bytes(self) -> Sequence[int]:
-        """Of each."""
-        return [self.numel(self.outer_axes) * 4] * self.outer_states
-
-    @property
-    def outer_tier(self) -> str:
-        """Where they rest: on the device, or in host memory where the optimizer's state is off it."""
-        return "device" if self.tiers.optim == "device" else "cpu"
 
 
 def kind_of_replica(kind: str, replica: int) -> str:

@@ -11,6 +11,7 @@ and the moment at which most is held is the answer. Read the modules in this ord
     tiers          states away from the device: what stays on it for them, what host memory and disks hold
     unit_events    what a unit adds and takes off at each event of a step: the sum over its buckets
     step_settings  what a walk is asked, and its answer: `StepUnit`, `StepSettings`, `Peak`
+    walk_state     what is held at a moment of a walk, and what is here of each unit
     walk           the events of a step in order, and the fullest moment
     outer_memory   what an outer step of replicas that train by themselves holds
     matrices       what updates of whole matrices hold, send and compute
@@ -29,7 +30,7 @@ The gathered weights of a rank go through these functions:
             buckets                    `full_bytes`: a bucket's weights, whole                   buckets
             bucket_memory.gather       its event adds them, `rest_between` and `release` free    engine.plan
         peak_of                      gathers ahead, rests and releases, in the step's order    walk
-            _Walk.apply                adds each change, and keeps the parts of the largest sum  walk
+            FullestMoment.apply        adds each change, and keeps the parts of the largest sum  walk_state
         Term("gathered", ...)          the part of that moment                                   peak
       fullest_memory                   the terms of the fullest stage, with what lies around     peak, overheads, tiers
 

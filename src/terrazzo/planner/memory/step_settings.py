@@ -23,7 +23,7 @@ class StepUnit:
         chunk: of the stages that a rank runs in turns, the number of the one that it is in.
     """
 
-    changes: UnitEvents
+    events: UnitEvents
     count: int = 1
     saved: float = 0.0
     working: float = 0.0

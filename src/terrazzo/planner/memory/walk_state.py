@@ -1,0 +1,90 @@
+"""What a walk through a step knows: what is held now, the fullest moment so far, and what is here of each unit."""
+
+from __future__ import annotations
+
+from terrazzo.planner.memory.step_settings import KINDS, StepUnit
+from terrazzo.planner.memory.unit_events import NOTHING, Change
+
+__all__ = ["FullestMoment", "WalkedUnit"]
+
+
+class FullestMoment:
+    """Counts what is held, and keeps the moment at which it was the most.
+
+    Attributes:
+        now: bytes by `KINDS`, and their `total`.
+        best, best_total: the same at the fullest moment, which is `moment` in words.
+    """
+
+    def __init__(self) -> None:
+        self.best, self.best_total, self.moment = [0.0] * len(KINDS), -1.0, "at rest"
+        self.empty()
+
+    def empty(self) -> None:
+        """Nothing is held."""
+        self.now, self.total = [0.0] * len(KINDS), 0.0
+
+    def apply(self, change: Change, moment: str) -> None:
+        """Of all that happens at a moment; the most in between counts."""
+        total, now = self.total, self.now
+        if total + change.rise > self.best_total:
+            self.best, self.best_total, self.moment = list(now), total + change.rise, moment
+            for kind, count_bytes in change.at_rise:
+                self.best[kind] += count_bytes
+        for kind, count_bytes in change.change:
+            now[kind] += count_bytes
+        self.total = total + change.net
+
+    def add(self, kind: int, count_bytes: float) -> None:
+        """Or take off, where that is negative; `note` says when it counts."""
+        self.now[kind] += count_bytes
+        self.total += count_bytes
+
+    def note(self, moment: str) -> None:
+        """Whether this is the fullest moment so far."""
+        if self.total > self.best_total:
+            self.best, self.best_total, self.moment = list(self.now), self.total, moment
+
+    def note_beside(self, kind: int, count_bytes: float, moment: str) -> None:
+        """With so many bytes more, which go again."""
+        self.add(kind, count_bytes)
+        self.note(moment)
+        self.add(kind, -count_bytes)
+
+
+class WalkedUnit:
+    """A unit of the row, and what a rank has of it at a moment of the walk.
+
+    Attributes:
+        events, count, saved, working, chunk: as of `StepUnit`.
+        is_here: full weights are, or are on their way.
+        was_here: they have been gathered in this pass, so that what `between` keeps of them is there.
+        rests: they have been put down, to be gathered again.
+        to_decode: what is still to be done with weights that have been sent in blocks of 8 bits.
+        has_pending: there is an unreduced gradient. `only_adds`: one that has been added up over micro-batches.
+        has_partial: there is a sum of earlier micro-batches.
+        row_between, row_sums: bytes that the units which it stands for keep between forward and backward, and of sums.
+    """
+
+    __slots__ = (
+        *("events", "count", "saved", "working", "chunk"),
+        *("is_here", "was_here", "rests", "to_decode", "has_pending", "only_adds", "has_partial"),
+        *("row_between", "row_sums"),
+    )
+
+    def __init__(self, unit: StepUnit) -> None:
+        self.events, self.count, self.saved, self.working = unit.events, unit.count, unit.saved, unit.working
+        self.chunk = unit.chunk
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing is there but weights at rest."""
+        self.is_here = self.was_here = self.rests = False
+        self.to_decode = NOTHING
+        self.has_pending = self.only_adds = self.has_partial = False
+        self.row_between = self.row_sums = 0
+
+    @property
+    def others(self) -> int:
+        """How many units it stands for beside itself."""
+        return self.count - 1
