@@ -19,7 +19,7 @@ from terrazzo.planner.assemble import estimate
 from terrazzo.planner.gate.facts import Facts
 from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
 from terrazzo.planner.gate.gate import ALL_RULES, objections, runnable
-from terrazzo.planner.gate.rule import Sentence, said
+from terrazzo.planner.gate.rule import Sentence, as_text
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import Request, build_setup
@@ -306,7 +306,7 @@ def test_every_rule_is_in_the_reference() -> None:
             return f"*{name}*"
 
     def shown(sentence: Sentence) -> str:
-        return said(sentence, cast(Facts, Names()))
+        return as_text(sentence, cast(Facts, Names()))
 
     rows = [
         f"| {rule.name} | {rule.severity} | {shown(rule.reason)} | {shown(rule.alternative)} | {rule.source} |"

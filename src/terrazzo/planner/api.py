@@ -106,24 +106,24 @@ def _names_one(request: Request) -> bool:
 
 def _one(request: Request) -> Estimate:
     _check_open(request)
-    if ignored := _given(request, OF_SEARCHES):
+    if ignored := _named_options(request, OF_SEARCHES):
         raise BadInput(
             f"{' and '.join(ignored)}: that is for a search, and one strategy on one number of GPUs is a single plan. "
             "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
         )
-    found = _estimate_here(build_setup(request))
-    notes = (*assumptions(request, found.setup), *found.notes)
-    if found.memory.fits is not False:
-        return replace(found, notes=notes)
-    edits = edits_that_fit(request, found, lambda changed: _estimate_here(build_setup(changed)))
-    return replace(found, edits=edits, notes=notes if edits else (no_edit(found.setup), *notes))
+    only = _estimate_here(build_setup(request))
+    notes = (*assumptions(request, only.setup), *only.notes)
+    if only.memory.fits is not False:
+        return replace(only, notes=notes)
+    edits = edits_that_fit(request, only, lambda changed: _estimate_here(build_setup(changed)))
+    return replace(only, edits=edits, notes=notes if edits else (no_edit(only.setup), *notes))
 
 
-def _of_search(request: Request, found: Frontier, framework: Framework, sizing: Sizing | None = None) -> Answer:
-    best = found.best or nearest(found, _estimate_here)
-    if found.best is None and sizing is None:
+def _of_search(request: Request, frontier: Frontier, framework: Framework, sizing: Sizing | None = None) -> Answer:
+    best = frontier.best or nearest(frontier, _estimate_here)
+    if frontier.best is None and sizing is None:
         best = replace(best, edits=_wider(request, best, framework))
-    return Answer(noted(request, best), _estimate_here, found, sizing)
+    return Answer(noted(request, best), _estimate_here, frontier, sizing)
 
 
 def _wider(request: Request, best: Estimate, framework: Framework) -> tuple[Edit, ...]:
@@ -138,11 +138,11 @@ def _wider(request: Request, best: Estimate, framework: Framework) -> tuple[Edit
     for kind in kinds:
         for options, changed in kind:
             try:
-                found = search(changed, _calibration_of(changed), framework).best
+                wider = search(changed, _calibration_of(changed), framework).best
             except BadInput:  # such as a batch that does not factor on so many ranks
                 continue
-            if found is not None:
-                edits.append(Edit(options, found, cost_of(found, best)))
+            if wider is not None:
+                edits.append(Edit(options, wider, cost_of(wider, best)))
                 break
     return tuple(edits)
 
@@ -150,8 +150,8 @@ def _wider(request: Request, best: Estimate, framework: Framework) -> tuple[Edit
 def _estimate_here(setup: Setup) -> Estimate:
     """`estimate` with what was measured on such devices before, or a warning why a record of that does not count."""
     record, note = find_calibration(setup)
-    found = estimate(setup, record)
-    return replace(found, notes=(*found.notes, note)) if note else found
+    here = estimate(setup, record)
+    return replace(here, notes=(*here.notes, note)) if note else here
 
 
 def _calibration_of(request: Request) -> Calibration | None:
@@ -164,7 +164,7 @@ def _calibration_of(request: Request) -> Calibration | None:
         return None
 
 
-def _given(request: Request, names: Iterable[str]) -> list[str]:
+def _named_options(request: Request, names: Iterable[str]) -> list[str]:
     return [f"{name}={value!r}" for name in names if (value := getattr(request, name)) != DEFAULTS[name]]
 
 
@@ -179,7 +179,7 @@ def _check_steps(request: Request, sizing: Sizing) -> None:
 def _check_open(request: Request) -> None:
     """Raises `BadInput` for what says nothing of what is asked, and for two strategies."""
     _check_axes(request)
-    if isinstance(request.model, int | float) and (ignored := _given(request, OF_ACTIVATIONS)):
+    if isinstance(request.model, int | float) and (ignored := _named_options(request, OF_ACTIVATIONS)):
         raise BadInput(
             f"{' and '.join(ignored)}: of a bare number of parameters model states alone are counted. Leave it out, or "
             "name a model, such as llama3-8b or a config.json."
@@ -196,9 +196,9 @@ def _check_axes(request: Request) -> None:
     """Raises `BadInput` for what would change nothing, since the axis that it is about has one rank."""
     about = OF_AXES | ({"loss": "tp"} if request.loss == "parts" else {})
     for name in [] if request.parallel else about:
-        axis, given = about[name], _given(request, [name])
-        if given and (getattr(request, axis) or 1) == 1:
+        axis, chosen = about[name], _named_options(request, [name])
+        if chosen and (getattr(request, axis) or 1) == 1:
             raise BadInput(
-                f"{given[0]} says how ranks along {axis} work together, and {axis} is 1. Leave it out, or give {axis} "
+                f"{chosen[0]} says how ranks along {axis} work together, and {axis} is 1. Leave it out, or give {axis} "
                 "of 2 or more."
             )

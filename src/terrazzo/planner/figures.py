@@ -117,8 +117,8 @@ class MemoryFigures:
     @property
     def fits_surely(self) -> bool | None:
         """Whether the upper bounds fit too, with room to spare; None where activations are not counted, if they do."""
-        held = self._holds([(room.upper + room.spare, room.capacity) for room in self.rooms])
-        return None if self.uncounted and held else held
+        fits = self._holds([(room.upper + room.spare, room.capacity) for room in self.rooms])
+        return None if self.uncounted and fits else fits
 
     def _holds(self, needs: list[tuple[float, int | None]]) -> bool | None:
         if any(capacity is not None and needed > capacity for needed, capacity in needs):

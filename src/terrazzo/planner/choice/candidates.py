@@ -66,10 +66,10 @@ def meshes(request: Request) -> Iterator[Request]:
     blocks = [unit.block for unit in model.blocks if unit.block]
     heads = min((block.kv_heads for block in blocks), default=1)
     experts = _experts(model)
-    most, given = _most_model_ranks(request, domain), (request.tp or 1) * (request.pp or 1)
+    most, named = _most_model_ranks(request, domain), (request.tp or 1) * (request.pp or 1)
     for tp in _sizes(request.tp, min(heads, domain)):
         for pp in _sizes(request.pp, min(model.layers, MOST_STAGES)):
-            if tp * pp > max(most, given):
+            if tp * pp > max(most, named):
                 continue
             for cp in _sizes(request.cp, MOST_CONTEXT if (request.sequence or 0) >= LONG_SEQUENCE else 1):
                 if request.gpus % (tp * pp * cp) == 0:
@@ -156,9 +156,9 @@ def _most_model_ranks(request: Request, domain: int) -> int:
     return max(domain, SPARE * least)
 
 
-def _sizes(given: int | None, largest: int) -> tuple[int, ...]:
-    if given is not None:
-        return (given,)
+def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
+    if named is not None:
+        return (named,)
     return tuple(1 << power for power in range(max(largest, 1).bit_length()))
 
 
@@ -172,10 +172,10 @@ def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode,
     return tuple(mode for mode in MODES if allowed.get(mode, True))
 
 
-def _expert_sizes(given: int | None, experts: int, ranks: int, domain: int) -> tuple[int, ...]:
+def _expert_sizes(named: int | None, experts: int, ranks: int, domain: int) -> tuple[int, ...]:
     """None, as many as fast links join, and many, as far as they divide the experts and the ranks of a stage."""
-    if given is not None:
-        return (given,) if ranks % given == 0 else ()
+    if named is not None:
+        return (named,) if ranks % named == 0 else ()
     sizes = _dividing(experts, ranks)
     return tuple(sorted({1, *(max(size for size in sizes if size <= most) for most in (domain, MOST_EXPERT))}))
 

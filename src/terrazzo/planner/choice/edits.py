@@ -28,16 +28,16 @@ ChangedRequest = tuple[str, Request]
 """Options, and the request with them."""
 
 
-def edits_that_fit(request: Request, found: Estimate, estimate: Callable[[Request], Estimate]) -> tuple[Edit, ...]:
-    """Up to three ways of changing `found`, which `request` means and which does not fit, so that it fits.
+def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Request], Estimate]) -> tuple[Edit, ...]:
+    """Up to three ways of changing `misfit`, which `request` means and which does not fit, so that it fits.
 
     Of each kind of change the smallest is taken with which it surely fits, or else as expected: more recomputed,
     smaller micro-batches, a loss without all logits, states elsewhere, or these together, and more GPUs.
     The fastest comes first, and those with more GPUs last.
     """
-    setup = found.setup
+    setup = misfit.setup
     kinds = Kinds(_alone(request, setup), _together(request, setup), _larger(request, setup))
-    return best_edits(kinds, found, estimate)
+    return best_edits(kinds, misfit, estimate)
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Kinds(Generic[T]):
     larger: Iterator[tuple[str, T]]
 
 
-def best_edits(kinds: Kinds[T], found: Estimate, estimate: Callable[[T], Estimate]) -> tuple[Edit, ...]:
+def best_edits(kinds: Kinds[T], misfit: Estimate, estimate: Callable[[T], Estimate]) -> tuple[Edit, ...]:
     """Of each kind the first that fits, the fastest of them and one with more GPUs."""
-    edits = [edit for kind in kinds.alone if (edit := _first(kind, found, estimate))]
+    edits = [edit for kind in kinds.alone if (edit := _first(kind, misfit, estimate))]
     if not any(edit.estimate.memory.fits_surely for edit in edits):
-        together = [edit for kind in kinds.together if (edit := _first(kind, found, estimate))]
+        together = [edit for kind in kinds.together if (edit := _first(kind, misfit, estimate))]
         edits += [edit for edit in together if edit.estimate.memory.fits_surely or not edits]
-    larger = _first(kinds.larger, found, estimate)
+    larger = _first(kinds.larger, misfit, estimate)
     edits = sorted((edit for edit in edits if not _beaten(edit, edits)), key=_order)
     return (*edits[: SHOWN - 1], larger) if larger else tuple(edits[:SHOWN])
 
@@ -74,16 +74,16 @@ def no_edit(setup: Setup) -> str:
     )
 
 
-def cost_of(edited: Estimate, found: Estimate) -> str:
+def cost_of(edited: Estimate, before: Estimate) -> str:
     """What a change takes, against a plan as it would run if there were room for it."""
     costs = []
-    if edited.time and found.time:
-        change = edited.time.tokens_per_s_per_gpu / found.time.tokens_per_s_per_gpu - 1
+    if edited.time and before.time:
+        change = edited.time.tokens_per_s_per_gpu / before.time.tokens_per_s_per_gpu - 1
         costs.append("as fast" if abs(change) < 0.005 else f"{change:+.0%} tokens/s per GPU")
-    factor = edited.setup.cluster.count / found.setup.cluster.count
+    factor = edited.setup.cluster.count / before.setup.cluster.count
     if factor != 1:
         costs.append(f"{factor:g} times the GPUs")
-    batch = edited.setup.global_batch / found.setup.global_batch
+    batch = edited.setup.global_batch / before.setup.global_batch
     if batch != 1:
         costs.append(f"{batch:g} times the sequences in a step")
     for room in edited.memory.rooms[1:]:
@@ -93,7 +93,7 @@ def cost_of(edited: Estimate, found: Estimate) -> str:
     return ", ".join(costs)
 
 
-def _first(changes: Iterator[tuple[str, T]], found: Estimate, estimate: Callable[[T], Estimate]) -> Edit | None:
+def _first(changes: Iterator[tuple[str, T]], misfit: Estimate, estimate: Callable[[T], Estimate]) -> Edit | None:
     """The first with which it surely fits, or else as expected."""
     expected: Edit | None = None
     for options, changed in changes:
@@ -103,7 +103,7 @@ def _first(changes: Iterator[tuple[str, T]], found: Estimate, estimate: Callable
             continue
         if not other.memory.fits or any(each.severity == "refuse" for each in other.objections):
             continue
-        edit = Edit(options, other, cost_of(other, found))
+        edit = Edit(options, other, cost_of(other, misfit))
         if other.memory.fits_surely:
             return edit
         expected = expected or edit
@@ -124,8 +124,8 @@ def _beaten(edit: Edit, edits: Sequence[Edit]) -> bool:
     return any(_speed(other) >= _speed(edit.estimate) for other in sure)
 
 
-def _speed(found: Estimate) -> float:
-    return found.time.tokens_per_s_per_gpu if found.time else 0.0
+def _speed(estimate: Estimate) -> float:
+    return estimate.time.tokens_per_s_per_gpu if estimate.time else 0.0
 
 
 def _alone(request: Request, setup: Setup) -> Iterator[Iterator[ChangedRequest]]:

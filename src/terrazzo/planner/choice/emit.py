@@ -84,7 +84,7 @@ def _loss(setup: Setup) -> str:
 
 
 def _check_runnable(setup: Setup) -> None:
-    if blocking := [found for found in objections(setup) if found.severity != "warn"]:
+    if blocking := [each for each in objections(setup) if each.severity != "warn"]:
         raise BadInput(f"This plan is planned, not runnable yet: {' '.join(map(str, blocking))}")
     if setup.freeze:
         raise BadInput(
@@ -159,8 +159,8 @@ def _decoder(shape: ModelShape) -> dict[str, Any] | None:
 def _inside_experts(block: BlockShape) -> list[tuple[int, ...]]:
     """The tensors in place of the feed-forward's: router, experts, and those that every token meets, if there are."""
     count, dim, ffn, shared = block.experts, block.hidden, block.ffn, block.shared_ffn
-    found: list[tuple[int, ...]] = [(count, dim), (count, ffn, dim), (count, ffn, dim), (count, dim, ffn)]
-    return found + ([(shared, dim), (shared, dim), (dim, shared)] if shared else [])
+    shapes: list[tuple[int, ...]] = [(count, dim), (count, ffn, dim), (count, ffn, dim), (count, dim, ffn)]
+    return shapes + ([(shared, dim), (shared, dim), (dim, shared)] if shared else [])
 
 
 def _plan(setup: Setup) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _plan(setup: Setup) -> dict[str, Any]:
         section = {state: str(place) for state, place in plan.places().items()}
     others = {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "cp", "tp", "ep")}
     if math.prod(others.values()) > 1:
-        given = {axis: size for axis, size in others.items() if size > 1}
-        section["mesh"] = {**given, "dp_shard": mesh.dp_shard}
+        sizes = {axis: size for axis, size in others.items() if size > 1}
+        section["mesh"] = {**sizes, "dp_shard": mesh.dp_shard}
     if setup.prefetch != 1:
         section["prefetch"] = setup.prefetch
     return section

@@ -82,10 +82,10 @@ class Frontier:
     def leaders(self) -> list[Estimate]:
         """In order of rank, the first of each strategy and mesh, and all that nothing else beats."""
         seen, leaders = set(), []
-        for found in self.ranked:
-            key = (found.setup.plan.name, found.setup.mesh, found.setup.cluster.count)
-            if key not in seen or found in self.pareto:
-                leaders.append(found)
+        for each in self.ranked:
+            key = (each.setup.plan.name, each.setup.mesh, each.setup.cluster.count)
+            if key not in seen or each in self.pareto:
+                leaders.append(each)
             seen.add(key)
         return leaders
 
@@ -142,7 +142,7 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
     if leaders:
         blocks.append(_ranked(leaders[:ROWS]))
         counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
-        timed = any(found.time is not None for found in leaders)
+        timed = any(each.time is not None for each in leaders)
         first = FIRST[frontier.request.rank] if timed else UNTIMED
         blocks.append(
             TextLine(f"{counts} What fits surely (its upper bound too) stands before what fits as expected", "dim")
@@ -162,8 +162,8 @@ def _refusals(frontier: Frontier) -> list[TextBlock]:
     lines = []
     for reason, strategies in list(reasons.items())[:ROWS]:
         alike: dict[tuple[int, ...], list[str]] = {}  # strategies by the numbers of GPUs that it holds them back on
-        for strategy, found in strategies.items():
-            alike.setdefault(tuple(sorted(set(found))), []).append(strategy)
+        for strategy, refused in strategies.items():
+            alike.setdefault(tuple(sorted(set(refused))), []).append(strategy)
         for counts, names in alike.items():
             where = f" on {', '.join(map(str, counts))} GPUs" if len(tried) > 1 else ""
             lines.append(TextLine(f"  {', '.join(names)}{where}: {reason}"))
@@ -183,11 +183,11 @@ def _ranked(leaders: list[Estimate]) -> TextTable:
         TableColumn("bound by", keep=3),
         TableColumn("fits", keep=6),
     )
-    return TextTable(columns, tuple(_ranked_row(found) for found in leaders))
+    return TextTable(columns, tuple(_ranked_row(each) for each in leaders))
 
 
-def _ranked_row(found: Estimate) -> tuple[str, ...]:
-    setup, memory, time = found.setup, found.memory, found.time
+def _ranked_row(estimate: Estimate) -> tuple[str, ...]:
+    setup, memory, time = estimate.setup, estimate.memory, estimate.time
     return (
         setup.plan.name,
         axes_text(setup),

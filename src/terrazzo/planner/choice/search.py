@@ -57,17 +57,17 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
     Raises:
         BadInput: the request itself is impossible; a choice that is impossible is refused instead.
     """
-    asked, request = request, replace(request, model=shape_of(request.model), gpu=build_cluster(request, 1).device)
+    original, request = request, replace(request, model=shape_of(request.model), gpu=build_cluster(request, 1).device)
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    found = _Tried(request, calibration, framework)
+    tried = _Tried(request, calibration, framework)
     for count in counts:
-        found.try_all(tuple(meshes(replace(request, gpus=count))))
-    if not found.considered:
+        tried.try_all(tuple(meshes(replace(request, gpus=count))))
+    if not tried.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
-    ranked = _simplest_first(sorted(found.fitting, key=_rank(request)))
-    return Frontier(asked, ranked, _pareto(ranked), found.refused(), found.considered)
+    ranked = _simplest_first(sorted(tried.fitting, key=_rank(request)))
+    return Frontier(original, ranked, _pareto(ranked), tried.refused(), tried.considered)
 
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class _Tried:
 
     def refused(self) -> tuple[Refusal, ...]:
         """The strategies of which nothing fits."""
-        fitting = {(found.setup.plan.name, found.setup.cluster.count) for found in self.fitting}
+        fitting = {(each.setup.plan.name, each.setup.cluster.count) for each in self.fitting}
         refused = [refusal for key, refusal in self.refusals.items() if key not in fitting]
         return tuple(sorted(refused, key=lambda refusal: (refusal.gpus, refusal.needed_bytes or 0)))
 
@@ -107,7 +107,7 @@ class _Tried:
             self._vary(self.fitting[before:])
         if not self.request.offload or self.request.strategy is not None:
             return
-        if not any(found.memory.fits_surely is not False for found in self.fitting[before:]):
+        if not any(each.memory.fits_surely is not False for each in self.fitting[before:]):
             for choice, strategy in product(choices, plans(OFFLOADED)):
                 self.try_strategy(replace(choice, strategy=strategy))
 
@@ -131,17 +131,17 @@ class _Tried:
             useful = tuple(size for size in sizes if size == sizes[0] or size > largest)
             before = len(self.fitting)
             largest = max(largest, self._grow(replace(choice, checkpointing=mode), useful))
-            if model_parallel(choice) and any(found.memory.fits_surely for found in self.fitting[before:]):
+            if model_parallel(choice) and any(each.memory.fits_surely for each in self.fitting[before:]):
                 return None  # recomputing more makes room that more ranks have made already
         return None
 
-    def _vary(self, found: Sequence[Estimate]) -> None:
+    def _vary(self, fitting: Sequence[Estimate]) -> None:
         """Other schedules and shard groups of the best of what was found on one number of devices.
 
         Of schedules those that would be the best if nothing waited in them.
         """
         key = _rank(self.request)
-        ahead = sorted(found, key=key)[:VARIED]
+        ahead = sorted(fitting, key=key)[:VARIED]
         best = max(map(_tokens_per_s, ahead), default=0.0)
         tried: list[Request] = []
         for each in ahead:
@@ -173,12 +173,12 @@ class _Tried:
                 if not largest:
                     self._refuse(choice, reason, 0, setup, memory)
                 break
-            found = assemble(setup, memory, self.calibration, known)
-            self.fitting.append(found)
+            estimate = assemble(setup, memory, self.calibration, known)
+            self.fitting.append(estimate)
             largest, sure = size, sure if memory.fits_surely is False else size
-            if _tokens_per_s(found) < rate:
+            if _tokens_per_s(estimate) < rate:
                 break
-            rate = _tokens_per_s(found)
+            rate = _tokens_per_s(estimate)
         return sure
 
     def _refuse(
@@ -210,7 +210,7 @@ class _Tried:
 
 
 def _refusal(known: Sequence[Objection]) -> str:
-    return next((str(found) for found in known if found.severity == "refuse"), "")
+    return next((str(each) for each in known if each.severity == "refuse"), "")
 
 
 def _states_bytes(setup: Setup) -> float:
@@ -226,10 +226,10 @@ def _too_large(setup: Setup, memory: MemoryFigures) -> str:
     full = max(rooms, key=lambda room: room.expected / (room.capacity or 1))
     numbers = f"{_gib(full.expected)} of {_gib(full.capacity or 0)} GiB"
     if full.name != "device":
-        place, kept = {"host": ("host memory", memory.host), "disk": ("disks", memory.disk)}[full.name]
-        most = max(kept, key=lambda term: term.value)
-        held = f"{_gib(memory.ranks_per_host * most.value)} {LABELS.get(most.name, most.name)}"
-        return f"the {place} of each host would hold {numbers}, of which {held}."
+        place, terms = {"host": ("host memory", memory.host), "disk": ("disks", memory.disk)}[full.name]
+        most = max(terms, key=lambda term: term.value)
+        largest_text = f"{_gib(memory.ranks_per_host * most.value)} {LABELS.get(most.name, most.name)}"
+        return f"the {place} of each host would hold {numbers}, of which {largest_text}."
     largest, mode = max(memory.near_terms, key=lambda term: term.value), setup.checkpointing
     with_mode = "" if mode == "none" else f" and {mode} activation checkpointing"
     return (
@@ -251,13 +251,13 @@ def _rank(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
     of that what sends the fewest bytes per token.
     """
 
-    def key(found: Estimate) -> tuple[float, ...]:
-        count, memory = found.setup.cluster.count, found.memory.allocated_bytes
-        unsure = float(found.memory.fits_surely is False)
-        if found.time is None:
-            tokens = found.setup.global_batch * found.setup.sequence or 1
-            return (unsure, _again(found.setup), found.traffic.total_bytes * count / tokens, memory)
-        per_gpu = found.time.tokens_per_s_per_gpu
+    def key(estimate: Estimate) -> tuple[float, ...]:
+        count, memory = estimate.setup.cluster.count, estimate.memory.allocated_bytes
+        unsure = float(estimate.memory.fits_surely is False)
+        if estimate.time is None:
+            tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
+            return (unsure, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens, memory)
+        per_gpu = estimate.time.tokens_per_s_per_gpu
         if request.rank == "gpus":
             return (unsure, count, -per_gpu, memory)
         if request.rank == "cost":
@@ -273,21 +273,21 @@ def _simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:
         return tuple(ranked)
     first = ranked[0]
     alike = [
-        found
-        for found in ranked
-        if found.setup.cluster.count == first.setup.cluster.count
-        and found.memory.fits_surely == first.memory.fits_surely
-        and _tokens_per_s(found) >= (1 - NOISE) * _tokens_per_s(first)
+        each
+        for each in ranked
+        if each.setup.cluster.count == first.setup.cluster.count
+        and each.memory.fits_surely == first.memory.fits_surely
+        and _tokens_per_s(each) >= (1 - NOISE) * _tokens_per_s(first)
     ]
     simplest = min(alike, key=_complexity)
-    return (simplest, *(found for found in ranked if found is not simplest))
+    return (simplest, *(each for each in ranked if each is not simplest))
 
 
-def _complexity(found: Estimate) -> tuple[int, ...]:
+def _complexity(estimate: Estimate) -> tuple[int, ...]:
     """What there is to set up and to understand of a plan: states elsewhere, kinds of parallelism, groups of ranks,
     schedules, and activations that are computed twice.
     """
-    setup, mesh = found.setup, found.setup.mesh
+    setup, mesh = estimate.setup, estimate.setup.mesh
     axes = sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep))
     offloaded = any(place.offloaded for place in setup.plan.places().values())
     schedule = mesh.pp > 1 and (setup.pipeline != "1f1b" or setup.virtual_stages > 1)
@@ -301,12 +301,12 @@ def _again(setup: Setup) -> int:
 
 def _pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
     """What no other beats in both allocated memory and tokens per second, by memory."""
-    kept: list[Estimate] = []
-    for found in sorted(ranked, key=lambda found: (found.memory.allocated_bytes, -_tokens_per_s(found))):
-        if not kept or _tokens_per_s(found) > _tokens_per_s(kept[-1]):
-            kept.append(found)
-    return tuple(kept)
+    front: list[Estimate] = []
+    for each in sorted(ranked, key=lambda each: (each.memory.allocated_bytes, -_tokens_per_s(each))):
+        if not front or _tokens_per_s(each) > _tokens_per_s(front[-1]):
+            front.append(each)
+    return tuple(front)
 
 
-def _tokens_per_s(found: Estimate) -> float:
-    return found.time.tokens_per_s_per_gpu * found.setup.cluster.count if found.time else 0.0
+def _tokens_per_s(estimate: Estimate) -> float:
+    return estimate.time.tokens_per_s_per_gpu * estimate.setup.cluster.count if estimate.time else 0.0

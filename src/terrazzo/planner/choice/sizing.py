@@ -126,7 +126,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None, framework
         except BadInput as error:  # of this number alone, where another is possible
             impossible.append(error)
             tried[count] = _none(replace(leanest, gpus=count), str(error))
-        memories = [found.memory for found in tried[count].ranked]
+        memories = [each.memory for each in tried[count].ranked]
         return any(memory.fits if memory.uncounted else memory.fits_surely for memory in memories)
 
     gpus = _first(counts, runs)

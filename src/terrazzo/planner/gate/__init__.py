@@ -16,7 +16,7 @@ A pipeline's bubble, from the setup to the sentence that names it:
     objections             every rule, in a framework                                       gate
       Rule.objection       is it about this framework, and is the setup such a combination  rule
         Facts.bubble       idle time of a stage over its useful time, in per cent           facts, timing.bubble
-        said               the rule's sentence with that put in                             rule
+        as_text            the rule's sentence with that put in                             rule
       Objection            severity, reason, alternative and source                         rule
 
 Refusals come first. `choice.search` drops what is refused, and a report shows everything.

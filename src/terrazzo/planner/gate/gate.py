@@ -17,8 +17,8 @@ TERRAZZO = Framework()
 
 def objections(setup: Setup, framework: Framework = TERRAZZO) -> tuple[Objection, ...]:
     """What is known against a setup under a framework, by default Terrazzo: refusals first, then warnings."""
-    found = [objection for rule in ALL_RULES if (objection := rule.objection(setup, framework)) is not None]
-    return tuple(sorted(found, key=lambda objection: ("refuse", "planned", "warn").index(objection.severity)))
+    raised = [objection for rule in ALL_RULES if (objection := rule.objection(setup, framework)) is not None]
+    return tuple(sorted(raised, key=lambda objection: ("refuse", "planned", "warn").index(objection.severity)))
 
 
 def runnable(setup: Setup) -> bool:

@@ -10,7 +10,7 @@ from terrazzo.planner.gate.facts import Facts
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Objection", "Rule", "Sentence", "said"]
+__all__ = ["Objection", "Rule", "Sentence", "as_text"]
 
 Severity = Literal["refuse", "planned", "warn"]
 """`refuse`: it fails, or trains something else. `planned`: sound, but this version of Terrazzo cannot run it yet.
@@ -20,7 +20,7 @@ Sentence = str | Callable[[Facts], str]
 """As it is, or with what it names of a setup put in."""
 
 
-def said(sentence: Sentence, facts: Facts) -> str:
+def as_text(sentence: Sentence, facts: Facts) -> str:
     """The text of a sentence about a setup."""
     return sentence if isinstance(sentence, str) else sentence(facts)
 
@@ -64,4 +64,6 @@ class Rule:
         if (self.scope and framework.name not in self.scope) or not self.applies(setup, framework):
             return None
         facts = Facts(setup)
-        return Objection(self.name, self.severity, said(self.reason, facts), said(self.alternative, facts), self.source)
+        return Objection(
+            self.name, self.severity, as_text(self.reason, facts), as_text(self.alternative, facts), self.source
+        )

@@ -142,7 +142,7 @@ def device(name: str) -> Device:
     """
     table, key = _table(), _key(name)
     if name == ALL:
-        raise BadInput(f"GPUs of the table are {', '.join(found.name for found in devices())}.")
+        raise BadInput(f"GPUs of the table are {', '.join(each.name for each in devices())}.")
     if key in table:
         return table[key]
     fitting = _fitting(set(_words(name)))
@@ -160,7 +160,7 @@ def device(name: str) -> Device:
 
 def devices() -> tuple[Device, ...]:
     """All devices of the table, in its order."""
-    return tuple({found.name: found for found in _table().values()}.values())
+    return tuple({each.name: each for each in _table().values()}.values())
 
 
 def this_machine() -> Cluster:
@@ -171,14 +171,16 @@ def this_machine() -> Cluster:
     """
     if not gpus.count():
         return cpu_host(_host_memory_bytes())
-    found = gpus.properties(0)
+    properties = gpus.properties(0)
     try:
-        known = device(found.name)
+        known = device(properties.name)
     except BadInput:
-        amd = getattr(found, "gcnArchName", "").startswith("gfx")
-        known = Device(found.name, capability=None if amd else found.major + found.minor / 10, source="this machine")
+        amd = getattr(properties, "gcnArchName", "").startswith("gfx")
+        known = Device(
+            properties.name, capability=None if amd else properties.major + properties.minor / 10, source="this machine"
+        )
     count = gpus.count()
-    here = replace(known, memory_bytes=found.total_memory, per_node=count)
+    here = replace(known, memory_bytes=properties.total_memory, per_node=count)
     return Cluster(here, count, host_memory_bytes=_host_memory_bytes())
 
 
@@ -203,21 +205,21 @@ def _names() -> tuple[tuple[str, Device], ...]:
     """Every name and alias; names come before aliases."""
     text = files("terrazzo.planner.machine").joinpath("gpus.csv").read_text(encoding="utf-8")
     rows = [(row["aliases"].split(";"), device_of_row(row)) for row in csv.DictReader(text.splitlines())]
-    names = [(found.name, found) for _, found in rows]
-    return (*names, *((alias, found) for aliases, found in rows for alias in aliases if _key(alias)))
+    names = [(each.name, each) for _, each in rows]
+    return (*names, *((alias, each) for aliases, each in rows for alias in aliases if _key(alias)))
 
 
 @cache
 def _table() -> dict[str, Device]:
     table: dict[str, Device] = {}
-    for name, found in _names():
-        table.setdefault(_key(name), found)
+    for name, each in _names():
+        table.setdefault(_key(name), each)
     return table
 
 
 def _fitting(words: set[str]) -> list[str]:
     """Names of the devices that are called by all of these words: whole ones, so that an L40 is no L40S."""
-    return sorted({found.name for name, found in _names() if words and words <= set(_words(name))})
+    return sorted({each.name for name, each in _names() if words and words <= set(_words(name))})
 
 
 def device_of_row(row: Mapping[str, str]) -> Device:

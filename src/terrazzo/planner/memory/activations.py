@@ -132,17 +132,17 @@ class _Local:
 @lru_cache(maxsize=4096)
 def _block(local: _Local, block: BlockShape) -> BlockActivations:
     everything = _everything(local, block)
-    kept = everything
+    covered = everything
     if local.checkpointing == "full":
-        kept = _input(local, block)
+        covered = _input(local, block)
     elif local.checkpointing == "selective":
-        kept = everything - _scores(local, block) if local.math else _products(local, block)
+        covered = everything - _scores(local, block) if local.math else _products(local, block)
     elif local.checkpointing == "selective_half":
-        kept = _half_of_products(local, block)
+        covered = _half_of_products(local, block)
     share = 1 / local.every if local.checkpointing != "none" else 0.0
-    saved = share * kept + (1 - share) * everything
+    saved = share * covered + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
-    recomputed, moved = (everything - kept if share else 0.0), local.moves * share * _input(local, block)
+    recomputed, moved = (everything - covered if share else 0.0), local.moves * share * _input(local, block)
     gradients = max(_gradients(local, block), _exchanged(local, block))
     return BlockActivations(saved, saved + more, recomputed, gradients, moved)
 

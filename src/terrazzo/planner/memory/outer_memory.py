@@ -16,8 +16,8 @@ def outer_numel(setup: Setup, stage: int) -> int:
     """Elements whose outer gradients a rank of `stage` exchanges; 0 where there are no outer steps."""
     if setup.diloco is None:
         return 0
-    found = ((bucket, count) for unit, count, own in placed_units(setup, stage) for bucket in buckets(unit, own))
-    return sum(count * bucket.numel(bucket.outer_axes) for bucket, count in found if bucket.outer_states)
+    counted = ((bucket, count) for unit, count, own in placed_units(setup, stage) for bucket in buckets(unit, own))
+    return sum(count * bucket.numel(bucket.outer_axes) for bucket, count in counted if bucket.outer_states)
 
 
 def outer_held_bytes(setup: Setup, stage: int) -> float:
@@ -27,18 +27,18 @@ def outer_held_bytes(setup: Setup, stage: int) -> float:
         return 0.0
     device, replicas = setup.cluster.device, setup.mesh.dp_replicate
     (message, *_) = settings.messages(numel)
-    held = settings.held_bytes(message, replicas, device.kind)
+    nbytes = settings.held_bytes(message, replicas, device.kind)
     if settings.traffic == "fp32" and replicas > 1:
         host = device.per_node if device.kind == "cpu" else 0
         near = host and max(1, min(replicas, host // group_of(setup.mesh, REPLICAS).stride))
-        held += PlannedAxis(replicas, near).receive_bytes(round_up(message, replicas) * 4)
-    return float(max(held, _apart_bytes(setup, stage)))
+        nbytes += PlannedAxis(replicas, near).receive_bytes(round_up(message, replicas) * 4)
+    return float(max(nbytes, _apart_bytes(setup, stage)))
 
 
 def _apart_bytes(setup: Setup, stage: int) -> int:
     """Where master weights are in host memory, and cut over fewer ranks: those of a bucket, gathered on the device."""
     if setup.cluster.device.kind == "cpu":
         return 0
-    found = (bucket for unit, _, own in placed_units(setup, stage) for bucket in buckets(unit, own))
-    apart = (each for each in found if each.outer_states and each.updated_off_device)
+    own_buckets = (bucket for unit, _, own in placed_units(setup, stage) for bucket in buckets(unit, own))
+    apart = (each for each in own_buckets if each.outer_states and each.updated_off_device)
     return max((4 * each.numel(each.optim_axes) for each in apart if each.outer_axes != each.optim_axes), default=0)

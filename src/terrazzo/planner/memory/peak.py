@@ -113,9 +113,9 @@ def _kept_freed(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
     if setup.cluster.device.kind != "cpu" or setup.model.bare or any("nvme" in place.tier for place in places):
         return 0.0
     gradients = sum(term.value for term in on_device(setup, stage) if term.name == "gradients")
-    kept = gradients + stage_peak(setup, stage, states_only=True).total
-    elsewhere = kept - sum(term.value for term in terms if term.name in FREED)
-    return max(elsewhere, min(kept, MOST_KEPT))
+    freed = gradients + stage_peak(setup, stage, states_only=True).total
+    elsewhere = freed - sum(term.value for term in terms if term.name in FREED)
+    return max(elsewhere, min(freed, MOST_KEPT))
 
 
 def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:
@@ -138,9 +138,9 @@ def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
     stages = setup.mesh.pp
     if stages == 1:
         return f"every rank alike, fullest {moment}"
-    held = f"{in_flight(setup, stage):.3g} micro-batches in flight"
-    parts = {0: f"the embeddings and {held}", stages - 1: "the head and the logits"}
-    return f"the ranks of pipeline stage {stage + 1} of {stages}, with {parts.get(stage, held)}, fullest {moment}"
+    waiting = f"{in_flight(setup, stage):.3g} micro-batches in flight"
+    parts = {0: f"the embeddings and {waiting}", stages - 1: "the head and the logits"}
+    return f"the ranks of pipeline stage {stage + 1} of {stages}, with {parts.get(stage, waiting)}, fullest {moment}"
 
 
 # -- one stage -----------------------------------------------------------------------------------------------------
@@ -212,10 +212,10 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     is_last = stage == setup.mesh.pp - 1
     units = []
     for unit, count, own, chunk in rows:
-        found = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
+        activations = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
         gradient = 0 if unit.is_root and not is_last else unit_states(unit, own).largest_grad
-        working = found.working + gradient + _cast_bytes(setup, unit)
-        units.append(StepUnit(unit_events(unit, own), count, found.stays, working, chunk))
+        working = activations.working + gradient + _cast_bytes(setup, unit)
+        units.append(StepUnit(unit_events(unit, own), count, activations.stays, working, chunk))
     head = head_activations(setup)
     settings = replace(
         plain,
@@ -295,8 +295,9 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
     saved = upper = 0.0
     for unit, count in units:
         if unit.block is not None:
-            found = block_activations(setup, unit.block)
-            saved, upper = saved + found.stays * count, upper + (found.saved_upper - found.moved) * count
+            activations = block_activations(setup, unit.block)
+            saved += activations.stays * count
+            upper += (activations.saved_upper - activations.moved) * count
     if saved:
         extras[ACTIVATIONS] = peak.parts[ACTIVATIONS] * (upper / saved - 1)
     head = head_activations(setup)
@@ -328,7 +329,7 @@ def _block_inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
     if not blocks:
         return {}
     block, _ = max(blocks, key=lambda pair: pair[1])
-    found = block_activations(setup, block)
+    activations = block_activations(setup, block)
     sizes = {
         "h": float(block.hidden),
         "q": float(block.heads * block.head_dim),
@@ -336,6 +337,6 @@ def _block_inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
         "f": float(block.ffn),
     }
     if name == "working":
-        return {**sizes, "recomputed": found.recomputed, "gradients of activations": found.gradients}
-    held = {"blocks": float(sum(count for _, count in blocks)), "micro-batches in flight": in_flight(setup, stage)}
-    return {**sizes, **held, "saved by one block": found.saved}
+        return {**sizes, "recomputed": activations.recomputed, "gradients of activations": activations.gradients}
+    counts = {"blocks": float(sum(count for _, count in blocks)), "micro-batches in flight": in_flight(setup, stage)}
+    return {**sizes, **counts, "saved by one block": activations.saved}

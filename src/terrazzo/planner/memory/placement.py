@@ -72,10 +72,10 @@ class Placement:
             shared: gradients are summed along `tp` too, whose ranks have the same.
         """
         sizes = self.expert_sizes if dealt else _with_strides(self.sizes, self.tp)
-        found = {axis: PlannedAxis(size, self._near(size, stride)) for axis, size, stride in sizes}
+        axes = {axis: PlannedAxis(size, self._near(size, stride)) for axis, size, stride in sizes}
         if shared:
-            found["tp"] = PlannedAxis(self.tp, self._near(self.tp, 1))
-        return found
+            axes["tp"] = PlannedAxis(self.tp, self._near(self.tp, 1))
+        return axes
 
     def _near(self, size: int, stride: int) -> int:
         return self.host and max(1, min(size, self.host // stride))
@@ -206,32 +206,32 @@ def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
     return tuple((unit, count, placement_of(setup, tiers)) for unit, count, tiers in _cut(units, places))
 
 
-def stand_ins(setup: Setup, *kept: int) -> tuple[int, ...]:
+def stand_ins(setup: Setup, *alone: int) -> tuple[int, ...]:
     """For each pipeline stage the one to look at in its place, so that few are: of as many units or more of every kind.
 
     None stands for one before it, on which more micro-batches wait. The first and the last stand for themselves, the
-    last with the head, and so do those `kept`.
+    last with the head, and so do those that are to stand `alone`.
     """
     places = (setup.plan.weight, setup.plan.grad, setup.plan.optim)
-    return _stand_ins(setup.model.units, setup.model.tied, cut_of(setup), places, kept)
+    return _stand_ins(setup.model.units, setup.model.tied, cut_of(setup), places, alone)
 
 
 @lru_cache(maxsize=4096)
 def _stand_ins(
-    units: tuple[UnitShape, ...], tied: bool, cut: Cut, places: tuple[Place, ...], kept: tuple[int, ...]
+    units: tuple[UnitShape, ...], tied: bool, cut: Cut, places: tuple[Place, ...], alone: tuple[int, ...]
 ) -> tuple[int, ...]:
     chosen: dict[int, Counter[tuple[UnitShape, Tiers]]] = {}
-    found = []
+    stand_for = []
     for stage in range(cut.ranks):
-        held = Counter[tuple[UnitShape, Tiers]]()
+        own_units = Counter[tuple[UnitShape, Tiers]]()
         for unit, count, tiers in _cut(units_of_stage(units, tied, cut, stage), places):
-            held[unit, tiers] += count
-        own = stage in (cut.ranks - 1, *kept)
-        fuller = [other for other, more in chosen.items() if held <= more and not own]
+            own_units[unit, tiers] += count
+        own = stage in (cut.ranks - 1, *alone)
+        fuller = [other for other, more in chosen.items() if own_units <= more and not own]
         if not fuller:
-            chosen[stage] = held
-        found.append(max(fuller, default=stage))
-    return tuple(found)
+            chosen[stage] = own_units
+        stand_for.append(max(fuller, default=stage))
+    return tuple(stand_for)
 
 
 @lru_cache(maxsize=4096)

@@ -99,8 +99,8 @@ def planned_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:
     shapes = [unit for unit in setup.model.units for _ in range(unit.count)]
     places, host = (setup.plan.weight, setup.plan.grad, setup.plan.optim), setup.mesh.world_size
     tiers = [Tiers(*(place.tier_of(index, len(shapes)) for place in places)) for index in range(len(shapes))]
-    found = {one: placement_of(setup, one) for one in tiers}
-    near = {one: replace(placement, host=placement.host and host) for one, placement in found.items()}
+    placements = {one: placement_of(setup, one) for one in tiers}
+    near = {one: replace(placement, host=placement.host and host) for one, placement in placements.items()}
     return [buckets(unit, near[one]) for unit, one in zip(shapes, tiers, strict=True)]
 
 
@@ -109,8 +109,8 @@ def updated_numels(units: Sequence[Sequence[PlannedBucket]]) -> list[int]:
 
     Matrices of all units come first, then their vectors.
     """
-    found = [bucket.runs for unit in units for bucket in unit if bucket.trainable and not bucket.updated_off_device]
-    return [numel for numel in (*(each.other_matrices for each in found), *(each.vectors for each in found)) if numel]
+    groups = [bucket.runs for unit in units for bucket in unit if bucket.trainable and not bucket.updated_off_device]
+    return [numel for numel in (*(each.other_matrices for each in groups), *(each.vectors for each in groups)) if numel]
 
 
 def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> int:
@@ -120,10 +120,10 @@ def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> 
     return int(max(most, default=0))
 
 
-def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
+def _states(all_buckets: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
     """Bytes of the states at rest on the device, and of finished gradients."""
-    here = resting_bytes(found)
-    updated = [bucket for bucket in found if bucket.trainable and not bucket.updated_off_device]
+    here = resting_bytes(all_buckets)
+    updated = [bucket for bucket in all_buckets if bucket.trainable and not bucket.updated_off_device]
     moments = round(sum(bucket.moments_bytes for bucket in updated))
     states = {"weights": here["weight"], "master": here["master"], "moments": moments}
     return states | ({"outer": here["outer"]} if here["outer"] else {}), here["grad"]

@@ -48,8 +48,8 @@ def units_of_stage(units: tuple[UnitShape, ...], tied: bool, cut: Cut, rank: int
         own.append((UnitShape(root.name, tensors), 1))
     row = [unit for unit in blocks for _ in range(unit.count)]
     places = [place for begin, end in _bounds(units, cut)[rank :: cut.ranks] for place in range(begin, end)]
-    held = [row[place - 1] for place in places if 0 < place <= len(row)]
-    own += [(unit, len(list(equal))) for unit, equal in groupby(held)]
+    own_blocks = [row[place - 1] for place in places if 0 < place <= len(row)]
+    own += [(unit, len(list(equal))) for unit, equal in groupby(own_blocks)]
     return tuple(own)
 
 
@@ -167,7 +167,7 @@ def last_turns(setup: Setup, stage: int) -> tuple[LastTurn, ...]:
 
 @lru_cache(maxsize=1024)
 def _last_turns(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[tuple[LastTurn, ...]]:
-    found = []
+    turns = []
     for actions in actions_of(schedule, ranks, chunks, micro_batches):
         before: dict[bool, frozenset[int]] = {True: frozenset(), False: frozenset()}
         last: dict[tuple[int, bool], LastTurn] = {}
@@ -176,5 +176,5 @@ def _last_turns(schedule: str, ranks: int, chunks: int, micro_batches: int) -> l
                 chunk, is_forward = action.stage // ranks, action.kind is ActionKind.FORWARD
                 last[chunk, is_forward] = LastTurn(chunk, is_forward, before[True], before[False])
                 before[is_forward] |= {chunk}
-        found.append(tuple(last.values()))
-    return found
+        turns.append(tuple(last.values()))
+    return turns

@@ -97,9 +97,9 @@ def moved_activations(setup: Setup, stage: int) -> float:
 def _activations(setup: Setup, stage: int) -> tuple[Term, ...]:
     moved = moved_activations(setup, stage)
     blocks = float(sum(count for unit, count in stage_units(setup, stage) if unit.block is not None))
-    held = in_flight(setup, stage)
-    value = moved * blocks * held
-    inputs = {"blocks": blocks, "inputs of one block": moved, "micro-batches in flight": held}
+    waiting = in_flight(setup, stage)
+    value = moved * blocks * waiting
+    inputs = {"blocks": blocks, "inputs of one block": moved, "micro-batches in flight": waiting}
     return (Term("activations", value, value, "memory.host_activations", inputs),) if value else ()
 
 
@@ -124,9 +124,9 @@ def _sends(setup: Setup, stage: int) -> Term:
 
 def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
-    cell, found = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, stage)]
-    load = max((load_bytes(bucket, cell) for bucket in found), default=0)
-    staging = max((staging_bytes(bucket, bucket.apart_moment_bytes, cell) for bucket in found), default=0)
+    cell, own_buckets = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, stage)]
+    load = max((load_bytes(bucket, cell) for bucket in own_buckets), default=0)
+    staging = max((staging_bytes(bucket, bucket.apart_moment_bytes, cell) for bucket in own_buckets), default=0)
     value = (
         float(host_bytes(Need(nvme=(load, staging), load=load, staging=staging), setup.offload))
         if load or staging

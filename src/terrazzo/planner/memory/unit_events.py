@@ -344,10 +344,10 @@ class _ChainMaker:
         if not self._beside:
             return Chain((*self._steps, self.now.end()))
         self._kept.take(GRADIENTS, self._finished)
-        lent, kept = self._lent.end(), self._kept.end()
+        lent, rest = self._lent.end(), self._kept.end()
         if self._moves_nothing:
-            return Chain((self._in_turn(self.now.end(), lent, kept),))
-        return Chain((self.now.end(), self._in_turn(lent, kept)), lent, kept)
+            return Chain((self._in_turn(self.now.end(), lent, rest),))
+        return Chain((self.now.end(), self._in_turn(lent, rest)), lent, rest)
 
     @staticmethod
     def _in_turn(*changes: Change) -> Change:

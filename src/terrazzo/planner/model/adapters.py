@@ -30,18 +30,18 @@ class Training(Protocol):
     def freeze(self) -> str | Sequence[str] | None: ...
 
 
-def adapter_rank(asked: Training) -> int | None:
+def adapter_rank(training: Training) -> int | None:
     """The rank of adapters; None without."""
-    return DEFAULT_RANK if asked.lora is None and asked.qlora else asked.lora
+    return DEFAULT_RANK if training.lora is None and training.qlora else training.lora
 
 
-def trained(asked: Training, shape: ModelShape) -> ModelShape:
+def trained(training: Training, shape: ModelShape) -> ModelShape:
     """With the adapters, and what is frozen, that a request asks for.
 
     Raises:
         BadInput: for a bare number of parameters, and as `with_frozen`.
     """
-    adapters, patterns = adapter_rank(asked), globs(asked.freeze)
+    adapters, patterns = adapter_rank(training), globs(training.freeze)
     if shape.bare and (adapters is not None or patterns):
         raise BadInput("lora and freeze are of matrices by name, which a number of parameters has not: name a model.")
     shape = shape if adapters is None else with_adapters(shape, adapters)
@@ -151,12 +151,12 @@ def _each(shape: ModelShape, freezes: Callable[[str], bool]) -> ModelShape:
 
 def _apart(shape: ModelShape) -> list[UnitShape]:
     """Units that are counted in a row, each by itself."""
-    found = []
+    apart = []
     for unit in shape.units:
         prefix, _, number = unit.name.rpartition(".")
         places = [f"{prefix}.{int(number) + index}" if number.isdecimal() else unit.name for index in range(unit.count)]
-        found += [replace(unit, name=place, count=1) for place in places]
-    return found
+        apart += [replace(unit, name=place, count=1) for place in places]
+    return apart
 
 
 def _names(unit: UnitShape) -> Sequence[str]:

@@ -150,9 +150,9 @@ def _from_file(path: Path) -> ModelShape:
 def read_config(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises: `BadInput` for what is not one."""
     if not _is_file(file):
-        given = file.parent if file.name == CONFIG_FILE else file
+        folder_or_file = file.parent if file.name == CONFIG_FILE else file
         raise BadInput(
-            f"There is no model config at {_short(str(file))}.{_hint(str(given))} {_NAMED}; models are never "
+            f"There is no model config at {_short(str(file))}.{_hint(str(folder_or_file))} {_NAMED}; models are never "
             "downloaded."
         )
     try:

@@ -41,8 +41,8 @@ def main() -> None:
     with redirect_stdout(sys.stderr):
         import_module("transformers")  # first: its own size has no part in the limit
         _limit_memory()
-        found = answer(request)
-    json.dump(found, sys.stdout)
+        reply = answer(request)
+    json.dump(reply, sys.stdout)
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

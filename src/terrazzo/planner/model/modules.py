@@ -104,12 +104,12 @@ class _Guide:
         of_key_heads = _KEY_HEADS.search(name) is not None
         return self._told(member, TensorShape(name, shape, role, split, member.trainable, of_key_heads=of_key_heads))
 
-    def _told(self, member: Member, found: TensorShape) -> TensorShape:
+    def _told(self, member: Member, tensor: TensorShape) -> TensorShape:
         """With a word on whether it is a matrix of hidden layers, where its role says otherwise."""
         is_matrix = id(member.parameter) in self.products
         if member.trainable:
-            return replace(found, whole=is_matrix) if is_matrix != found.is_matrix else found
-        return replace(found, linear=member.is_matrix) if member.is_matrix != found.in_linear else found
+            return replace(tensor, whole=is_matrix) if is_matrix != tensor.is_matrix else tensor
+        return replace(tensor, linear=member.is_matrix) if member.is_matrix != tensor.in_linear else tensor
 
     def _role(self, member: Member, shape: tuple[int, ...]) -> Role:
         if len(shape) >= 2 and _embeds(member) and shape[0] == self.vocab:
@@ -155,13 +155,13 @@ class _Guide:
 
 def _buffer_bytes(model: nn.Module, units: Collection[str]) -> dict[str, int]:
     """Of the buffers of each unit, each counted once; the root's, whose name is empty, are those of no other."""
-    found: dict[str, int] = defaultdict(int)
+    by_unit: dict[str, int] = defaultdict(int)
     for name, buffer in model.named_buffers():
         holder = name.rpartition(".")[0]
         while holder and holder not in units:
             holder = holder.rpartition(".")[0]
-        found[holder] += buffer.nbytes
-    return found
+        by_unit[holder] += buffer.nbytes
+    return by_unit
 
 
 def _values_of(config: Any) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def _known_units(config: Any) -> list[UnitShape]:
 
 
 def _attribute(config: Any, size: str) -> int:
-    found = (getattr(config, name, None) for name in _NAMES[size])
-    return next((value for value in found if type(value) is int and value > 0), 0)
+    values = (getattr(config, name, None) for name in _NAMES[size])
+    return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _embeds(member: Member) -> bool:

@@ -67,7 +67,7 @@ def shape_of_built(values: Mapping[str, Any], name: str) -> ModelShape:
             f"{name}: model_type is {model_type!r}; it names the architecture, such as 'llama' or 'gpt2'. Add it, "
             "as the config.json of a Hugging Face model has it."
         )
-    kept = {key: value for key, value in harmless(values, name).items() if key not in _IGNORED}
+    known = {key: value for key, value in harmless(values, name).items() if key not in _IGNORED}
     if find_spec("transformers") is None:
         raise BadInput(
             f"The architecture {model_type!r} is not among those whose shape is known here, and the package "
@@ -75,7 +75,7 @@ def shape_of_built(values: Mapping[str, Any], name: str) -> ModelShape:
             f"{', '.join(FAMILIES)}."
         )
     try:
-        request = json.dumps({"name": name, "model_type": model_type, "values": kept})
+        request = json.dumps({"name": name, "model_type": model_type, "values": known})
     except (TypeError, ValueError) as error:
         raise BadInput(f"{name}: the config holds what no config.json can ({error}). Remove it.") from error
     answer = _answer(request, name)
@@ -144,16 +144,16 @@ def harmless(values: Mapping[str, Any], name: str, depth: int = 0) -> dict[str, 
     for key in _IMPLEMENTATIONS & values.keys():
         _check_implementation(key, values[key], name)
     # One that begins with _ is transformers' own note, and can name a kernel as well.
-    kept = {key: value for key, value in values.items() if isinstance(key, str) and not key.startswith("_")}
-    return {key: _bounded_value(key, value, name, depth) for key, value in kept.items()}
+    public = {key: value for key, value in values.items() if isinstance(key, str) and not key.startswith("_")}
+    return {key: _bounded_value(key, value, name, depth) for key, value in public.items()}
 
 
 def _check_implementation(key: str, value: Any, name: str) -> None:
     """Of transformers, which fetches and runs a kernel that is named as `organisation/repository`."""
-    for found in value.values() if isinstance(value, Mapping) else (value,):
-        if found is not None and not (isinstance(found, str) and found in IMPLEMENTATIONS):
+    for each in value.values() if isinstance(value, Mapping) else (value,):
+        if each is not None and not (isinstance(each, str) and each in IMPLEMENTATIONS):
             raise BadInput(
-                f"{name}: {key} is {found!r:.80}, which may be code to be fetched and run; that is never done here. "
+                f"{name}: {key} is {each!r:.80}, which may be code to be fetched and run; that is never done here. "
                 f"Use one of {', '.join(sorted(IMPLEMENTATIONS))}, or remove the key."
             )
 

@@ -17,18 +17,18 @@ __all__ = ["alternatives"]
 
 def alternatives(chosen: Estimate, estimate: Callable[[Setup], Estimate]) -> list[Estimate]:
     """`chosen` among the plans of the table that are possible on its devices, all else being equal."""
-    found, own = [], chosen.setup.plan
+    others, own = [], chosen.setup.plan
     row = None if any(place.offloaded for place in own.places().values()) else own.row
     for name in ROWS:
         if name == row:
-            found.append(chosen)
+            others.append(chosen)
             continue
         plan = Plan.named(name)
         try:
-            found.append(estimate(replace(chosen.setup, plan=plan, mesh=_mesh(chosen.setup, plan))))
+            others.append(estimate(replace(chosen.setup, plan=plan, mesh=_mesh(chosen.setup, plan))))
         except BadInput:
             continue
-    return found if chosen in found else [*found, chosen]
+    return others if chosen in others else [*others, chosen]
 
 
 def _mesh(setup: Setup, plan: Plan) -> Mesh:

@@ -40,8 +40,8 @@ class BareAnswer:
     @cached_property
     def setups(self) -> list[Setup]:
         """One for each stage. Raises: `BadInput` for ranks that the strategy cannot use."""
-        asked = self.request.plan
-        plans = [Plan.named(stage) for stage in STAGES] if asked is None else [asked]
+        named = self.request.plan
+        plans = [Plan.named(stage) for stage in STAGES] if named is None else [named]
         setups = [build_setup(replace(self.request, strategy=plan)) for plan in plans]
         for setup in setups:
             check(setup)

@@ -26,16 +26,16 @@ def explained(estimate: Estimate, wanted: str) -> ExplainedReport:
     Raises: `BadInput` with all names where nothing is called so.
     """
     terms = list(_terms(estimate))
-    found = [(part, term) for part, term in terms if wanted.lower() in _names(term)]
-    if not found:
+    matching = [(part, term) for part, term in terms if wanted.lower() in _names(term)]
+    if not matching:
         names = list(dict.fromkeys(term.name for _, term in terms))
         raise BadInput(f"This plan has no term {wanted!r}.{did_you_mean(wanted, names)} Terms: {', '.join(names)}.")
-    return ExplainedReport(terms=tuple(_explained(part, term) for part, term in found))
+    return ExplainedReport(terms=tuple(_explained(part, term) for part, term in matching))
 
 
-def explain(found: ExplainedReport) -> list[TextBlock]:
+def explain(report: ExplainedReport) -> list[TextBlock]:
     """The same for people."""
-    return [block for term in found.terms for block in _blocks(term)]
+    return [block for term in report.terms for block in _blocks(term)]
 
 
 def _terms(estimate: Estimate) -> Iterator[tuple[str, Term]]:
@@ -53,11 +53,11 @@ def _terms(estimate: Estimate) -> Iterator[tuple[str, Term]]:
 
 def _totals(memory: MemoryFigures) -> tuple[Term, ...]:
     """What is counted beside tensors, as terms."""
-    given = {"allocated": memory.allocated_bytes}
+    inputs = {"allocated": memory.allocated_bytes}
     if memory.capacity_bytes is not None:
-        given["memory of the device"] = float(memory.capacity_bytes)
+        inputs["memory of the device"] = float(memory.capacity_bytes)
     totals = {"reserved": memory.reserved_bytes, "device": memory.device_bytes, "upper": memory.upper_bytes}
-    given_by = dict.fromkeys(totals, given) | {"upper": given | {"upper values": sum(t.upper for t in memory.terms)}}
+    given_by = dict.fromkeys(totals, inputs) | {"upper": inputs | {"upper values": sum(t.upper for t in memory.terms)}}
     return tuple(Term(name, value, value, f"memory.{name}", given_by[name]) for name, value in totals.items())
 
 

@@ -65,8 +65,8 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
         frontier: what it is compared with; None: nothing.
     """
     setup = best.setup
-    asked = asked_of(request, setup)
-    sliders = _sliders(asked, setup)
+    chosen = asked_of(request, setup)
+    sliders = _sliders(chosen, setup)
     plans = list(frontier.ranked) if frontier else []
     pareto = {id(each) for each in frontier.pareto} if frontier else set()
     first, *rest = setup_text(setup).splitlines()
@@ -82,7 +82,7 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
             {"name": each.name, "values": list(each.values), "labels": each.labels(), "start": each.start}
             for each in sliders
         ],
-        "grid": [_varied(asked, sliders, values, best, estimate) for values in product(*(s.values for s in sliders))],
+        "grid": [_varied(chosen, sliders, values, best, estimate) for values in product(*(s.values for s in sliders))],
         "plans": [_plan(each) | {"pareto": id(each) in pareto} for each in plans],
         "best": next((index for index, each in enumerate(plans) if each.setup == setup), None),
         "considered": frontier.considered if frontier else 1,
@@ -97,9 +97,9 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
     return template.replace(PLACE, data)
 
 
-def _sliders(asked: Request, setup: Setup) -> list[_Slider]:
+def _sliders(chosen: Request, setup: Setup) -> list[_Slider]:
     count, sequence = setup.cluster.count, setup.sequence
-    modes = (*CHECKPOINTING, *({asked.checkpointing or "none"} - set(CHECKPOINTING)))
+    modes = (*CHECKPOINTING, *({chosen.checkpointing or "none"} - set(CHECKPOINTING)))
     made: list[tuple[str, str, tuple[Any, ...]]] = [
         ("GPUs", "gpus", _times(count, COUNTS, setup.mesh.world_size // setup.mesh.batch_ranks))
     ]
@@ -112,7 +112,7 @@ def _sliders(asked: Request, setup: Setup) -> list[_Slider]:
             *made,
         ]
     own: dict[str, Any] = {"gpus": count, "micro_batch": setup.micro_batch, "sequence": sequence}
-    own |= {"checkpointing": asked.checkpointing}
+    own |= {"checkpointing": chosen.checkpointing}
     return [_Slider(name, field, values, values.index(own[field])) for name, field, values in made]
 
 
@@ -122,7 +122,7 @@ def _times(value: int, factors: Sequence[float], least: int) -> tuple[int, ...]:
 
 
 def _varied(
-    asked: Request,
+    chosen: Request,
     sliders: Sequence[_Slider],
     values: Sequence[Any],
     best: Estimate,
@@ -133,7 +133,7 @@ def _varied(
     if all(slider.values[slider.start] == value for slider, value in zip(sliders, values, strict=True)):
         return _figures(best)
     try:
-        return _figures(estimate(build_setup(replace(asked, **changes))))
+        return _figures(estimate(build_setup(replace(chosen, **changes))))
     except BadInput as error:
         return {"problem": str(error)}
 
@@ -148,10 +148,10 @@ def _refused(frontier: Frontier) -> list[list[str]]:
     return [[", ".join(names), reason] for reason, names in reasons.items()]
 
 
-def _plan(found: Estimate) -> dict[str, Any]:
-    setup = found.setup
+def _plan(estimate: Estimate) -> dict[str, Any]:
+    setup = estimate.setup
     mesh, mode = axes_text(setup), checkpointing_text(setup)
-    return _figures(found) | {
+    return _figures(estimate) | {
         "name": f"{setup.plan.name} on {mesh}, checkpointing {mode}, micro-batch {setup.micro_batch}",
         "strategy": setup.plan.name,
         "mesh": mesh,
@@ -160,8 +160,8 @@ def _plan(found: Estimate) -> dict[str, Any]:
     }
 
 
-def _figures(found: Estimate) -> dict[str, Any]:
-    setup, memory, time = found.setup, found.memory, found.time
+def _figures(estimate: Estimate) -> dict[str, Any]:
+    setup, memory, time = estimate.setup, estimate.memory, estimate.time
     return {
         "gib": _gib(memory.rooms[0].expected),
         "upper": _gib(memory.rooms[0].upper),
@@ -176,7 +176,7 @@ def _figures(found: Estimate) -> dict[str, Any]:
         "gpus": setup.cluster.count,
         "batch": setup.global_batch,
         "tokens": setup.global_batch * setup.sequence,
-        "objections": [*map(str, found.objections)],
+        "objections": [*map(str, estimate.objections)],
     }
 
 

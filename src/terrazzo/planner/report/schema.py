@@ -38,9 +38,11 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
-    def of(cls, found: object, **others: Any) -> Self:
-        """With what `found` has under the names of fields, and `others`."""
-        same = {name: getattr(found, name) for name in cls.model_fields if name not in others and hasattr(found, name)}
+    def of(cls, source: object, **others: Any) -> Self:
+        """With what `source` has under the names of fields, and `others`."""
+        same = {
+            name: getattr(source, name) for name in cls.model_fields if name not in others and hasattr(source, name)
+        }
         return cls(**same, **others)
 
 

@@ -158,11 +158,11 @@ def once_per_setup(find: Callable[[Setup, *Rest], R]) -> Callable[[Setup, *Rest]
     """
 
     @wraps(find)
-    def found(setup: Setup, *rest: *Rest) -> R:
+    def remembered(setup: Setup, *rest: *Rest) -> R:
         key, known = (find, *rest), setup.known
         if key not in known:
             known[key] = find(setup, *rest)
         value: R = known[key]
         return value
 
-    return found
+    return remembered

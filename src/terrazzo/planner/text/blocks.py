@@ -56,16 +56,16 @@ class TextTable:
 
     def within(self, width: int) -> tuple[TextTable, list[str]]:
         """This table without the columns that `width` characters have no room for, and the headings of those."""
-        kept, widths = list(range(len(self.columns))), self.widths()
+        shown, widths = list(range(len(self.columns))), self.widths()
         if self.wrap:
             widths[-1] = min(widths[-1], SENTENCE)
-        while sum(widths[index] + GAP for index in kept) > width and len(kept) > 1:
-            kept.remove(min(kept, key=lambda index: (self.columns[index].keep, -index)))
+        while sum(widths[index] + GAP for index in shown) > width and len(shown) > 1:
+            shown.remove(min(shown, key=lambda index: (self.columns[index].keep, -index)))
         left_out = [
-            column.heading for index, column in enumerate(self.columns) if index not in kept and column.keep > 1
+            column.heading for index, column in enumerate(self.columns) if index not in shown and column.keep > 1
         ]
-        columns = tuple(self.columns[index] for index in kept)
-        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
+        columns = tuple(self.columns[index] for index in shown)
+        rows = tuple(tuple(row[index] for index in shown) for row in self.rows)
         return replace(self, columns=columns, rows=rows), left_out
 
 

@@ -162,12 +162,12 @@ def blocker(memory: MemoryFigures) -> str:
         return ""
     room = max(full, key=lambda room: room.expected / (room.capacity or 1))
     ranks = 1 if room.name == "device" else memory.ranks_per_host
-    kept = {"device": memory.terms, "host": memory.host, "disk": memory.disk}[room.name]
+    terms = {"device": memory.terms, "host": memory.host, "disk": memory.disk}[room.name]
     offloaded = memory.host if room.name == "device" and memory.on_host else ()
-    largest = max((*kept, *offloaded), key=lambda term: term.value)
+    largest = max((*terms, *offloaded), key=lambda term: term.value)
     others = max(0.0, room.expected - ranks * largest.value)
-    label, held = LABELS.get(largest.name, largest.name), bytes_text(ranks * largest.value)
-    states = {name: sum(term.value for term in (*kept, *offloaded) if term.name == name) for name in STATES}
+    label, amount = LABELS.get(largest.name, largest.name), bytes_text(ranks * largest.value)
+    states = {name: sum(term.value for term in (*terms, *offloaded) if term.name == name) for name in STATES}
     if room.name == "device" and (total := sum(states.values())) > (room.capacity or 0):
         named = [f"{bytes_text(value)} {LABELS.get(name, name)}" for name, value in states.items() if value]
         return (
@@ -178,7 +178,7 @@ def blocker(memory: MemoryFigures) -> str:
     kind = "offloaded to this same memory" if largest in offloaded else f"on {where}"
     ranks_text = f" of its {ranks} ranks" if ranks > 1 else ""
     return (
-        f"in the way: {label}{ranks_text}, {held} {kind}, which has {bytes_text(room.capacity or 0)}; all else there "
+        f"in the way: {label}{ranks_text}, {amount} {kind}, which has {bytes_text(room.capacity or 0)}; all else there "
         f"takes {bytes_text(others)}"
     )
 

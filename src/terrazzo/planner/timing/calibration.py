@@ -158,11 +158,11 @@ def processor(kind: str) -> str:
     """This machine's GPU as torch names it, or its CPU's model."""
     if kind == "cuda":
         return str(devices.properties().name)
-    found = None
+    match = None
     if os.path.exists("/proc/cpuinfo"):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def find_calibration(setup: Setup, folder: Path | None = None) -> tuple[Calibration | None, str]:

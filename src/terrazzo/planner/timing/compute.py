@@ -185,11 +185,11 @@ def _all_trained(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
 def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     """Read and written in one micro-batch by what is no matrix product, forward and backward."""
     tokens, per_token = setup.tokens / setup.mesh.cp, 3 * _elements(setup, block) * setup.precision.compute.itemsize
-    held, width = _matrix_sums(unit.tensors, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
-    weights = held * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
+    numel, width = _matrix_sums(unit.tensors, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
+    weights = numel * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
     if setup.matmul == "fp8":
         per_token += width * CAST_BYTES
-        weights += 2 * held * CAST_BYTES
+        weights += 2 * numel * CAST_BYTES
     return tokens * per_token + weights
 
 
@@ -237,14 +237,14 @@ def _elements(setup: Setup, block: BlockShape) -> float:
 @lru_cache(maxsize=4096)
 def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int, whole_experts: bool) -> tuple[float, float]:
     """Trainable elements of one rank's matrices; and inputs and output gradients of all of them, per token."""
-    held = width = 0.0
+    numel = width = 0.0
     for tensor in tensors:
         if tensor.role in ("matrix", "router", "expert"):
             is_whole = tensor.split == "none" or (tensor.role == "expert" and whole_experts)
             parts = (1 if is_whole else tp) * (ep if tensor.role == "expert" else 1)
-            held += tensor.numel / parts if tensor.trainable else 0.0
+            numel += tensor.numel / parts if tensor.trainable else 0.0
             width += (tensor.shape[-1] + tensor.shape[-2]) / (tp if tensor.split != "none" else 1)
-    return held, width
+    return numel, width
 
 
 def _recompute_s(setup: Setup, cost: Seconds) -> float:

@@ -120,9 +120,9 @@ class Stage:
         """Forward and backward of one micro-batch through each of this rank's stages; the head is in the last."""
         chunks, (before, after) = self._setup.virtual_stages, self._root_waits
         forward, backward = (sum(part.count * part.passes[way] for part in self._blocks) / chunks for way in (0, 1))
-        found = [(forward, backward)] * chunks
-        found[-1] = forward + self._head.forward + before, backward + self._head.backward + after
-        return found
+        passes = [(forward, backward)] * chunks
+        passes[-1] = forward + self._head.forward + before, backward + self._head.backward + after
+        return passes
 
     @property
     def send_s(self) -> float:
@@ -280,8 +280,8 @@ class Stage:
     @property
     def _whole(self) -> int:
         """Elements of the first rank that are of matrices which are updated whole, their states on the device."""
-        found = ((count, bucket) for unit, count, placement in self._units for bucket in buckets(unit, placement))
-        here = ((count, bucket) for count, bucket in found if bucket.trainable and not bucket.updated_off_device)
+        counted = ((count, bucket) for unit, count, placement in self._units for bucket in buckets(unit, placement))
+        here = ((count, bucket) for count, bucket in counted if bucket.trainable and not bucket.updated_off_device)
         return sum(count * bucket.runs.matrices for count, bucket in here)
 
     @cached_property

@@ -39,27 +39,27 @@ def copies(bucket: PlannedBucket, when: When, each_is_reduced: bool) -> list[Mov
 
 
 def _update(bucket: PlannedBucket) -> list[MoveBytes]:
-    precision, tiers, owned, found = bucket.precision, bucket.tiers, bucket.numel(bucket.optim_axes), list[MoveBytes]()
+    precision, tiers, owned, moves = bucket.precision, bucket.tiers, bucket.numel(bucket.optim_axes), list[MoveBytes]()
     grad_bytes = owned * precision.accumulate.itemsize
     if tiers.grad == "nvme":
-        found.append(_copy("gradients from disk", grad_bytes, "disk"))
+        moves.append(_copy("gradients from disk", grad_bytes, "disk"))
     if tiers.optim == "device" and tiers.grad != "device":
-        found.append(_copy("gradients to the device", grad_bytes))
+        moves.append(_copy("gradients to the device", grad_bytes))
     if tiers.optim != "device" and tiers.grad == "device":
-        found.append(_copy("gradients to the host", grad_bytes))
+        moves.append(_copy("gradients to the host", grad_bytes))
     if tiers.optim != "device" and (matrix_bytes := bucket.matrix_wire_bytes):
-        found += [_copy(f"matrices {way} the device", matrix_bytes) for way in ("to", "from")]
+        moves += [_copy(f"matrices {way} the device", matrix_bytes) for way in ("to", "from")]
     if tiers.optim == "nvme":
         state = owned * precision.master.itemsize + bucket.moments_bytes
-        found += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
+        moves += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
     if bucket.has_own_master or bucket.weight_axes != bucket.optim_axes:
-        found += _new_weights(bucket)
-    return found
+        moves += _new_weights(bucket)
+    return moves
 
 
 def _new_weights(bucket: PlannedBucket) -> list[MoveBytes]:
     """From where they were updated to where they rest; less split ones are gathered on the device first."""
-    weight, optim, itemsize, found = (
+    weight, optim, itemsize, moves = (
         bucket.tiers.weight,
         bucket.tiers.optim,
         bucket.weight_dtype.itemsize,
@@ -67,16 +67,16 @@ def _new_weights(bucket: PlannedBucket) -> list[MoveBytes]:
     )
     gathered = weight != "device" and bucket.weight_axes != bucket.optim_axes
     if optim != "device" and (weight == "device" or gathered):
-        found.append(_copy("updated weights to the device", bucket.numel(bucket.optim_axes) * itemsize))
+        moves.append(_copy("updated weights to the device", bucket.numel(bucket.optim_axes) * itemsize))
     count_bytes = bucket.numel(bucket.weight_axes) * itemsize
     resting = _way(weight, count_bytes, "updated weights to the host", "updated weights to disk")
-    return found + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
+    return moves + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
 
 
 def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[MoveBytes]:
     """From or to a tier: what crosses the link to the host, and what its disks'."""
-    found = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
-    return found[: TIERS.index(tier)]
+    moves = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
+    return moves[: TIERS.index(tier)]
 
 
 def _copy(what: str, count_bytes: float, link: str = "pcie") -> MoveBytes:

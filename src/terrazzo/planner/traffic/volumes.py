@@ -64,7 +64,7 @@ FORMULAS = {
 def traffic_of(setup: Setup) -> TrafficFigures:
     """Traffic of the rank that sends most, of all pipeline stages."""
     per_stage = [_collect(setup, stage) for stage in sorted(set(stand_ins(setup)))]
-    totals = max(per_stage, key=lambda found: sum(sum(links.values()) for _, links in found.values()))
+    totals = max(per_stage, key=lambda collected: sum(sum(links.values()) for _, links in collected.values()))
     terms, by_link = [], dict.fromkeys(("scaleup", "internode", "pcie", "disk"), 0.0)
     for name, (move, links) in totals.items():
         value, inputs = sum(links.values()), {f"{link}_bytes": sent for link, sent in links.items()}
@@ -79,12 +79,12 @@ def expected_exchanges(setup: Setup, stage: int = 0) -> dict[str, int]:
 
     By the names of the engine's `Traffic.by_name`.
     """
-    axes, found = {"tensor": "tp ", "context": "cp ", "pipeline": ""}, dict[str, int]()
+    axes, sent = {"tensor": "tp ", "context": "cp ", "pipeline": ""}, dict[str, int]()
     for move, links in _collect(setup, stage).values():
         if (axis := axes.get(move.purpose)) is not None:
             name = f"{axis}{move.kind}"
-            found[name] = found.get(name, 0) + round(sum(links.values()))
-    return found
+            sent[name] = sent.get(name, 0) + round(sum(links.values()))
+    return sent
 
 
 def expected_rows_bytes(setup: Setup) -> int:
@@ -97,10 +97,10 @@ Collected = dict[str, tuple[UnitTransfer, dict[str, float]]]
 
 
 def _collect(setup: Setup, stage: int) -> Collected:
-    found: Collected = {}
+    collected: Collected = {}
 
     def add(move: UnitTransfer, times: float) -> None:
-        links = found.setdefault(f"{move.counts_as} {move.what}", (move, {}))[1]
+        links = collected.setdefault(f"{move.counts_as} {move.what}", (move, {}))[1]
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
     repeats = repetitions(setup)
@@ -117,7 +117,7 @@ def _collect(setup: Setup, stage: int) -> Collected:
         add(move, 1)
     for move in outer_moves(setup, stage):
         add(move, 1 / setup.diloco.sync_every if setup.diloco is not None else 0)
-    return found
+    return collected
 
 
 def repetitions(setup: Setup) -> dict[str, int]:
@@ -137,7 +137,7 @@ def repetitions(setup: Setup) -> dict[str, int]:
 
 def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
-    network, found = Network(setup.cluster.device), []
+    network, moves = Network(setup.cluster.device), []
     for bucket in buckets(unit, placement):
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in When:
@@ -145,20 +145,20 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
                 group = _group(setup, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
-                    found.append(
+                    moves.append(
                         UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, link, messages)
                     )
-    return tuple(found)
+    return tuple(moves)
 
 
 def matrix_moves(setup: Setup, stage: int) -> tuple[UnitTransfer, ...]:
     """To the owners of matrices that are updated whole, and back, in a step."""
-    network, found = Network(setup.cluster.device), []
+    network, moves = Network(setup.cluster.device), []
     for axis, size, sent_bytes, messages in matrix_updates(setup, stage).exchanged:
         group = _group(setup, axis, size)
         link = network.link(group)
-        found.append(UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, link, messages))
-    return tuple(found)
+        moves.append(UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, link, messages))
+    return tuple(moves)
 
 
 def _group(setup: Setup, axis: str, size: int) -> RankGroup:
