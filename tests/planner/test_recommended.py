@@ -6,7 +6,7 @@ import pytest
 
 from terrazzo.planner import Estimate, Request, build_setup, search
 from terrazzo.planner.choice.candidates import CHECKPOINTING
-from terrazzo.planner.choice.search import NOISE
+from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.memory.peak import memory_of
 
 SEARCHES = {

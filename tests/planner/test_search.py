@@ -16,7 +16,8 @@ from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES, meshes
 from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
-from terrazzo.planner.choice.search import NOISE, search
+from terrazzo.planner.choice.ranking import NOISE
+from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.gate.framework import Framework

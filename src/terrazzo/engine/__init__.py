@@ -65,7 +65,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     pipeline                                    the stages of a model, for what cuts it into these
     comm                                        the collectives of a group, and where a step's time goes
     schedule.schedule, dry_run.counting         a dry run of a step, for the planner
-    optim.matrix_owners, optim.matrix_steps, optim.template  dry runs of updates of whole matrices, likewise
+    optim.matrix_bucket, optim.matrix_owners    dry runs of updates of whole matrices, likewise
+    optim.matrix_steps, optim.template
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use

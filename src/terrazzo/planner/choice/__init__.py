@@ -4,6 +4,7 @@ Read the modules in this order:
 
     candidates    meshes, strategies, checkpointing and micro-batches that a request leaves open
     frontier      `Frontier`: what fits, ranked, and what does not, with reasons
+    ranking       the order of what fits
     search        all candidates estimated: `search`
     sizing        the fewest devices on which a plan surely fits: `min_gpus`
     edits         the smallest changes with which a plan fits
@@ -18,8 +19,8 @@ The tokens per second of one candidate go through these functions:
         memory_under             does it fit                                                            assemble
         objections               is it refused                                                          gate
         assemble                 `time.tokens_per_s_per_gpu`; where they fall, no larger one is tried   assemble
-      _rank                      what surely fits first, then the fastest, the fewest or the cheapest   search
-      _simplest_first            within 3 % of the first the simplest plan takes its place              search
+      rank_key                   what surely fits first, then the fastest, the fewest or the cheapest   ranking
+      simplest_first             within 3 % of the first the simplest plan takes its place              ranking
     Frontier                     `ranked`, the Pareto front and what was refused                        frontier
 
 `min_gpus` asks `search` with the least memory that is allowed on each number of devices that it tries, and once more

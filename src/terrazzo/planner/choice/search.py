@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +11,6 @@ from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
-    CHECKPOINTING,
     OFFLOADED,
     asked_of,
     meshes,
@@ -22,6 +21,7 @@ from terrazzo.planner.choice.candidates import (
     variants,
 )
 from terrazzo.planner.choice.frontier import Frontier, Refusal
+from terrazzo.planner.choice.ranking import pareto, rank_key, simplest_first, tokens_per_s
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.framework import Framework
@@ -37,9 +37,6 @@ from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["search", "spread"]
-
-NOISE = 0.03
-"""Of tokens per second: plans whose predictions differ by less count as equally fast."""
 
 VARIED = 8
 """Of what was found on one number of devices, the best ones of which other schedules and shard groups are tried."""
@@ -66,8 +63,8 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
         tried.try_all(tuple(meshes(replace(request, gpus=count))))
     if not tried.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
-    ranked = _simplest_first(sorted(tried.fitting, key=_rank(request)))
-    return Frontier(original, ranked, _pareto(ranked), tried.refused(), tried.considered)
+    ranked = simplest_first(sorted(tried.fitting, key=rank_key(request)))
+    return Frontier(original, ranked, pareto(ranked), tried.refused(), tried.considered)
 
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:
@@ -140,13 +137,13 @@ class _Tried:
 
         Of schedules those that would be the best if nothing waited in them.
         """
-        key = _rank(self.request)
+        key = rank_key(self.request)
         ahead = sorted(fitting, key=key)[:VARIED]
-        best = max(map(_tokens_per_s, ahead), default=0.0)
+        best = max(map(tokens_per_s, ahead), default=0.0)
         tried: list[Request] = []
         for each in ahead:
             ways = {
-                "schedules": _tokens_per_s(each) * (1 + idle_share(each.setup)) >= best,  # if nothing waited
+                "schedules": tokens_per_s(each) * (1 + idle_share(each.setup)) >= best,  # if nothing waited
                 "experts": self.request.ep is None,
             }
             for variant in variants(asked_of(self.request, each.setup), each.setup, **ways):
@@ -176,9 +173,9 @@ class _Tried:
             estimate = assemble(setup, memory, self.calibration, known)
             self.fitting.append(estimate)
             largest, sure = size, sure if memory.fits_surely is False else size
-            if _tokens_per_s(estimate) < rate:
+            if tokens_per_s(estimate) < rate:
                 break
-            rate = _tokens_per_s(estimate)
+            rate = tokens_per_s(estimate)
         return sure
 
     def _refuse(
@@ -241,72 +238,3 @@ def _too_large(setup: Setup, memory: MemoryFigures) -> str:
 def _gib(value: float) -> str:
     gib = value / GIB
     return f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}"
-
-
-# -- order -----------------------------------------------------------------------------------------------------
-
-
-def _rank(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
-    """The key to sort by: what surely fits comes first. Where no time is known, what computes least a second time, and
-    of that what sends the fewest bytes per token.
-    """
-
-    def key(estimate: Estimate) -> tuple[float, ...]:
-        count, memory = estimate.setup.cluster.count, estimate.memory.allocated_bytes
-        unsure = float(estimate.memory.fits_surely is False)
-        if estimate.time is None:
-            tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
-            return (unsure, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens, memory)
-        per_gpu = estimate.time.tokens_per_s_per_gpu
-        if request.rank == "gpus":
-            return (unsure, count, -per_gpu, memory)
-        if request.rank == "cost":
-            return (unsure, -per_gpu, count, memory)
-        return (unsure, -per_gpu * count, memory)
-
-    return key
-
-
-def _simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:
-    """Of what is on as many devices and as fast as the first, within what predictions can tell apart, the simplest."""
-    if not ranked or ranked[0].time is None:
-        return tuple(ranked)
-    first = ranked[0]
-    alike = [
-        each
-        for each in ranked
-        if each.setup.cluster.count == first.setup.cluster.count
-        and each.memory.fits_surely == first.memory.fits_surely
-        and _tokens_per_s(each) >= (1 - NOISE) * _tokens_per_s(first)
-    ]
-    simplest = min(alike, key=_complexity)
-    return (simplest, *(each for each in ranked if each is not simplest))
-
-
-def _complexity(estimate: Estimate) -> tuple[int, ...]:
-    """What there is to set up and to understand of a plan: states elsewhere, kinds of parallelism, groups of ranks,
-    schedules, and activations that are computed twice.
-    """
-    setup, mesh = estimate.setup, estimate.setup.mesh
-    axes = sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep))
-    offloaded = any(place.offloaded for place in setup.plan.places().values())
-    schedule = mesh.pp > 1 and (setup.pipeline != "1f1b" or setup.virtual_stages > 1)
-    return (offloaded, axes, setup.plan.groups, schedule, _again(setup))
-
-
-def _again(setup: Setup) -> int:
-    """How much is computed a second time, as a place in the order of modes."""
-    return CHECKPOINTING.index(setup.checkpointing) if setup.checkpointing in CHECKPOINTING else 1
-
-
-def _pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
-    """What no other beats in both allocated memory and tokens per second, by memory."""
-    front: list[Estimate] = []
-    for each in sorted(ranked, key=lambda each: (each.memory.allocated_bytes, -_tokens_per_s(each))):
-        if not front or _tokens_per_s(each) > _tokens_per_s(front[-1]):
-            front.append(each)
-    return tuple(front)
-
-
-def _tokens_per_s(estimate: Estimate) -> float:
-    return estimate.time.tokens_per_s_per_gpu * estimate.setup.cluster.count if estimate.time else 0.0

@@ -8,12 +8,14 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 from terrazzo.engine import DiLoCo, Place, Plan, Precision
 from terrazzo.engine.comm.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.machine.network import RankGroup
 from terrazzo.planner.memory.stages import Cut, cut_of, stage_units, units_of_stage
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
@@ -28,7 +30,7 @@ class Placement:
 
     Attributes:
         plan: its places hold only data axes that have more than one rank.
-        sizes: (axis, ranks) of these, innermost first. `expert_plan`, `expert_sizes`: likewise of experts that ranks
+        sizes: (axis, ranks) of these, innermost first. `expert_plan`, `expert_ranks`: likewise of experts that ranks
             along ep share, of which the innermost ranks have others each: those of tp first, but in Megatron-core.
         tiers: of the unit.
         padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
@@ -49,7 +51,7 @@ class Placement:
     cell: int
     whole_experts: bool
     expert_plan: Plan
-    expert_sizes: tuple[tuple[str, int, int], ...]
+    expert_ranks: tuple[RankGroup, ...]
     diloco: DiLoCo | None
 
     def __hash__(self) -> int:
@@ -71,8 +73,8 @@ class Placement:
             dealt: it is of experts that ranks along ep share.
             shared: gradients are summed along `tp` too, whose ranks have the same.
         """
-        sizes = self.expert_sizes if dealt else _with_strides(self.sizes, self.tp)
-        axes = {axis: PlannedAxis(size, self._near(size, stride)) for axis, size, stride in sizes}
+        ranks = self.expert_ranks if dealt else _with_strides(self.sizes, self.tp)
+        axes = {axis: PlannedAxis(size, self._near(size, stride)) for axis, size, stride in ranks}
         if shared:
             axes["tp"] = PlannedAxis(self.tp, self._near(self.tp, 1))
         return axes
@@ -118,78 +120,89 @@ def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
         tiers: of the unit that they are asked for; see `placed_units`.
     """
     plan, mesh = setup.plan, setup.mesh
-    host = setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0
     return _placement(
-        (plan.weight.axes, plan.between.axes, plan.grad.axes, plan.optim.axes, tiers),
-        mesh,
-        setup.precision,
-        setup.optimizer,
-        (not setup.model.bare, host, setup.offload.cell_numel),
-        (setup.whole_experts, setup.diloco),
+        _PlacedBy(
+            axes=(plan.weight.axes, plan.between.axes, plan.grad.axes, plan.optim.axes),
+            tiers=tiers,
+            mesh=mesh if setup.diloco is None else replace(mesh, dp_replicate=1),  # the axes of one replica
+            precision=setup.precision,
+            optimizer=setup.optimizer,
+            padded=not setup.model.bare,
+            host=setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
+            cell=setup.offload.cell_numel,
+            whole_experts=setup.whole_experts,
+            diloco=setup.diloco,
+        )
     )
 
 
-_AxisNames = tuple[str, ...]
+class _PlacedBy(NamedTuple):
+    """What of a setup its placement follows from: `axes` of the plan's four places, all else as of `Placement`."""
+
+    axes: tuple[tuple[str, ...], ...]
+    tiers: Tiers
+    mesh: Mesh
+    precision: Precision
+    optimizer: OptimizerRecipe
+    padded: bool
+    host: int
+    cell: int
+    whole_experts: bool
+    diloco: DiLoCo | None
 
 
 @lru_cache(maxsize=4096)
-def _placement(  # structure: what a setup's placement follows from, as a cache key
-    placed: tuple[_AxisNames, _AxisNames, _AxisNames, _AxisNames, Tiers],
-    mesh: Mesh,
-    precision: Precision,
-    optimizer: OptimizerRecipe,
-    as_rank: tuple[bool, int, int],
-    apart: tuple[bool, DiLoCo | None],
-) -> Placement:
-    """`as_rank`: whether it pads, the ranks of its CPU host, and elements of a cell on drives. `apart`: the setup's
-    `whole_experts` and `diloco`.
-    """
-    whole_experts, diloco = apart
-    mesh = mesh if diloco is None else replace(mesh, dp_replicate=1)  # the axes of one replica
-    sizes, experts = mesh.sizes(), tuple(_dealt(mesh, whole_experts))
+def _placement(by: _PlacedBy) -> Placement:
+    sizes, experts = by.mesh.sizes(), tuple(_dealt(by.mesh, by.whole_experts))
 
     def among(names: Container[str]) -> Plan:
-        weight, between, grad, optim = (Place(Place(axes).among(names)) for axes in placed[:4])
+        weight, between, grad, optim = (Place(Place(axes).among(names)) for axes in by.axes)
         return Plan(weight, between, grad, optim)
 
     plan = among(sizes)
     return Placement(
-        plan,
-        tuple(sizes.items()),
-        placed[4],
-        precision,
-        optimizer,
-        mesh.tp,
-        mesh.ep,
-        *as_rank,
-        whole_experts,
-        among([axis for axis, _, _ in experts]).regathered_as(plan),
-        experts,
-        diloco,
+        plan=plan,
+        sizes=tuple(sizes.items()),
+        tiers=by.tiers,
+        precision=by.precision,
+        optimizer=by.optimizer,
+        tp=by.mesh.tp,
+        ep=by.mesh.ep,
+        padded=by.padded,
+        host=by.host,
+        cell=by.cell,
+        whole_experts=by.whole_experts,
+        expert_plan=among([ranks.axis for ranks in experts]).regathered_as(plan),
+        expert_ranks=experts,
+        diloco=by.diloco,
     )
 
 
-def _with_strides(sizes: Iterable[tuple[str, int]], inner: int) -> Iterator[tuple[str, int, int]]:
-    """(axis, ranks, how far apart these are) of axes that `inner` ranks are within."""
+def _with_strides(sizes: Iterable[tuple[str, int]], inner: int) -> Iterator[RankGroup]:
+    """Axes that `inner` ranks are within."""
     for axis, size in sizes:
-        yield axis, size, inner
+        yield RankGroup(axis, size, inner)
         inner *= size
 
 
-def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[tuple[str, int, int]]:
-    """Of the data axes what is left to the same experts, with the distance of these ranks."""
+def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[RankGroup]:
+    """Of the data axes what is left to the same experts."""
     left, dealt = mesh.ep, 1 if whole_experts else mesh.tp
     data = {"dp_shard": mesh.shard_ranks * (mesh.tp if whole_experts else 1), "dp_replicate": mesh.dp_replicate}
     for axis, size in data.items():
         taken = math.gcd(size, left)
         left, dealt, size = left // taken, dealt * taken, size // taken
         if size > 1:
-            yield axis, size, dealt
+            yield RankGroup(axis, size, dealt)
         dealt *= size
 
 
-PlacedUnit = tuple[UnitShape, int, Placement]
-"""So many equal units in a row, whose states lie on the same tiers."""
+class PlacedUnit(NamedTuple):
+    """`count` equal units in a row, whose states lie on the same tiers."""
+
+    unit: UnitShape
+    count: int
+    placement: Placement
 
 
 @once_per_setup
@@ -202,8 +215,8 @@ def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
     places = (plan.weight, plan.grad, plan.optim)
     if all(place.tier == "device" for place in places):
         placement = placement_of(setup)
-        return tuple((unit, count, placement) for unit, count in units)
-    return tuple((unit, count, placement_of(setup, tiers)) for unit, count, tiers in _cut(units, places))
+        return tuple(PlacedUnit(unit, count, placement) for unit, count in units)
+    return tuple(PlacedUnit(unit, count, placement_of(setup, tiers)) for unit, count, tiers in _cut(units, places))
 
 
 def stand_ins(setup: Setup, *alone: int) -> tuple[int, ...]:

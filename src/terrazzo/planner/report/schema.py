@@ -38,10 +38,10 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
-    def of(cls, source: object, **others: Any) -> Self:
-        """With what `source` has under the names of fields, and `others`."""
+    def of(cls, origin: object, **others: Any) -> Self:
+        """With what `origin` has under the names of fields, and `others`."""
         same = {
-            name: getattr(source, name) for name in cls.model_fields if name not in others and hasattr(source, name)
+            name: getattr(origin, name) for name in cls.model_fields if name not in others and hasattr(origin, name)
         }
         return cls(**same, **others)
 

@@ -180,7 +180,7 @@ class Stage:
     @property
     def work_s(self) -> float:
         """In which one of its ranks keeps a core busy in a step: it computes, hands on bytes or updates."""
-        sent = self.exposure.total + self._send_s()
+        sent = self.exposure.total + self._send_s
         return self.busy_s + sent + sum(term.value for term in self._update_terms())
 
     # -- terms -------------------------------------------------------------------------------------------------
@@ -220,16 +220,17 @@ class Stage:
         return {"flops": flops, "attention_flops": rate, "moved_bytes": moved_bytes, "bandwidth": bandwidth}
 
     def _wait_terms(self) -> list[Term]:
-        setup, send, exposure = self._setup, self._send_s(), self.exposure
+        setup, send, exposure = self._setup, self._send_s, self.exposure
         busy, hidden, waits, counts = self.busy_s + send, exposure.hidden, self._blocking_s(), self._counts
         each = waits / setup.micro_batches / counts["layers"] if counts["layers"] else 0.0
+        sends = {"send_s": self._sent_once_s, "bytes": sum(move.sent_bytes for move in self._messages)}
         return [
             _term("tensor, context and expert communication", waits, "time.tensor", waits_s=each, **counts),
             _term(
                 "data-parallel communication", exposure.exposed, "time.data", total_s=exposure.total, hidden_s=hidden
             ),
             _term("contention", CONTENTION * hidden, "time.contention", contention=CONTENTION, hidden_s=hidden),
-            _term("pipeline communication", send, "time.send", **self._sends()),
+            _term("pipeline communication", send, "time.send", micro_batches=setup.micro_batches, **sends),
             bubble_term(setup, busy),
         ]
 
@@ -252,13 +253,14 @@ class Stage:
         waits = sum(part.count * (part.before + part.after) for part in self._blocks)
         return self._setup.micro_batches * (waits + sum(self._root_waits))
 
+    @property
     def _send_s(self) -> float:
-        return self._setup.micro_batches * self._sends()["send_s"]
+        """Of messages between stages, in a step."""
+        return self._setup.micro_batches * self._sent_once_s
 
-    def _sends(self) -> dict[str, float]:
-        moves = self._messages
-        spent, sent = sum(map(self._network.move_s, moves)), sum(move.sent_bytes for move in moves)
-        return {"micro_batches": self._setup.micro_batches, "send_s": spent, "bytes": sent}
+    @cached_property
+    def _sent_once_s(self) -> float:
+        return sum(map(self._network.move_s, self._messages))
 
     def _update_terms(self) -> list[Term]:
         rows = [

@@ -6,6 +6,8 @@ description of each bucket says. The other axes are in `exchanges`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import Sent, TrafficFigures
@@ -64,9 +66,9 @@ FORMULAS = {
 def traffic_of(setup: Setup) -> TrafficFigures:
     """Traffic of the rank that sends most, of all pipeline stages."""
     per_stage = [_collect(setup, stage) for stage in sorted(set(stand_ins(setup)))]
-    totals = max(per_stage, key=lambda collected: sum(sum(links.values()) for _, links in collected.values()))
+    most = max(per_stage, key=lambda sums: sum(each.sent_bytes for each in sums.values()))
     terms, by_link = [], dict.fromkeys(("scaleup", "internode", "pcie", "disk"), 0.0)
-    for name, (move, links) in totals.items():
+    for name, (move, links) in most.items():
         value, inputs = sum(links.values()), {f"{link}_bytes": sent for link, sent in links.items()}
         terms.append(Sent(name, value, value, move.formula, inputs, links=links, purpose=move.purpose))
         for link, sent in links.items():
@@ -80,10 +82,10 @@ def expected_exchanges(setup: Setup, stage: int = 0) -> dict[str, int]:
     By the names of the engine's `Traffic.by_name`.
     """
     axes, sent = {"tensor": "tp ", "context": "cp ", "pipeline": ""}, dict[str, int]()
-    for move, links in _collect(setup, stage).values():
-        if (axis := axes.get(move.purpose)) is not None:
-            name = f"{axis}{move.kind}"
-            sent[name] = sent.get(name, 0) + round(sum(links.values()))
+    for each in _collect(setup, stage).values():
+        if (axis := axes.get(each.move.purpose)) is not None:
+            name = f"{axis}{each.move.kind}"
+            sent[name] = sent.get(name, 0) + round(each.sent_bytes)
     return sent
 
 
@@ -92,15 +94,23 @@ def expected_rows_bytes(setup: Setup) -> int:
     return round(sum(term.value for term in traffic_of(setup).collectives if term.purpose == "expert"))
 
 
-Collected = dict[str, tuple[UnitTransfer, dict[str, float]]]
-"""By name: one of the transfers, and bytes of all of them by link."""
+class _MoveSum(NamedTuple):
+    """Moves of one name: one of them, and bytes of all by link."""
+
+    move: UnitTransfer
+    links: dict[str, float]
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(self.links.values())
 
 
-def _collect(setup: Setup, stage: int) -> Collected:
-    collected: Collected = {}
+def _collect(setup: Setup, stage: int) -> dict[str, _MoveSum]:
+    """What a rank of a stage sends in a step, by name."""
+    sums: dict[str, _MoveSum] = {}
 
     def add(move: UnitTransfer, times: float) -> None:
-        links = collected.setdefault(f"{move.counts_as} {move.what}", (move, {}))[1]
+        links = sums.setdefault(f"{move.counts_as} {move.what}", _MoveSum(move, {})).links
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
     repeats = repetitions(setup)
@@ -117,7 +127,7 @@ def _collect(setup: Setup, stage: int) -> Collected:
         add(move, 1)
     for move in outer_moves(setup, stage):
         add(move, 1 / setup.diloco.sync_every if setup.diloco is not None else 0)
-    return collected
+    return sums
 
 
 def repetitions(setup: Setup) -> dict[str, int]:

@@ -1,0 +1,82 @@
+"""In which order a search shows what fits: by what is asked to come first, and of what is alike the simplest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from terrazzo.planner.choice.candidates import CHECKPOINTING
+from terrazzo.planner.estimates import Estimate
+from terrazzo.planner.setup.request import Request
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["NOISE", "pareto", "rank_key", "simplest_first", "tokens_per_s"]
+
+NOISE = 0.03
+"""Of tokens per second: setups whose predictions differ by less count as equally fast."""
+
+
+def rank_key(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
+    """The key to sort by: what surely fits comes first. Where no time is known, what computes least a second time, and
+    of that what sends the fewest bytes per token.
+    """
+
+    def key(estimate: Estimate) -> tuple[float, ...]:
+        count, memory = estimate.setup.cluster.count, estimate.memory.allocated_bytes
+        unsure = float(estimate.memory.fits_surely is False)
+        if estimate.time is None:
+            tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
+            return (unsure, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens, memory)
+        per_gpu = estimate.time.tokens_per_s_per_gpu
+        if request.rank == "gpus":
+            return (unsure, count, -per_gpu, memory)
+        if request.rank == "cost":
+            return (unsure, -per_gpu, count, memory)
+        return (unsure, -per_gpu * count, memory)
+
+    return key
+
+
+def simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:
+    """Of what is on as many devices and as fast as the first, within what predictions can tell apart, the simplest."""
+    if not ranked or ranked[0].time is None:
+        return tuple(ranked)
+    first = ranked[0]
+    alike = [
+        each
+        for each in ranked
+        if each.setup.cluster.count == first.setup.cluster.count
+        and each.memory.fits_surely == first.memory.fits_surely
+        and tokens_per_s(each) >= (1 - NOISE) * tokens_per_s(first)
+    ]
+    simplest = min(alike, key=_complexity)
+    return (simplest, *(each for each in ranked if each is not simplest))
+
+
+def _complexity(estimate: Estimate) -> tuple[int, ...]:
+    """What there is to set up and to understand of a plan: states elsewhere, kinds of parallelism, groups of ranks,
+    schedules, and activations that are computed twice.
+    """
+    setup, mesh = estimate.setup, estimate.setup.mesh
+    axes = sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep))
+    offloaded = any(place.offloaded for place in setup.plan.places().values())
+    schedule = mesh.pp > 1 and (setup.pipeline != "1f1b" or setup.virtual_stages > 1)
+    return (offloaded, axes, setup.plan.groups, schedule, _again(setup))
+
+
+def _again(setup: Setup) -> int:
+    """How much is computed a second time, as a place in the order of modes."""
+    return CHECKPOINTING.index(setup.checkpointing) if setup.checkpointing in CHECKPOINTING else 1
+
+
+def pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+    """What no other beats in both allocated memory and tokens per second, by memory."""
+    front: list[Estimate] = []
+    for each in sorted(ranked, key=lambda each: (each.memory.allocated_bytes, -tokens_per_s(each))):
+        if not front or tokens_per_s(each) > tokens_per_s(front[-1]):
+            front.append(each)
+    return tuple(front)
+
+
+def tokens_per_s(estimate: Estimate) -> float:
+    """Of all devices; 0 where no time is known."""
+    return estimate.time.tokens_per_s_per_gpu * estimate.setup.cluster.count if estimate.time else 0.0
