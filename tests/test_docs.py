@@ -218,6 +218,20 @@ def test_every_module_of_the_engine_is_in_its_page() -> None:
     assert modules <= {name for row in rows for name in re.findall(r"`(?:\w+/)?(\w+)`", row)}
 
 
+def test_what_the_planner_writes_twice_is_in_modules_and_held_by_tests_that_are_there() -> None:
+    page = text("concepts/planner.md")
+    rows = page[page.index("| what | by the engine |") :].split("\n\n")[0].splitlines()[2:]
+    for _, by_engine, by_planner, held in ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows):
+        for cell, folders in ((by_engine, ("engine", ".")), (by_planner, ("planner",))):
+            for module in re.findall(r"`([a-z_/]+)`", cell):
+                homes = [ROOT / "src/terrazzo" / folder / module for folder in folders]
+                assert any(home.is_dir() or home.with_suffix(".py").exists() for home in homes), module
+        for module, tests in re.findall(r"`(test_\w+\.py)`: ((?:`\w+`(?:, )?)+)", held):
+            source = (ROOT / "tests/planner" / module).read_text(encoding="utf-8")
+            assert all(f"def {name}(" in source for name in re.findall(r"`(\w+)`", tests)), (module, tests)
+        assert "`test_" in held
+
+
 def test_every_page_is_in_the_index() -> None:
     index = text("README.md")
     for page in DOCS.rglob("*.md"):

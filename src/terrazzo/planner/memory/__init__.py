@@ -7,7 +7,7 @@ and the moment at which most is held is the answer. Read the modules in this ord
     placement      which ranks split each state and on which tier it lies; which stages stand for others
     buckets        a unit's tensors as the engine's own `BucketSpec`, with sizes alone
     states         weights, gradients, master weights and moments at rest
-    activations    what autograd keeps of a micro-batch, by formulas
+    activations    what autograd keeps of a micro-batch, by formulas, and what each checkpointing policy computes again
     tiers          states away from the device: what stays on it for them, what host memory and disks hold
     unit_events    what a unit adds and takes off at each event of a step: the sum over its buckets
     step_settings  what a walk is asked, and its answer: `StepUnit`, `StepSettings`, `Peak`
@@ -37,30 +37,9 @@ The gathered weights of a rank go through these functions:
 With llama3-8b under zero3 in bf16, one sequence of 4,096 tokens a rank, that moment is the head's backward: the root
 (2.10 GB) and one block (0.44 GB) are whole, so 2.54 GB.
 
-Who counts what, and what is written twice. How many bytes a state has is written once, in `BucketSpec`. What each event
-of a step allocates and frees of it is written once, in `bucket_memory`; both are in `engine.plan`. What an update of
-whole matrices takes is counted once, by `dry_run_matrices`. The rest is written twice, for tensors that are there and
-for shapes alone:
-
-    what                          by the engine                          here
-    order of a step's events      `Schedule`, in `dry_run.step`          `walk`                                     (1)
-    of an outer step              `dry_run.outer`                        `outer_memory`                             (2)
-    parameters of one bucket      `sharding.prepare._bucket_groups`      `buckets.buckets`                       (1, 3)
-    what is kept in 4 bits        `packed_checks._is_packed`             `buckets.is_packed`                        (4)
-    bytes of moments              `bill._moments_bytes`, away from the   `PlannedBucket.moments_bytes`, `_spans` (1, 5)
-                                  device `needs.moment_windows`          and `resting`
-    what arrives, on a CPU host   `GlooCollectives.receive_bytes`        `PlannedAxis.receive_bytes`                (6)
-
-Tests hold each pair equal, to the byte:
-
-    1   planner/test_memory_engine.py  test_the_bill_to_the_byte, test_the_bill_of_whole_matrices_to_the_byte
-    2   planner/test_outer.py          test_the_planner_has_the_bytes_of_the_engine
-    3   planner/test_beside_data.py    test_ranks_hold_and_send_what_was_promised: parts of tensors, and experts
-        planner/test_stages_engine.py  test_ranks_of_stages_hold_and_send_what_was_promised: what stages share
-    4   planner/test_memory_engine.py  test_the_bill_of_packed_weights_to_the_byte
-    5   planner/test_memory_engine.py  test_the_bill_of_every_tier_to_the_byte,
-                                       test_the_bill_of_whole_matrices_away_from_the_device_too
-    6   planner/test_memory_engine.py  test_what_gloo_receives
+How many bytes a state has is written once, in `BucketSpec`. What each event of a step allocates and frees of it is
+written once, in `bucket_memory`; both are in `engine.plan`. What an update of whole matrices takes is counted once, by
+`dry_run_matrices`. What is written twice, and which test holds both together, is in docs/concepts/planner.md.
 
 The engine's `Schedule` is the code that runs, so what is counted in its order is what a run does. A search asks for
 thousands of setups, for which it is too slow, and has `walk`.

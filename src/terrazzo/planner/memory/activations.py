@@ -7,15 +7,25 @@ arXiv 2205.05198 they add up to its formulas; for Llama-like blocks they equal w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from terrazzo.nn.chunked_cross_entropy import PRODUCT_NUMEL, chunk_rows
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.model.shapes import BlockShape
-from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.setup.setup import Checkpointing, Setup
 
-__all__ = ["FORMULAS", "BlockActivations", "HeadActivations", "block_activations", "head_activations"]
+__all__ = [
+    "FORMULAS",
+    "BlockActivations",
+    "HeadActivations",
+    "RepeatedShares",
+    "block_activations",
+    "head_activations",
+    "repeated_shares",
+]
 
 FORMULAS = {
     "memory.activations": Formula(
@@ -115,7 +125,7 @@ class _Local:
     itemsize: int
     compiled: bool
     math: bool
-    checkpointing: str
+    checkpointing: Checkpointing
     every: int
     cpu: bool
     moves: bool
@@ -131,14 +141,7 @@ class _Local:
 
 @lru_cache(maxsize=4096)
 def _block(local: _Local, block: BlockShape) -> BlockActivations:
-    everything = _everything(local, block)
-    covered = everything
-    if local.checkpointing == "full":
-        covered = _input(local, block)
-    elif local.checkpointing == "selective":
-        covered = everything - _scores(local, block) if local.math else _products(local, block)
-    elif local.checkpointing == "selective_half":
-        covered = _half_of_products(local, block)
+    everything, covered = _everything(local, block), POLICIES[local.checkpointing].saved(local, block)
     share = 1 / local.every if local.checkpointing != "none" else 0.0
     saved = share * covered + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
@@ -274,9 +277,52 @@ def _half_of_products(local: _Local, block: BlockShape) -> float:
     return _input(local, block) + local.tokens * down * item / (local.tp if local.sequence_parallel else 1) + split
 
 
+def _selected(local: _Local, block: BlockShape) -> float:
+    """Bytes of a block's products, or under math attention of all but its scores."""
+    return _everything(local, block) - _scores(local, block) if local.math else _products(local, block)
+
+
 def _inner_width(block: BlockShape) -> int:
     """Of the MLP, or of all experts that a token meets."""
     return block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn
+
+
+class RepeatedShares(NamedTuple):
+    """Of a forward's matrix products, of its attention, and of what lies between them, what is computed again."""
+
+    matmul: float
+    attention: float
+    memory: float
+
+
+class CheckpointingPolicy(NamedTuple):
+    """What a block that is checkpointed keeps, and what it computes again since it does not keep it.
+
+    Attributes:
+        saved: bytes of one block.
+        repeated: with a fused kernel of attention; `repeated_math` under math attention, which keeps its scores.
+    """
+
+    saved: Callable[[_Local, BlockShape], float]
+    repeated: RepeatedShares
+    repeated_math: RepeatedShares
+
+
+POLICIES: dict[Checkpointing, CheckpointingPolicy] = {
+    "none": CheckpointingPolicy(_everything, RepeatedShares(0.0, 0.0, 0.0), RepeatedShares(0.0, 0.0, 0.0)),
+    "selective": CheckpointingPolicy(_selected, RepeatedShares(0.0, 0.0, 1.0), RepeatedShares(0.0, 1.0, 0.0)),
+    "selective_half": CheckpointingPolicy(
+        _half_of_products, RepeatedShares(0.5, 0.0, 1.0), RepeatedShares(0.5, 1.0, 1.0)
+    ),
+    "full": CheckpointingPolicy(_input, RepeatedShares(1.0, 1.0, 1.0), RepeatedShares(1.0, 1.0, 1.0)),
+}
+"""Of math attention its core alone is computed again (arXiv 2205.05198); by half, every second product too."""
+
+
+def repeated_shares(setup: Setup) -> RepeatedShares:
+    """Of a block that checkpointing covers."""
+    policy = POLICIES[setup.checkpointing]
+    return policy.repeated_math if setup.attention == "math" else policy.repeated
 
 
 def _exchanged(local: _Local, block: BlockShape) -> float:

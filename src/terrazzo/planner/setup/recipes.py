@@ -62,7 +62,7 @@ _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may have an offload."""
 
-CHECKPOINTING = ("none", "selective", "selective_half", "full", "every_N")
+CHECKPOINTING = (*get_args(Checkpointing), "every_N")
 _MODES = {"true": "full", "on": "full", "false": "none", "off": "none", "op": "selective_half", "sac": "selective"}
 """What else people call these."""
 

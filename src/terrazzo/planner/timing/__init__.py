@@ -6,7 +6,6 @@ Each is a term in seconds, and the terms add up to the step. Read the modules in
     rates          what a device reaches of its peaks
     products       FLOPs of a block's matrix products, and what is lost to their shapes
     attention      the seconds of a block's attention, by the kernel that runs it
-    repeated       what activation checkpointing computes again
     compute        `Seconds` of one block and micro-batch, of the head, and bytes of the optimizer's step
     overlap        how much communication computation hides
     bubble         idle time of pipeline schedules

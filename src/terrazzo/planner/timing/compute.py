@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.memory.activations import repeated_shares
 from terrazzo.planner.memory.buckets import is_packed
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import FORWARD_SHARE, attended, attention_seconds
 from terrazzo.planner.timing.products import Shares, block_products, products_of
 from terrazzo.planner.timing.rates import memory_rate, sixteen_bits, sustained_rate
-from terrazzo.planner.timing.repeated import repeated_shares
 
 __all__ = [
     "Seconds",
