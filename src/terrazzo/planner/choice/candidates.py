@@ -18,7 +18,7 @@ __all__ = [
     "CHECKPOINTING",
     "MICRO_BATCHES",
     "OFFLOADED",
-    "asked_of",
+    "chosen_request",
     "meshes",
     "model_parallel",
     "modes_and_sizes",
@@ -79,7 +79,7 @@ def meshes(request: Request) -> Iterator[Request]:
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
 
-def asked_of(request: Request, setup: Setup) -> Request:
+def chosen_request(request: Request, setup: Setup) -> Request:
     """The request with all that a search has chosen in `setup`."""
     mesh, mode = setup.mesh, setup.checkpointing if setup.every == 1 else f"every_{setup.every}"
     return replace(

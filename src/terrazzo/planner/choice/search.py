@@ -12,7 +12,7 @@ from terrazzo.files import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
     OFFLOADED,
-    asked_of,
+    chosen_request,
     meshes,
     model_parallel,
     modes_and_sizes,
@@ -146,7 +146,7 @@ class _Tried:
                 "schedules": tokens_per_s(each) * (1 + idle_share(each.setup)) >= best,  # if nothing waited
                 "experts": self.request.ep is None,
             }
-            for variant in variants(asked_of(self.request, each.setup), each.setup, **ways):
+            for variant in variants(chosen_request(self.request, each.setup), each.setup, **ways):
                 if variant not in tried:
                     tried.append(variant)
                     self._grow(variant, (each.setup.micro_batch,))

@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.choice.candidates import CHECKPOINTING, asked_of
+from terrazzo.planner.choice.candidates import CHECKPOINTING, chosen_request
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
@@ -65,7 +65,7 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
         frontier: what it is compared with; None: nothing.
     """
     setup = best.setup
-    chosen = asked_of(request, setup)
+    chosen = chosen_request(request, setup)
     sliders = _sliders(chosen, setup)
     plans = list(frontier.ranked) if frontier else []
     pareto = {id(each) for each in frontier.pareto} if frontier else set()

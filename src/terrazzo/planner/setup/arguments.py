@@ -63,15 +63,15 @@ def checked(fields: Mapping[str, Any], optional: Collection[str]) -> dict[str, A
     Raises: `BadInput` for a number that is none or out of range, another kind of value, an empty or unknown name, and
     options that exclude each other.
     """
-    found = {
+    values = {
         name: None if value is None and name in optional else _checked(name, value) for name, value in fields.items()
     }
-    if found["global_batch"] is not None and found["micro_batches"] is not None:
+    if values["global_batch"] is not None and values["micro_batches"] is not None:
         raise BadInput(
-            f"Both a global batch of {found['global_batch']} and {found['micro_batches']} micro-batches were given; "
+            f"Both a global batch of {values['global_batch']} and {values['micro_batches']} micro-batches were given; "
             "each follows from the other. Give one of them."
         )
-    return found
+    return values
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -245,7 +245,7 @@ def _defaults(request: Request, setup: Setup) -> list[str]:
         ]
     if setup.mesh.cp > 1:
         choices.append((request.context, f"context mode {setup.context} (--context)"))
-    return [said for given, said in choices if given is None]
+    return [text for choice, text in choices if choice is None]
 
 
 def shape_of(model: ModelSource) -> ModelShape:
@@ -303,13 +303,13 @@ def _device(request: Request) -> Device:
     if request.peak_flops is not None:  # and no measured rate of the device that the table has
         device = replace(device, peak_flops=dict.fromkeys(FORMATS, request.peak_flops), matmul_flops={})
     names = ("per_node", *BANDWIDTHS, "watts", "launch_s")
-    given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
-    if device.watts is not None and given.get("watts", 0) > device.watts:
+    own = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
+    if device.watts is not None and own.get("watts", 0) > device.watts:
         raise BadInput(
-            f"watts is {given['watts']:g}, and {device.name} may draw {device.watts:g}: a cap lies below. Leave watts "
+            f"watts is {own['watts']:g}, and {device.name} may draw {device.watts:g}: a cap lies below. Leave watts "
             "out for a device without one."
         )
-    device = replace(device, **given)
+    device = replace(device, **own)
     if request.scaleup_bandwidth is not None and device.scaleup_domain == 1:  # links that the table has not: of a host
         device = replace(device, scaleup_domain=device.per_node)
     return device
