@@ -13,7 +13,7 @@ from terrazzo.engine.comm.traffic import kind_of_traffic
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import Mesh
 
-__all__ = ["Network", "RankGroup", "UnitTransfer", "group_of"]
+__all__ = ["Network", "RankGroup", "UnitTransfer", "group_of", "part_of_group"]
 
 _ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Innermost first."""
@@ -76,6 +76,12 @@ def group_of(mesh: Mesh, axis: str) -> RankGroup:
             break
         stride *= getattr(mesh, inner)
     return RankGroup(axis, getattr(mesh, axis), stride)
+
+
+def part_of_group(mesh: Mesh, axis: str, size: int) -> RankGroup:
+    """`size` ranks of the group along an axis: of experts' tensors, what expert parallelism leaves of it."""
+    whole = group_of(mesh, axis)
+    return RankGroup(axis, size, whole.stride * whole.size // size)
 
 
 class UnitTransfer(NamedTuple):

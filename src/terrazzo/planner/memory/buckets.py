@@ -63,12 +63,21 @@ def _is_cut(tensor: TensorShape, block: BlockShape | None, placement: Placement)
     return tensor.split != "none"
 
 
+class RestingState(NamedTuple):
+    """Of one state on one rank."""
+
+    tier: str
+    nbytes: float
+
+
 class PlannedBucket(BucketSpec):
     """A bucket of the tensors at these places of a unit.
 
+    Args:
+        shared: all tensor-parallel ranks have it whole, and their gradients are summed.
+
     Attributes:
         places: of its tensors among those of the unit.
-        shared: all tensor-parallel ranks have it whole, and their gradients are summed.
         tp: ranks along `tp` that have a part of each, or 1.
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: as the engine pads; a bare number of parameters is not.
@@ -83,7 +92,7 @@ class PlannedBucket(BucketSpec):
         if self.recipe.matrices is not None:
             places = sorted(places, key=lambda place: self.group_of(unit.tensors[place]))
         tensors = [unit.tensors[place] for place in places]
-        self.places, self.tensors, self.shared = places, tensors, shared
+        self.places, self.tensors = places, tensors
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
         self._whole_experts = placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
@@ -198,17 +207,17 @@ class PlannedBucket(BucketSpec):
         return spans
 
     @cached_property
-    def resting(self) -> dict[str, tuple[str, float]]:
-        """Tier and bytes of each state on the first rank, which no rank exceeds but by a step count.
+    def resting(self) -> dict[str, RestingState]:
+        """Of each state what the first rank has, which no rank exceeds but by a step count.
 
         Padding has no moments on the device but in 8 bits; away from it each state has pages of its own.
         """
-        resting: dict[str, tuple[str, float]] = {}
+        resting: dict[str, RestingState] = {}
         for state, tier, nbytes in self.at_rest(self.apart_moments):
-            before = resting.get(state, (tier, 0))[1]
-            resting[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
+            before = resting[state].nbytes if state in resting else 0
+            resting[state] = RestingState(tier, before + (nbytes if tier == "device" else padded_bytes(nbytes)))
         if self.trainable and not self.updated_off_device:
             _, *elementwise = self.runs
             counts = sum(run > 0 for run in elementwise) * self.recipe.fixed_bytes if self.padded else 0
-            resting["moments"] = "device", self.moments_bytes + counts
+            resting["moments"] = RestingState("device", self.moments_bytes + counts)
         return resting

@@ -93,9 +93,10 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
         del values["outer"]
     for unit, count, placement in rows:
         for bucket in buckets(unit, placement):
-            for name, state in ((name, STATE_OF[name]) for name in values) if bucket.trainable or not updated else ():
-                if state in bucket.resting and tier in (None, bucket.resting[state][0]):
-                    values[name] += count * bucket.resting[state][1]
+            for name in values if bucket.trainable or not updated else ():
+                state = bucket.resting.get(STATE_OF[name])
+                if state is not None and tier in (None, state.tier):
+                    values[name] += count * state.nbytes
     elements, placement = float(sum(unit.numel * count for unit, count, _ in rows)), placement_of(setup)
     return tuple(_term(name, value, elements, placement) for name, value in values.items())
 

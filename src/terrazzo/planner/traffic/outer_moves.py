@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from terrazzo.engine.mesh.family import REPLICAS
 from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.planner.formulas import Formula
-from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
+from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of, part_of_group
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.outer_memory import outer_numel
 from terrazzo.planner.memory.placement import placed_units
@@ -45,13 +45,8 @@ def outer_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
 def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
     """From the parts of the outer step to master weights, and from these to weights."""
     for move in (*bucket.outer_gathers, *bucket.collectives(When.UPDATE)):
-        yield _move(setup, move.kind, "outer weights", move.sent_bytes, _group(setup, bucket, move.over))
-
-
-def _group(setup: Setup, bucket: PlannedBucket, axis: str) -> RankGroup:
-    whole = group_of(setup.mesh, axis)
-    size = bucket.ranks[axis].size
-    return RankGroup(axis, size, whole.stride * whole.size // size)
+        group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
+        yield _move(setup, move.kind, "outer weights", move.sent_bytes, group)
 
 
 def _move(setup: Setup, kind: str, what: str, sent: float, group: RankGroup, messages: int = 1) -> UnitTransfer:

@@ -12,7 +12,7 @@ from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import Sent, TrafficFigures
 from terrazzo.planner.formulas import Formula
-from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
+from terrazzo.planner.machine.network import Network, UnitTransfer, part_of_group
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
@@ -152,7 +152,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in When:
             for move in bucket.collectives(when):
-                group = _group(setup, move.over, bucket.ranks[move.over].size)
+                group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
                     moves.append(
@@ -165,16 +165,10 @@ def matrix_moves(setup: Setup, stage: int) -> tuple[UnitTransfer, ...]:
     """To the owners of matrices that are updated whole, and back, in a step."""
     network, moves = Network(setup.cluster.device), []
     for axis, size, sent_bytes, messages in matrix_updates(setup, stage).exchanged:
-        group = _group(setup, axis, size)
+        group = part_of_group(setup.mesh, axis, size)
         link = network.link(group)
         moves.append(UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, link, messages))
     return tuple(moves)
-
-
-def _group(setup: Setup, axis: str, size: int) -> RankGroup:
-    """`size` ranks of an axis: of experts' tensors, what expert parallelism leaves of it."""
-    whole = group_of(setup.mesh, axis)
-    return RankGroup(axis, size, whole.stride * whole.size // size)
 
 
 def unit_copies(unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ...]:
