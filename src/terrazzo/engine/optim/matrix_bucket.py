@@ -1,4 +1,4 @@
-"""What is asked of a bucket to know what goes where in an update of its matrices: sizes and coordinates, and no tensors.
+"""What updates of matrices ask of a bucket to know what goes where: sizes and coordinates, and no tensors.
 
 The engine's `Bucket` has it, and so has the planner's `SizedBucket`, which is made of shapes.
 """
