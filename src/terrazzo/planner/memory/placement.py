@@ -198,10 +198,10 @@ def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[RankGroup]:
 
 
 class PlacedUnit(NamedTuple):
-    """`count` equal units in a row, whose states lie on the same tiers."""
+    """So many equal units in a row, whose states lie on the same tiers."""
 
     unit: UnitShape
-    count: int
+    number: int
     placement: Placement
 
 
