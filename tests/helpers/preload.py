@@ -4,13 +4,11 @@ Terrazzo's modules keep nothing from their import but who the parent is (`forkse
 """
 
 import contextlib
-import ctypes
 import gc
 import sys
 import weakref
 from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import torch.library
 
@@ -42,23 +40,5 @@ def _leave_operators_registered() -> None:
             finalizer.atexit = False
 
 
-def _move_to_large_pages() -> None:
-    """A fork copies one entry for each page: with pages of 2 MiB it takes 12 ms in place of 30.
-
-    Kernels before Linux 6.1 and other systems leave the pages as they are.
-    """
-    maps, size, collapse = Path("/proc/self/maps"), 1 << 21, 25  # MADV_COLLAPSE
-    if not maps.exists():
-        return
-    advise = ctypes.CDLL(None).madvise
-    for line in maps.read_text().splitlines():
-        addresses, access, _, _, _, *name = line.split()
-        first, end = (int(address, 16) for address in addresses.split("-"))
-        if access == "rw-p" and name in ([], ["[heap]"]):
-            for start in range(-(-first // size) * size, end - size + 1, size):
-                advise(ctypes.c_void_p(start), ctypes.c_size_t(size), collapse)
-
-
 _leave_operators_registered()
-_move_to_large_pages()
 gc.freeze()  # no fork has to look at all this
