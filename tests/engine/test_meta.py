@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.model import digest
+from terrazzo.engine.consensus import digest
 from terrazzo.engine.states import materialize
 from tests.engine.census import PeakBytes, census
 from tests.engine.toys import (
