@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from terrazzo.engine.comm.collectives import MessageRoute
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from tests.helpers import programs
-from tests.helpers.cover import cover, in_turns, places
+from tests.helpers.cover import cover, in_turns, places, turn_of
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
 from tests.helpers.rewritten import make_a_part
@@ -232,6 +232,12 @@ def test_a_cover_meets_all_that_the_grid_meets(strength: int) -> None:
 def test_a_grid_of_one_axis_is_its_own_cover() -> None:
     assert cover([{"a": value} for value in "xyz"]) == [0, 1, 2]
     assert cover([{"a": value} for value in "xyx"]) == [0, 1]
+
+
+def test_what_a_test_leaves_to_others_some_other_takes() -> None:
+    taken = [turn_of(f"test_{number}", [2, 5, 7, 9], 2) for number in range(20)]
+    assert {*map(tuple, taken)} == {(2, 7), (5, 9)}
+    assert turn_of("test_0", [4], 2) == turn_of("test_1", [4], 2) == [4], "a test without cases"
 
 
 def test_of_cases_in_turns_each_has_one_value_that_is_not_long() -> None:

@@ -59,7 +59,7 @@ def dies(root: Path, fault: faults.Fault, work: Callable[[], None]) -> None:
 
 def test_a_save_that_is_killed_after_any_call(root: Path) -> None:
     def work(witness: Witness, attempt: Callable[[], None]) -> None:
-        points = points_of(root, attempt, 5)
+        points = points_of(root, attempt, 3)
         witness.clear(2)
         for number in points:
             dies(root, faults.killed_after(number), attempt)
@@ -108,7 +108,7 @@ def test_a_removal_that_is_killed_after_any_call(root: Path) -> None:
             checkpoint.prune(root, keep_last=1)
 
         attempt()
-        points = points_of(root, prune, 4)
+        points = points_of(root, prune, 3)
         for number in points:
             if not Path(step_path(root, 1)).exists():
                 save(root, 1)
@@ -147,7 +147,7 @@ def failing_points(calls: list[Call]) -> list[int]:
     """A few of the many writes and reads of tensors, and all of the rest."""
     tensors = [call.number for call in calls if call.path.endswith(".safetensors")]
     rest = [call.number for call in calls if not call.path.endswith(".safetensors")]
-    return sorted({*sampled(tensors, 3), *sampled(rest, 8)})
+    return sorted({*sampled(tensors, 2), *sampled(rest, 6)})
 
 
 def failure_of(root: Path, fault: faults.Fault, attempt: Callable[[], None]) -> str | None:

@@ -32,6 +32,7 @@ from tests.checkpoint import faults
 from tests.checkpoint.faults import Tap, calls_of, hidden, sampled
 from tests.checkpoint.subject import Witness, build, fast_folder, put, save
 from tests.helpers import programs
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 
 pytestmark = pytest.mark.alone
@@ -278,7 +279,7 @@ def gives_up(rank: int, saver: checkpoint.Saver, folder: Path, forked: Forked) -
     saver.wait()
 
 
-@pytest.mark.parametrize("number", [-1, 3])
+@pytest.mark.parametrize("number", mostly_long([-1, 3], 3))
 def test_one_of_two_writers_stands_still(root: Path, forked: Forked, number: int) -> None:
     run_in_threads(2, lambda rank: save(root, 1))
     stopped = faults.killed_after(number, signal.SIGSTOP)
@@ -399,7 +400,7 @@ def dies_alone(rank: int, saver: checkpoint.Saver) -> None:
     dist.barrier()  # fails, and ends the `with` with that error
 
 
-@pytest.mark.parametrize("code", [None, errno.ENOSPC], ids=["killed", "full"])
+@pytest.mark.parametrize("code", mostly_long([None, errno.ENOSPC], None), ids=["killed", "full"])
 def test_one_of_two_writers_dies_or_fails(root: Path, forked: Forked, code: int | None) -> None:
     run_in_threads(2, lambda rank: save(root, 1))
     points = (0, 2, 9) if code else (-1, 3, 30)

@@ -58,7 +58,7 @@ def save_fsdp2(folder: Path, settings: dict[str, Any], flat: bool) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("settings", [{}, {"tied": True}, {"frozen": True}])
 def test_what_fsdp2_holds_is_imported_bitwise(

@@ -70,7 +70,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return found
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("caches", ["one", "each its own", "not known"])
 @pytest.mark.parametrize(
     ("plan", "precision", "ranks", "edges"),

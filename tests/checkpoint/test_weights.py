@@ -52,7 +52,7 @@ def kept(plan: str, folder: Path, **options: Any) -> tuple[Net, list[dict[str, T
     return base, [first, later], trained
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", [*EVERY_PLAN, *TIERS])
 def test_it_is_the_plain_models_state_dict(plan: str, tmp_path: Path) -> None:
     base, (first, later), trained = kept(plan, tmp_path)

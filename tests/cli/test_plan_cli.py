@@ -180,7 +180,13 @@ def test_where_nothing_fits_the_nearest_is_described() -> None:
     assert len(found["refused"]) >= 5
 
 
-@pytest.mark.parametrize("arguments", [["deepseek-v3", "--gpus", "64", "--parallel"], ["llama3-70b", "--gpus", "8"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["deepseek-v3", "--gpus", "64", "--parallel"], marks=pytest.mark.long),
+        ["llama3-70b", "--gpus", "8"],
+    ],
+)
 def test_what_comes_nearest_is_what_lacks_least(arguments: list[str]) -> None:
     found = answer("--model", *arguments)
     needed = [row["needed_gib"] for row in found["refused"] if row["needed_gib"]]

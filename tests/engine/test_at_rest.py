@@ -198,7 +198,7 @@ def test_gathered_gives_every_value_under_every_name(plan: str) -> None:
         assert_equal(found, wanted)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "shard_grad_op", "hfsdp", "hpz"])
 def test_written_values_are_kept_and_trained_on(plan: str) -> None:
     base = Net()

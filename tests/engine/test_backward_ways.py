@@ -116,7 +116,7 @@ def fresh(base: Ways) -> Any:
     return model
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [(View, loss_with_all), (ByList, loss_with_all), (ByList, only_the_lists), (Silent, loss_with_all)],
@@ -191,7 +191,7 @@ def test_a_way_that_opens_later_is_refused_and_right_from_then_on(kind: type[Way
     on_ranks(2, body)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_step_before_a_backward_that_nothing_announces(plan: str) -> None:
     """As plain PyTorch does, every plan refuses to read weights of after the step."""
@@ -246,7 +246,7 @@ class LossAside(Net):
         self.loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_model_may_return_none(plan: str) -> None:
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def test_a_checkpointed_region_around_the_whole_model(plan: str) -> None:
     follows_one_process(Net(), loop, plan)
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize(
     "options",
     [

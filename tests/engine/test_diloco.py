@@ -110,7 +110,7 @@ def plain_diloco(
     return [{name: value.detach() for name, value in model.named_parameters()} for model in models]
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize(
     ("plan", "replicas", "shards", "every"),
     [

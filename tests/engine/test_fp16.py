@@ -148,7 +148,7 @@ def run(base: Any, plan: str, blasts: list[list[float]], precision: Precision) -
     return on_ranks(4, body)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("blast", [float("inf"), float("nan"), 1e6])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(plan: str, blast: float) -> None:

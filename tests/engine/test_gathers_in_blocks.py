@@ -21,7 +21,7 @@ from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, Wire
 from terrazzo.errors import BadInput
 from tests.engine.narrow import as_sent
 from tests.engine.offload import runs
-from tests.engine.parity import CUSTOM, Case, assert_same_bits, axes, check, with_feature
+from tests.engine.parity import CUSTOM, Case, assert_same_bits, check, with_feature
 from tests.engine.toys import Net, full_parameters, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 
@@ -30,23 +30,24 @@ PLANS = [
     *(Case(plan, 2, replicas=2) for plan in ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", CUSTOM)),
 ]
 FEATURES = ("plain", "frozen", "tied", "unused_and_reordered", "accumulating", "checkpointed")
+SENT = [(name, form) for name in ("fp32", "bf16", "bf16-pure", "fp16") for form in ("int8", "fp8")]
 
 
 def gathering(form: str, name: str = "bf16", **others: Any) -> Precision:
     return replace(Precision.named(name), gather=form, **others)
 
 
-@pytest.mark.cover(case=axes)
+@pytest.mark.cover(strength=1)  # places and features meet in test_parity
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("sent", SENT, ids="-".join)
 @pytest.mark.parametrize("case", PLANS, ids=str)
-def test_every_plan_is_bitwise_the_single_process(case: Case, name: str, form: str, feature: str) -> None:
+def test_every_plan_is_bitwise_the_single_process(case: Case, sent: tuple[str, str], feature: str) -> None:
     """Master weights are never rounded, and all ranks compute with the same."""
+    name, form = sent
     check(replace(with_feature(case, feature), precision=name, dtypes=gathering(form, name)))
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("tiers", ["cpu-all", "nvme", "all on nvme", "shares"])
 @pytest.mark.parametrize("case", [Case("zero1", 3), Case("zero3", 2), Case("hpz", 2, replicas=2)], ids=str)

@@ -37,7 +37,7 @@ from tests.helpers.fake import fake_group
 # -- evaluation ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_evaluation_before_between_and_after_training(plan: str, mode: Any) -> None:
@@ -110,7 +110,7 @@ def _raise(grad: Tensor) -> None:
     raise Fault
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_pass_that_raises_is_retried(plan: str, where: str) -> None:
@@ -279,7 +279,7 @@ class Backwards(Net):
         return self.head(x)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("kind", [Twice, TwiceInARow, Wandering, Backwards])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_units_in_any_order_and_number(plan: str, kind: type[Net]) -> None:
@@ -318,7 +318,7 @@ def test_two_forwards_before_two_backwards() -> None:
     follows_one_process(Net(), loop)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "shard_grad_op", "hpz"])
 def test_two_forwards_before_one_backward(plan: str) -> None:
     def loop(model: Any, optimizer: Any, data: Callable[[int], Tensor]) -> None:

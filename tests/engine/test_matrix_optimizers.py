@@ -25,7 +25,7 @@ from tests.engine.offload.runs import MOMENTS, SMALL_BLOCK, assert_reference, on
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
 from tests.engine.reference import Step, Trainer
 from tests.engine.toys import EVERY_PLAN, Net, assert_equal, batch, full_parameters, loss_of, mesh_for, on_ranks, step
-from tests.helpers.cover import places
+from tests.helpers.cover import mostly_long, places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
@@ -106,7 +106,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {**axes(case), "kind": (case.precision, case.variant)})
+@pytest.mark.cover(strength=1, turns=2, case=lambda case: {**axes(case), "kind": (case.precision, case.variant)})
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_every_row_is_bitwise_torchs_muon_and_adamw(case: Case) -> None:
     assert_parity(case, run_on_threads(case, make_optimizer=muon), expected(case.recipe, ()))
@@ -137,7 +137,9 @@ AWAY = [
 
 
 @pytest.mark.parametrize(
-    ("case", "tiers", "mode"), AWAY, ids=lambda value: plan_id(value) if isinstance(value, Case) else value
+    ("case", "tiers", "mode"),
+    mostly_long(AWAY, *AWAY[1:4], AWAY[6]),
+    ids=lambda value: plan_id(value) if isinstance(value, Case) else value,
 )
 def test_away_from_the_device_it_is_bitwise_torchs_too(case: Case, tiers: str, mode: str, tmp_path: Path) -> None:
     moved = on_tiers(case, tiers, tmp_path, mode)
@@ -189,7 +191,7 @@ def promised(plan: str, ranks: int, precision: str, base: Net | None, **options:
     ]
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_what_a_step_sends_and_holds_is_what_was_promised(plan: str, precision: str) -> None:

@@ -62,7 +62,7 @@ def measures(model: nn.Module) -> dict[str, Tensor]:
     return {f"{what} of {n}": MEASURES[what](p).detach() for n, p, what in wanted}
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", [*EVERY_PLAN, "zero3@cpu", "zero3@cpu-all", "zero3@nvme-all", "zero2@cpu"])
 def test_they_are_those_of_plain_torch(plan: str, tmp_path: Path) -> None:
     base = Net()

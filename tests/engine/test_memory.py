@@ -80,7 +80,7 @@ def _check_states(model: Any, plan: str, precision: Precision | str) -> None:
     assert live_bytes() == at_rest + bill.moments_bytes
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("kind", [Net, Awkward])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_states_equal_the_bill_to_the_byte(plan: str, kind: type[nn.Module]) -> None:
@@ -165,7 +165,7 @@ def test_the_transient_peak_equals_the_bill(plan: str, precision: str) -> None:
             assert peak == promise, (micro_batches, local)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("precision", ["bf16", "gathered in int8", "sums in int4"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_the_transient_peak_on_real_ranks(plan: str, precision: str) -> None:
@@ -284,7 +284,7 @@ def test_the_ledger_is_what_is_really_held(plan: str) -> None:
 # -- giving back -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_deleting_frees_everything_at_once(plan: str) -> None:
     """Reference counts alone do it: the garbage collector is off inside `census`."""

@@ -62,7 +62,7 @@ def check(case: Case, form: str, name: str = "AdamW") -> None:
     assert_parity(case, run_on_threads(case, make_optimizer=OPTIMIZERS[name]), alone(name, form, case.recipe))
 
 
-@pytest.mark.cover(case=axes, strength=1)
+@pytest.mark.cover(case=axes, strength=1, turns=2)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -78,7 +78,7 @@ def test_every_optimizer_that_may_is_bitwise_the_single_process(name: str, plan:
     check(Case(plan, 3, variant="unused", steps=4), form, name)
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("tiers", ["cpu-all", "nvme", "all on nvme", "shares"])
 @pytest.mark.parametrize("case", [Case("zero1", 3), Case("zero3", 2), Case("hpz", 2, replicas=2)], ids=str)
@@ -189,7 +189,7 @@ def run(plan: str, form: str | None, steps: range, load: Path | None = None, sav
     return found | {(names[i], key): value for i, each in kept.items() for key, value in each.items()}
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("second", [("zero3@cpu", 4), ("zero0", 1), ("hfsdp", 4)])
 @pytest.mark.parametrize("first", [("zero3", 2), ("zero1@cpu", 1), ("hpz", 4)])
@@ -281,7 +281,7 @@ def test_what_is_not_finite_makes_its_block_so_and_no_other(form: str) -> None:
         assert not kept[1].isfinite().any()
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("form", mostly_long(["int8", "fp8"], "int8"))
 def test_an_average_of_squares_follows_gradients_that_become_smaller(form: str) -> None:
     """By a tenth of a percent in a step: rounding to the nearest code would hold it still."""
     generator, sizes = torch.Generator().manual_seed(0), torch.ones(1024)
@@ -455,7 +455,7 @@ def mixed(number: int) -> int:
 STOCHASTIC = replace(tz.Precision.named("bf16-pure"), moments="int8", rounding="stochastic")
 
 
-@pytest.mark.cover(case=axes, strength=1)
+@pytest.mark.cover(case=axes, strength=1, turns=2)
 @pytest.mark.parametrize("tiers", ["", "cpu-all", "nvme"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stochastic_rounding_is_bitwise_that_of_the_single_process(case: Case, tiers: str, tmp_path: Path) -> None:

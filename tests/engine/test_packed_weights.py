@@ -57,7 +57,7 @@ def check(case: Case, ranks: Ranks, assert_all: Callable[..., None], steps: list
     assert_all(case, ranks, [replace(step, weights={**step.weights, **shown}) for step in steps])
 
 
-@pytest.mark.cover(case=axes, strength=1)
+@pytest.mark.cover(case=axes, strength=1, turns=2)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("form", ["nf4", "nf4-double"])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -66,7 +66,7 @@ def test_every_plan_is_bitwise_the_single_process(case: Case, form: str, name: s
     check(case, run_on_threads(case), assert_parity, reference(case.recipe))
 
 
-@pytest.mark.cover(case=axes, strength=1)
+@pytest.mark.cover(case=axes, strength=1, turns=2)
 @pytest.mark.parametrize(
     "feature", ["accumulating", "accumulating_locally", "checkpointed", "checkpointed_selectively"]
 )
@@ -76,7 +76,7 @@ def test_every_feature_is_bitwise_the_single_process(case: Case, feature: str) -
     check(case, run_on_threads(case), assert_parity, reference(case.recipe))
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("tiers", ["weight on cpu", "cpu-all", "weight on nvme", "nvme-all"])
 @pytest.mark.parametrize("case", [Case("zero2", 3), Case("zero3", 2), Case("hpz", 2, replicas=2)], ids=str)
 def test_every_tier_is_bitwise_the_single_process(case: Case, tiers: str, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def shard_frozen(
     return tz.shard(model, optimizer, plan, precision=precision, mesh=toys.mesh_for(plan, 4), **options)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("form", ["nf4", "nf4-double"])
 @pytest.mark.parametrize("plan", [*toys.EVERY_PLAN, "zero3@cpu-all"])
 def test_memory_and_traffic_are_the_bill_to_the_byte(plan: str, form: str) -> None:

@@ -33,7 +33,7 @@ def test_fp32_is_bitwise_the_single_process(case: Case, feature: str) -> None:
     check(with_feature(case, feature))
 
 
-@pytest.mark.cover(case=lambda case: {"grad": places(case.plan)["grad"], "mesh": case.replicas})
+@pytest.mark.cover(strength=1, case=lambda case: {"grad": places(case.plan)["grad"], "mesh": case.replicas})
 @pytest.mark.parametrize("case", [case for case in MESHES if case.ranks == 4], ids=mesh_id)
 def test_the_default_of_accumulation_follows_from_the_plan(case: Case) -> None:
     """Whole gradients are added up locally, split ones are reduced by each micro-batch: so says the reference."""

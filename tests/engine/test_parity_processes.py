@@ -64,6 +64,7 @@ def test_reduced_precision_is_bitwise_the_casts_by_hand(two_processes: Pool, pla
     assert_parity(case, two_processes.run(train, case), reference(case.recipe))
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", [Case("zero3", 2), Case("hybrid_shard", 1, replicas=2)], ids=plan_id)
 def test_gradients_sent_in_4_bits_are_the_codes_by_hand(two_processes: Pool, case: Case, compiled: bool) -> None:

@@ -97,7 +97,7 @@ def _run(base: nn.Module, plan: str, script: list[Move]) -> tuple[dict[str, Tens
     return full_parameters(model), engine_of(model).tally.ledger.live_bytes
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("plan", TABLE_1D)
 def test_scripts_end_where_one_process_ends(two_processes: Pool, plan: str, script: str) -> None:

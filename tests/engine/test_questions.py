@@ -46,7 +46,7 @@ def test_what_there_is_to_save_of_each_parameter() -> None:
         assert [info.names for info in infos if len(info.names) > 1] == [("embed.weight", "tied.weight")]
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_copies_are_what_several_ranks_hold(plan: str) -> None:
     def run(rank: int) -> tuple[bool, list[Any]]:

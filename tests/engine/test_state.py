@@ -87,7 +87,7 @@ def trained(base: nn.Module, plan: str, world_size: int, precision: str = "fp32"
     return archive_of(on_ranks(world_size, body))
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_pieces_of_all_ranks_are_the_whole_state(plan: str) -> None:
     base = Net()
@@ -116,7 +116,7 @@ def test_state_travels_between_plans_and_world_sizes_bit_for_bit(precision: str)
         archive = found
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_restored_run_continues_bit_for_bit(plan: str) -> None:
     base, untrained = Net(), Net()

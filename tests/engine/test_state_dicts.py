@@ -58,7 +58,7 @@ def assert_same(found: Any, wanted: Any) -> None:
             assert type(other) is Tensor and other.dtype == value.dtype and torch.equal(other, value), (number, kind)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", PLANS)
 def test_they_are_those_of_plain_pytorch(plan: str) -> None:
     wanted, plain = alone(3)
@@ -103,7 +103,7 @@ def test_those_of_plain_pytorch_are_gone_on_from_to_the_bit_and_back(plan: str) 
         assert_same(optimizer.state_dict(), plain.state_dict())
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", tz.Precision(moments=torch.bfloat16)])
 @pytest.mark.parametrize("plan", ["zero2", "zero3@cpu"])
 def test_in_16_bits_a_run_goes_on_as_if_it_had_not_been_stopped(plan: str, precision: Any) -> None:

@@ -193,14 +193,14 @@ def thrice(step: int, rank: int) -> list[int]:
     return [0, *([1] * (3 if rank else 1) if step % 2 else []), 2]
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("route", [later, dropped, shuffled, early, opposite, thrice])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_units_that_come_as_they_like(plan: str, route: Route) -> None:
     follows(route, plan, world=world_of(plan))
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("route", [dropped, shuffled])
 @pytest.mark.parametrize("plan", SPLIT)
@@ -217,7 +217,7 @@ def in_turn() -> list[Any]:
     ]
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize(("plan", "route", "region", "size"), in_turn())
 def test_regions_of_several_units(plan: str, route: Route, region: Callable[..., Tensor], size: int) -> None:
     follows(route, plan, world=world_of(plan), base=Grouped(size, region))

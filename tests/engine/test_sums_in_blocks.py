@@ -16,7 +16,7 @@ from terrazzo.engine import Precision, engine_of
 from terrazzo.errors import BadInput
 from tests.engine.models import base_model
 from tests.engine.offload import runs
-from tests.engine.parity import CUSTOM, Case, Runner, Trace, assemble, assert_same_bits, axes, check, with_feature
+from tests.engine.parity import CUSTOM, Case, Runner, Trace, assemble, assert_same_bits, check, with_feature
 from tests.engine.reference import Trainer, adamw
 from tests.engine.toys import Net, batch, full_parameters, loss_of, on_ranks, sharded
 from tests.helpers.threads import run_in_threads
@@ -35,23 +35,24 @@ FEATURES = (
     "accumulating_locally",
     "checkpointed",
 )
+SENT = [(name, form) for name in ("fp32", "bf16", "bf16-pure", "fp16") for form in ("int8", "int4")]
 
 
 def sending(form: str, name: str = "bf16", **others: Any) -> Precision:
     return replace(Precision.named(name), quantized_reduce=form, **others)
 
 
-@pytest.mark.cover(case=axes)
+@pytest.mark.cover(strength=1)  # places and features meet in test_parity
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("form", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("sent", SENT, ids="-".join)
 @pytest.mark.parametrize("case", PLANS, ids=str)
-def test_every_plan_is_bitwise_the_single_process(case: Case, name: str, form: str, feature: str) -> None:
+def test_every_plan_is_bitwise_the_single_process(case: Case, sent: tuple[str, str], feature: str) -> None:
     """Each rank's gradient is rounded once, and what all ranks get is rounded once more."""
+    name, form = sent
     check(replace(with_feature(case, feature), precision=name, dtypes=sending(form, name)))
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("tiers", ["cpu-all", "nvme", "all on nvme", "shares"])
 @pytest.mark.parametrize("case", [Case("zero1", 3), Case("zero3", 2), Case("hybrid_shard", 2, replicas=2)], ids=str)
@@ -81,6 +82,7 @@ def test_what_is_clipped_are_the_sums(case: Case) -> None:
     assert_same_bits(assemble([trace.weights for _, trace in ranks], "weights"), expected.weights, "weights")
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("plan", ["zero0", "zero3", "hybrid_shard"])

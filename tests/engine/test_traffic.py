@@ -272,7 +272,7 @@ def test_control_messages_stay_small() -> None:
         assert found.count["control"] == 3  # the ends of forward and backward, and who got gradients
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_real_ranks_send_what_the_formulas_say(plan: str) -> None:
     base = Net(depth=DEPTH)

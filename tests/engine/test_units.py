@@ -368,7 +368,7 @@ class Nested(Tree):
         return self.outer[0](tokens) + self.outer[1](tokens)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("make", [Odd, _tied, _shared_block, _frozen], ids=["odd", "tied", "shared", "frozen"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_awkward_models_train_as_in_one_process(plan: str, make: Any) -> None:

@@ -135,7 +135,7 @@ def test_parameters_out_of_use_on_all_ranks_are_left_alone(plan: str, schedule: 
             torch.testing.assert_close(found[key], value, rtol=1e-4, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_units_skipped_on_some_ranks_only(plan: str) -> None:
     """Each rank routes its data through other blocks; a missing gradient counts as zero."""

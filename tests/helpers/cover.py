@@ -6,11 +6,13 @@ are marked `long`, and those that are by themselves stay so. An axis is an argum
     @pytest.mark.cover                     # any two values of two arguments meet
     @pytest.mark.cover(strength=1)         # any value comes up, where an axis has more of them than another in turns
     @pytest.mark.cover(plan=places)        # instead of `plan`, where its states lie
+    @pytest.mark.cover(strength=1, turns=2, plan=places)  # every second of them, by the test's name
 """
 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
@@ -21,7 +23,7 @@ import pytest
 
 import terrazzo as tz
 
-__all__ = ["cover", "in_turns", "leave_out_what_is_long", "mostly_long", "places"]
+__all__ = ["cover", "in_turns", "leave_out_what_is_long", "mostly_long", "places", "turn_of"]
 
 
 def cover(cases: Sequence[Mapping[str, object]], strength: int = 2) -> list[int]:
@@ -48,6 +50,11 @@ def in_turns(cases: Iterable[Sequence[object]], values: Sequence[object]) -> lis
         for index, case in enumerate(cases)
         for turn, value in enumerate(values)
     ]
+
+
+def turn_of(test: str, chosen: Sequence[int], turns: int) -> list[int]:
+    """Every `turns`-th of them, beginning where the test's name says: between them tests take all."""
+    return [*chosen[zlib.crc32(test.encode()) % turns :: turns]] or [*chosen]
 
 
 def mostly_long(cases: Iterable[object], *short: object) -> list[Any]:
@@ -77,9 +84,10 @@ def leave_out_what_is_long(metafunc: pytest.Metafunc) -> None:
     calls = metafunc._calls
     if marker := metafunc.definition.get_closest_marker("cover"):
         taken = dict(marker.kwargs)
-        strength = taken.pop("strength", 2)
+        strength, turns = taken.pop("strength", 2), taken.pop("turns", 1)
         among = [call for call in calls if not any(mark.name == "long" for mark in call.marks)]
-        chosen = set(cover([_axes(call.params, taken) for call in among], strength))
+        chosen = cover([_axes(call.params, taken) for call in among], strength)
+        chosen = turn_of(metafunc.definition.name, chosen, turns)
         for index, call in enumerate(among):
             if index not in chosen:
                 call.marks.append(pytest.mark.long.mark)

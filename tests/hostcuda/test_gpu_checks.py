@@ -85,7 +85,7 @@ def forgetful(name: str) -> None:
 @pytest.mark.parametrize(
     ("broken", "name", "told"),
     [
-        (lossy, "collectives", "zero1 in fp32: other bits"),
+        pytest.param(lossy, "collectives", "zero1 in fp32: other bits", marks=pytest.mark.long),
         (waiting, "syncs", "zero3: the host waits at "),
         (forgetful, "training", "a step after loading has other bits"),
     ],

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("plan", mostly_long(["zero3", "zero2", "zero3@cpu"], "zero3", "zero3@cpu"))
+@pytest.mark.parametrize("plan", mostly_long(["zero3", "zero2", "zero3@cpu"], "zero3@cpu"))
 def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_ranks: Ranks) -> None:
     for faults, left, (first, second, *on_host) in two_ranks.run(fails_and_goes_on, plan, where):
         assert faults == []
@@ -34,7 +34,7 @@ def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_rank
 
 
 @pytest.mark.cover(strength=1)
-@pytest.mark.parametrize("touch", mostly_long(TOUCHES, "nobody", "data", "the memory", "another step", "an edit"))
+@pytest.mark.parametrize("touch", mostly_long(TOUCHES, "nobody", "the memory", "another step"))
 @pytest.mark.parametrize(("plan", "precision"), [("zero2", "bf16"), ("zero1", "fp32")])
 def test_weights_on_their_way_are_whole_for_whoever_touches_them(
     plan: str, precision: str, touch: str, two_ranks: Ranks, tmp_path: Path

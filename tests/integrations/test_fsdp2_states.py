@@ -138,7 +138,7 @@ def beside_torch(name: str, way: Any, started: bool) -> Any:
     [
         pytest.param("bf16", ByDcp(), True, marks=pytest.mark.long),
         ("replicas", ByDcp(), False),
-        ("defaults", ByHand(), True),
+        pytest.param("defaults", ByHand(), True, marks=pytest.mark.long),
         pytest.param("kept", ByHand(), False, marks=pytest.mark.long),
     ],
 )

@@ -64,8 +64,9 @@ def test_losses_norms_and_weights_are_the_trainers(two_processes: Pool, tmp_path
 
 @pytest.mark.parametrize("given", [{}, {"activation_checkpointing": True, "bf16": True}], ids=str)
 def test_without_clipping_the_bits_are_the_trainers(two_processes: Pool, tmp_path: Path, given: dict[str, Any]) -> None:
-    plans = ("zero0", "zero2")
-    for found in two_processes.run(_differences, tmp_path, plans, {"max_grad_norm": 0, **given}, timeout_s=PATIENCE_S):
+    for found in two_processes.run(
+        _differences, tmp_path, ("zero2",), {"max_grad_norm": 0, **given}, timeout_s=PATIENCE_S
+    ):
         for plan, differences in found.items():
             assert differences["weights"] == differences["loss"] == differences["eval_loss"] == 0, (plan, differences)
 

@@ -16,6 +16,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.nn.float8_linear import Float8Linear
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -240,7 +241,7 @@ def test_a_device_without_the_matrix_units_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at what it is given
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_long(RECIPES, "tensorwise"))
 def test_one_graph_without_breaks_has_the_same_bits(recipe: str) -> None:
     found = []
     for compiled in (False, True):

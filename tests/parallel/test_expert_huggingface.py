@@ -248,7 +248,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize(("kind", "plan", "ranks", "ep", "checkpointing"), CASES)
 def test_training_with_shared_experts_is_training(
     kind: str, plan: str, ranks: int, ep: int, checkpointing: str

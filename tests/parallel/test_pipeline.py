@@ -257,7 +257,7 @@ MET_BELOW = ("zero1", "zero2", "zero3@cpu")  # with more than stages alone
 ELSEWHERE = ("zero0", "hybrid_shard")  # beside tp and ep, in test_bill
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {**vars(case), "plan": 0, **places(case.plan)})
+@pytest.mark.cover(strength=1, turns=2, case=lambda case: {**vars(case), "plan": 0, **places(case.plan)})
 @pytest.mark.parametrize(
     "case",
     [

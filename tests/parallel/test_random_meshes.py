@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 from tests.parallel.test_training_in_parts import loss_of, optimizer_of
 
@@ -95,7 +96,7 @@ def on_a_mesh(base: Decoder, drawn: Drawn) -> tuple[list[float], dict[str, Tenso
     return losses, tz.full_state_dict(model, keep=torch.distributed.get_rank() == 0)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 100))])
+@pytest.mark.parametrize("seed", mostly_long(range(100), 0, 1))
 def test_a_drawn_mesh_trains_as_one_process(seed: int) -> None:
     drawn = Drawn.of(seed)
     base = drawn.model()

@@ -92,7 +92,7 @@ def blocks_of(part: Tensor) -> Tensor:
     [
         ("zero3", {"tp": 2}),
         ("zero1", {"ep": 2}),
-        ("zero0", {"tp": 2}),
+        pytest.param("zero0", {"tp": 2}, marks=pytest.mark.long),
         ("zero2", {"pp": 2}),
     ],
     ids=str,

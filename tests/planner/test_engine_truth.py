@@ -147,7 +147,7 @@ EVERY_PRECISION = [("decoder", precision) for precision in MIXED]
 SOME = [(name, precision) for name in CONFIGS for precision in ("fp32", "bf16") if name != "decoder"]
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize(("plan", "world"), RUNS)
 @pytest.mark.parametrize(("name", "precision"), EVERY_PRECISION + SOME)
 def test_states_are_exact(name: str, precision: str, plan: str, world: int) -> None:
@@ -158,7 +158,7 @@ def test_states_are_exact(name: str, precision: str, plan: str, world: int) -> N
     assert promised_bytes(setup_of(model_shape(CONFIGS[name]), plan, kind, world)) == held
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("plan", "world"), [run for run in RUNS if run[1] in (2, 8)])
 @pytest.mark.parametrize("name", ["decoder", "llama", "gpt2"])
@@ -209,7 +209,7 @@ def check_traffic(
         assert promised_traffic(setup) == sent_bytes(model, optimizer, micro_batches, local)
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
 @pytest.mark.parametrize(("plan", "world"), RUNS)
 @pytest.mark.parametrize(("name", "precision"), [*EVERY_PRECISION, ("gpt2", "bf16"), ("mixture", "bf16")])
@@ -225,7 +225,7 @@ def test_traffic_of_a_partly_frozen_model_is_exact(plan: str, accumulation: str)
     check_traffic(model, model_shape(frozen("decoder, untied")), plan, "bf16", 8, accumulation)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_ranks_that_really_talk_send_what_was_promised(plan: str) -> None:
     """Four ranks as threads: no rank sends anything else."""
@@ -263,7 +263,7 @@ def test_a_thousand_ranks_are_exact_too() -> None:
         assert promised_bytes(setup) == held, plan
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
 @pytest.mark.parametrize("precision", MIXED)
 @pytest.mark.parametrize("name", ["decoder", "gpt2"])

@@ -158,7 +158,7 @@ def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1)
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fsdp", "in blocks"])
 @pytest.mark.parametrize(("mesh", "plan"), CASES)
 def test_the_bill_of_whole_matrices_to_the_byte(mesh: str, plan: str, name: str) -> None:
@@ -170,6 +170,7 @@ def test_the_bill_of_whole_matrices_to_the_byte(mesh: str, plan: str, name: str)
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), precision, 1, muon=True)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("precision", ["fp32", "fsdp"])
 @pytest.mark.parametrize("tiers", OFFLOADS)
 @pytest.mark.parametrize(("mesh", "plan"), [("six", "zero3"), ("two by four", "hfsdp"), ("one rank", "zero1")])
@@ -180,7 +181,7 @@ def test_the_bill_of_whole_matrices_away_from_the_device_too(mesh: str, plan: st
             check_bill(decoder(layers), mesh, moved, PRECISIONS[precision], prefetch, muon=True)
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("form", ["nf4", "nf4-double"])
 @pytest.mark.parametrize(("mesh", "plan"), CASES)
@@ -227,7 +228,7 @@ TIERS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize(("mesh", "plan"), [case for case in CASES if case[0] in ("one rank", "two by four")])
 def test_the_bill_of_every_tier_to_the_byte(mesh: str, plan: str, tiers: str) -> None:

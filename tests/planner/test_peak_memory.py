@@ -149,7 +149,7 @@ def test_a_part_of_each_matrix_takes_what_was_promised(options: dict[str, Any]) 
         ("zero0", {"name": "bf16", "reduce": "bf16", "accumulate": "bf16"}),  # sums that are stepped in another dtype
         pytest.param("zero1", {"name": "bf16", "moments": "bf16"}, marks=pytest.mark.long),  # one after the other
         pytest.param("zero3", {"name": "bf16", "moments": "bf16"}, marks=pytest.mark.long),
-        ("zero3", {"name": "fp32", "compute": "bf16"}),  # weights cast as they are gathered
+        pytest.param("zero3", {"name": "fp32", "compute": "bf16"}, marks=pytest.mark.long),  # cast as they are gathered
     ],
     ids=str,
 )

@@ -89,7 +89,7 @@ def sharing(model: Any, mesh: Any) -> Any:
 STEPS: list[tuple[int, bool | None]] = [(1, None), (2, None), (4, True), (3, False)]
 
 
-@pytest.mark.cover(strength=1, plan=places)  # pairs meet in test_engine_truth
+@pytest.mark.cover(strength=1, turns=2, plan=places)  # pairs meet in test_engine_truth
 @pytest.mark.parametrize("precision", MIXED)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_bytes_are_those_of_the_engine(plan: str, precision: str) -> None:

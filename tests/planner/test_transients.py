@@ -146,7 +146,7 @@ def drawn(mesh: str, plan: str) -> Case:
 CASES = [(mesh, plan) for mesh in MESHES for plan in PLANS if plan not in TABLE_2D or "dp_replicate" in MESHES[mesh]]
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize(("mesh", "plan"), CASES)
 def test_transient_bytes_are_those_of_the_bill(mesh: str, plan: str, on_host: Callable[[], None]) -> None:
     case = drawn(mesh, plan)

@@ -102,7 +102,7 @@ def alone_in_windows() -> Path:
 @pytest.mark.parametrize(
     ("cp", "tp", "mode", "more"),
     [
-        (2, 1, "gather", {}),
+        pytest.param(2, 1, "gather", {}, marks=pytest.mark.long),
         pytest.param(2, 2, "ulysses", {"activation_checkpointing": "full"}, marks=pytest.mark.long),
         (1, 2, "gather", {"activation_checkpointing": "selective"}),
     ],

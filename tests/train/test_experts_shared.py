@@ -188,7 +188,7 @@ QWEN_2 = QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 2
 
 @pytest.mark.parametrize(
     ("config", "mesh"),
-    [(QWEN, {"ep": 2}), pytest.param(MIXTRAL, {"tp": 2}, marks=pytest.mark.long), (QWEN_2, {"tp": 2, "ep": 2})],
+    mostly_long([(QWEN, {"ep": 2}), (MIXTRAL, {"tp": 2}), (QWEN_2, {"tp": 2, "ep": 2})], (QWEN_2, {"tp": 2, "ep": 2})),
     ids=["ep", "tp", "tp and ep"],
 )
 def test_so_do_models_of_transformers(tmp_path: Path, config: dict[str, Any], mesh: dict[str, int]) -> None:

@@ -33,7 +33,7 @@ def four_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mesh", "ranks", "plan", "more"),
     [
-        ({}, 2, "zero3", {}),
+        pytest.param({}, 2, "zero3", {}, marks=pytest.mark.long),
         pytest.param({"tp": 2}, 4, "zero2", {}, marks=pytest.mark.long),
         pytest.param({"cp": 2, "tp": 2}, 4, "zero3@cpu", {}, marks=pytest.mark.long),
         pytest.param({"pp": 2}, 2, "zero3", {"parallel": {"pipeline": {"chunks": 2}}}, marks=pytest.mark.long),

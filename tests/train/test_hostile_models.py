@@ -27,6 +27,7 @@ from terrazzo.train.model.huggingface import build_causal_lm, read_config
 from terrazzo.train.preflight import check
 from tests.helpers import programs
 from tests.helpers.chat import save_tokenizer, turns
+from tests.helpers.cover import mostly_long
 
 pytest.importorskip("transformers")
 
@@ -261,7 +262,7 @@ def test_templates_that_do_not_end_or_reach_out(
         chat.render(Document("a:1", "", messages=turns("a", "b")))
 
 
-@pytest.mark.parametrize("how", ["ignored", "blocked"])
+@pytest.mark.parametrize("how", mostly_long(["ignored", "blocked"], "blocked"))
 def test_a_template_that_does_not_end_is_stopped_whatever_the_parent_ignores(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

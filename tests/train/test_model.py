@@ -169,7 +169,7 @@ def test_compiled_blocks_see_the_same_and_are_compiled_once_for_all_documents() 
         return graph.forward
 
     compile_units(compiled, units=[Block], backend=backend)
-    for first in range(3, 15):
+    for first in (3, 7, 8, 14):
         tokens, positions = tokens_of((2, 32)), torch.cat((torch.arange(first), torch.arange(32 - first))).expand(2, -1)
         pairs = [(each(tokens, positions), list(each.parameters())) for each in (model, compiled)]
         one, other = ([logits, *torch.autograd.grad(logits.square().sum(), of)] for logits, of in pairs)

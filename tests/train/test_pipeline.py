@@ -80,7 +80,9 @@ def summary_as_alone(values: dict[str, Any], ranks: int, experts: bool) -> dict[
             {"parallel": {"pipeline": {"schedule": "zero_bubble"}}},
             marks=pytest.mark.long,
         ),
-        ({"pp": 2, "cp": 2, "ep": 2}, 4, "zero3", {"model": EXPERTS}),
+        pytest.param(
+            {"pp": 2, "cp": 2, "ep": 2}, 4, "zero3", {"model": EXPERTS}, marks=pytest.mark.long
+        ),  # test_six_axes
     ],
     ids=str,
 )

@@ -417,6 +417,7 @@ def test_the_first_log_step_counts_only_while_it_is_alone() -> None:
     assert (pace.steps, pace.tokens, pace.seconds) == (8, 800, 4.0)
 
 
+@pytest.mark.long  # what is promised and measured of a run: test_pipeline, test_offload, test_replicas_apart
 @pytest.mark.processes
 def test_a_run_ends_with_what_was_promised_of_it(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(1500)))

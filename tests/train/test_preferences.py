@@ -30,6 +30,7 @@ from terrazzo.train.preflight import check
 from terrazzo.train.preflight.idle_settings import idle_notes
 from terrazzo.train.session.build_session import open_session
 from tests.helpers.chat import CHATML, save_tokenizer, turns, write_records
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 from tests.train.test_session import StopAfter
 
@@ -170,9 +171,7 @@ def descended(model: Any, folder: Path, loss_of: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("plan", "tp"), [("zero2", 1), pytest.param("zero3@cpu", 1, marks=pytest.mark.long), ("zero2", 2)]
-)
+@pytest.mark.parametrize(("plan", "tp"), mostly_long([("zero2", 1), ("zero3@cpu", 1), ("zero2", 2)], ("zero2", 2)))
 def test_dpo_on_two_ranks_is_the_paper_on_one(folder: Path, tmp_path: Path, plan: str, tp: int) -> None:
     """Also where the two share matrices: the model's own plan of `transformers`, with one key head for both."""
     objective = {"name": "dpo", "beta": BETA, "label_smoothing": 0.1 if plan == "zero2" else 0.0}

@@ -306,6 +306,7 @@ def with_everything_that_draws(folder: Path, **sections: dict[str, Any]) -> Conf
     return config_in(folder, **sections)
 
 
+@pytest.mark.long  # in fewer steps: test_loop
 def test_twenty_steps_after_a_resumption_are_those_of_the_uninterrupted_run(tmp_path: Path) -> None:
     whole = with_everything_that_draws(tmp_path / "a", train={"steps": 26}, checkpoint={"every": 6})
     trained(whole)

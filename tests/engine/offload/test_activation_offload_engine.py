@@ -68,7 +68,7 @@ def moved_bytes(model: Any) -> int:
     return sum(route.pool.total_bytes for route in model.blocks[0].forward.offloading.routes.values())
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.usefixtures("_everything_moves")
 @pytest.mark.parametrize("options", [{}, {"mode": "selective"}], ids=str)
 @pytest.mark.parametrize("plan", EVERY_PLAN)

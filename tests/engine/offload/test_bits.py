@@ -109,7 +109,7 @@ def test_every_tier_under_a_plan_of_two_axes(case: Case, tiers: str, tmp_path: P
 # -- what a model and a step may be like -----------------------------------------------------------------------
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {}, tiers=tier_of_update)
+@pytest.mark.cover(strength=1, turns=2, case=lambda case: {}, tiers=tier_of_update)
 @pytest.mark.parametrize(
     "feature", [name for name in FEATURES if name not in ("plain", "frozen", "accumulating_locally")]
 )
@@ -142,7 +142,9 @@ def test_accumulation_of_gradients_that_come_and_go(case: Case, tiers: str, loca
     ("case", "tiers", "mode"),
     [
         (Case("zero3", 2, variant="wide"), "all on nvme", "overlapped"),
-        (Case("zero1", 2, variant="unused", precision="bf16"), "cpu-all", "backward"),
+        pytest.param(
+            Case("zero1", 2, variant="unused", precision="bf16"), "cpu-all", "backward", marks=pytest.mark.long
+        ),
         (Case("zero2", 2, precision="fp16"), "shares", "overlapped"),
     ],
     ids=few_id,
@@ -207,7 +209,7 @@ def warm_up(optimizer: Optimizer) -> LRScheduler:
     return LinearLR(optimizer, start_factor=0.1, total_iters=3)
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("schedule", [one_cycle, warm_up])
 @pytest.mark.parametrize(("case", "tiers"), mostly_long(FEW, FEW[0], FEW[2], FEW[4]), ids=few_id)
 def test_a_rate_that_changes_right_after_the_step(
@@ -288,7 +290,7 @@ def test_a_users_optimizer_that_calls_torchs(tmp_path: Path) -> None:
 # -- clipping --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {}, tiers=tier_of_update)
+@pytest.mark.cover(strength=1, turns=2, case=lambda case: {}, tiers=tier_of_update)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "fp16"])
 @pytest.mark.parametrize("limits", [(0.05, 0.05), (0.05, 1e6), (1e6, 1e6)], ids=["always", "every other step", "never"])
 @pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
@@ -349,7 +351,7 @@ def test_clipped_gradients_to_which_others_are_added(tiers: str, tmp_path: Path)
     both(case, on_tiers(case, tiers, tmp_path), loop)
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("tiers", TOGETHER)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_that_are_never_zeroed(tiers: str, mode: Any, tmp_path: Path) -> None:
@@ -364,7 +366,7 @@ def test_gradients_that_are_never_zeroed(tiers: str, mode: Any, tmp_path: Path) 
     both(case, on_tiers(case, tiers, tmp_path, mode), loop)
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("tiers", TOGETHER)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_steps_on_the_same_gradients(tiers: str, mode: Any, tmp_path: Path) -> None:
@@ -380,7 +382,7 @@ def test_two_steps_on_the_same_gradients(tiers: str, mode: Any, tmp_path: Path) 
 # -- loss scaling ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("mode", MODES[:2])
 @pytest.mark.parametrize(("case", "tiers"), mostly_long(FEW, FEW[1], FEW[2], FEW[4]), ids=few_id)
 def test_an_infinity_on_one_rank_skips_the_step(case: Case, tiers: str, mode: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.checkpoint.subject import fast_folder
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
 from tests.engine.parity import assert_same_bits
 from tests.engine.toys import Net, mesh_for, on_ranks, train
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import exclusive
 
 
@@ -111,8 +112,12 @@ def test_any_tier_loads_what_any_other_saved(origin: Where, target: Where, folde
     assert_same_bits(after, wanted, "what came of it")
 
 
-def test_all_tiers_save_the_same(folder: Path) -> None:
-    states = [saved(source(Where("zero3", 2, tiers), folder)) for tiers in ("device", *TIERS)]
+FEW_TIERS = ["cpu-all", "all on nvme", "shares"]
+
+
+@pytest.mark.parametrize("others", mostly_long([FEW_TIERS, [*TIERS]], FEW_TIERS), ids=["few", "all"])
+def test_all_tiers_save_the_same(others: list[str], folder: Path) -> None:
+    states = [saved(source(Where("zero3", 2, tiers), folder)) for tiers in ("device", *others)]
     assert any(kind == "exp_avg_sq" for _, kind in states[0])
     for state in states[1:]:
         assert_same_bits(state, states[0], "the checkpoint")

@@ -60,6 +60,7 @@ def a_step(model: Any, optimizer: Any, rank: int, number: int = 0) -> None:
 # -- overlapped: between a step and the next forward -----------------------------------------------------------
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
 @pytest.mark.parametrize("tiers", ["cpu", "nvme"])
 def test_whole_weights_cannot_be_read_while_they_change(
@@ -220,6 +221,7 @@ def test_who_asks_gets_the_updated_state(
         assert_equal(mine, others)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("plan", "tiers"), [("zero1", "cpu"), ("zero3", "all on nvme"), ("zero2", "shares")])
 def test_an_exception_while_updates_are_under_way(
@@ -419,7 +421,7 @@ def made_anew(states: Any) -> None:
         states[key] = {name: torch.full_like(value, 1e-3 if value.dim() else 5.0) for name, value in kept.items()}
 
 
-@pytest.mark.cover
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("change", [zeroed, replaced, given_data, made_anew])
 @pytest.mark.parametrize("step", ["overlapped", "backward", "synchronous"])
 def test_moments_changed_right_after_a_step_are_those_of_one_process(step: Any, change: Any) -> None:

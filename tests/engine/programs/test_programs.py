@@ -20,7 +20,7 @@ from tests.engine.programs.grammar import Program, draw
 from tests.engine.programs.mutations import MUTATIONS, Mutation
 from tests.engine.programs.shrink import shrink
 
-SEEDS = range(25)
+SEEDS = range(15)
 LONG = os.environ.get("TERRAZZO_PROGRAMS", "")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
