@@ -22,7 +22,7 @@ from terrazzo import cli
 from terrazzo.config import Config, load_config
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.shell_command import fold_command, terrazzo_command
-from terrazzo.train import start
+from terrazzo.train import start_trainer
 from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
@@ -83,7 +83,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr(
         "terrazzo.config.load_config", lambda path, words: load_config(path, [*steps_may_be_few, *words])
     )
-    monkeypatch.setattr(start, "start_training", made)
+    monkeypatch.setattr(start_trainer, "start_training", made)
     monkeypatch.chdir(ROOT)
     return made
 

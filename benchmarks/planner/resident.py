@@ -31,9 +31,7 @@ STEPS, SMALL = 3, 30
 MOST_FLOPS = 4e10
 """Of a step on one rank, so that a run takes seconds."""
 
-_RUN = (
-    "import sys, pathlib; from terrazzo.train.rank import train_as_rank; train_as_rank(pathlib.Path(sys.argv[1]), [])"
-)
+_RUN = "import sys, pathlib; from terrazzo.train.trainer_rank import *; train_as_rank(pathlib.Path(sys.argv[1]), [])"
 LOOK_S = 0.01
 """Between looks at a rank's peak, which only grows."""
 

@@ -15,7 +15,13 @@ import torch.library
 OF_TORCH = ("_dynamo", "distributed.checkpoint", "distributed.fsdp")
 OTHERS = ("accelerate", "lightning.pytorch", "peft", "pydantic", "safetensors.torch", "transformers", "typer", "yaml")
 """Of the tests' extras; the dearest take three seconds each."""
-TERRAZZO = ("checkpoint.loading.load", "checkpoint.saving.background", "cli", "telemetry.attachment", "train.start")
+TERRAZZO = (
+    "checkpoint.loading.load",
+    "checkpoint.saving.background",
+    "cli",
+    "telemetry.attachment",
+    "train.start_trainer",
+)
 """And so nearly all that a rank runs: half a second."""
 
 for name in (*(f"torch.{name}" for name in OF_TORCH), "tests.helpers.processes"):

@@ -171,15 +171,15 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from terrazzo.config import load_config
-from terrazzo.train import start
+from terrazzo.train import start_trainer
 from terrazzo.train.launch.launcher import local_ranks
 
 local_ranks.SIBLING_GRACE_S = 1.0
-LaunchSpec, again = start.LaunchSpec, start.restarts_of
-start.LaunchSpec = lambda ranks, words: LaunchSpec(ranks, [sys.argv[1], *words[2:]])
-start.restarts_of = lambda config, words: again(config, [sys.argv[1], *words[2:]])
+LaunchSpec, again = start_trainer.LaunchSpec, start_trainer.restarts_of
+start_trainer.LaunchSpec = lambda ranks, words: LaunchSpec(ranks, [sys.argv[1], *words[2:]])
+start_trainer.restarts_of = lambda config, words: again(config, [sys.argv[1], *words[2:]])
 path, words = Path(sys.argv[3]), sys.argv[4:]
-sys.exit(start.start_training(load_config(path, words), path, words))
+sys.exit(start_trainer.start_training(load_config(path, words), path, words))
 """
 """`terrazzo train` whose ranks run another program."""
 

@@ -44,7 +44,7 @@ from terrazzo.train.planning.summary import Pace, summary_lines, utilisation
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.report import log_window
-from terrazzo.train.start import start_training
+from terrazzo.train.start_trainer import start_training
 from tests.helpers import programs
 
 GIB = 2**30
@@ -333,7 +333,7 @@ def test_the_command_refuses_before_any_process_starts(monkeypatch: pytest.Monke
     raw = {**BASE, "data": {"source": str(tmp_path / "text.txt")}, "launch": {"ranks": 2, "device": "cpu"}}
     path.write_text(json.dumps({**raw, "log": {"folder": str(tmp_path / "run")}}))
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("terrazzo.train.start.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("terrazzo.train.start_trainer.launch_ranks", lambda *_: pytest.fail("ranks were started"))
     words = ["model.dim=16384", "model.layers=64", "model.heads=64"]
     with pytest.raises(BadInput, match="This run needs about"):
         start_training(load_config(path, words), path, words)

@@ -39,10 +39,10 @@ def train(
         raise BadInput(f"'{config}' is a script, and no configuration: write {terrazzo_command()} run {config}.")
     adopt_slurm()
     if is_rank():  # which says together with the others what is wrong
-        from terrazzo.train.rank import train_as_rank
+        from terrazzo.train.trainer_rank import train_as_rank
 
         train_as_rank(config, overrides or [])  # ends the process
     settings = load_config(config, overrides or [])  # before seconds of imports
-    from terrazzo.train.start import start_training
+    from terrazzo.train.start_trainer import start_training
 
     raise typer.Exit(start_training(settings, config, overrides or []))

@@ -3,8 +3,8 @@
 From `terrazzo train x.yaml` to the first step and its checkpoint, file by file; the rest is what these call:
 
     cli.train                    reads the arguments: this process is the launcher, or a rank that others have started
-    start                        the launcher: refuses what cannot run, starts the ranks, ends as they end
-    rank                         a rank: joins the others, agrees on the configuration, opens the session, trains
+    start_trainer                the launcher: refuses what cannot run, starts the ranks, ends as they end
+    trainer_rank                 a rank: joins the others, agrees on the configuration, opens the session, trains
     session.build_session        `open_session`: model, data, optimizer and checkpoints become a `Session`
     loop                         `TrainingLoop`: what happens in each step and between two
     steps.step                   forward, backward and update
@@ -22,8 +22,8 @@ Names that look alike, and what each is:
     RestartPolicy   decides what is started after a failure: RestartPoint is the checkpoint that is gone on from, and
                     Restart what the new ranks are told
 
-Each folder imports from those before it in this list, and none from `start`, `rank` and `loop`, which bring them
-together:
+Each folder imports from those before it in this list, and none from `start_trainer`, `trainer_rank` and `loop`, which
+bring them together:
 
     before there are ranks
         settings     what a configuration is to torch, to `tz.shard` and to a shell
@@ -45,5 +45,5 @@ together:
 Open to other packages, which is to say to the command line:
 
     calibration, checkpoints.export, data.sources, launch, planning, preflight   what it runs, and asks for
-    rank, start                                                                  the same
+    start_trainer, trainer_rank                                                  the same
 """

@@ -19,9 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from terrazzo.ending import Ending, start_thread
@@ -31,6 +29,7 @@ from terrazzo.exit_codes import STALLED
 from terrazzo.hosts import open_listener, own_address
 from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.flight.recorder import RingRecorder
+from terrazzo.telemetry.log.torchrun_report import report_to_torchrun
 from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import ASK, threads_memory
 from terrazzo.telemetry.watchdog.warden_links import RunMachine, reached_of
@@ -188,8 +187,5 @@ def _listen(channel: _WardenChannel, begins: Sequence[Callable[[], None] | None]
 
 def _end(why: str) -> None:
     """End this process at once: it waits in vain, whatever for. torchrun gets the reason, for its own report."""
-    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        message = {"message": why, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):
-            Path(report).write_text(json.dumps({"message": message}))
+    report_to_torchrun(why)
     os._exit(STALLED)

@@ -23,6 +23,7 @@ from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
 from terrazzo.exit_codes import FAILED, PREEMPTED
 from terrazzo.files import replace_file
+from terrazzo.telemetry.log.torchrun_report import report_to_torchrun, torchrun_file
 from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, LauncherPipe, Reporter
 from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
 from terrazzo.train.launch.stopping.preemption import leave_note
@@ -38,8 +39,8 @@ def reporter_of(rank: int) -> Reporter:
     """By who has started this rank: its launcher, torchrun, Slurm, or nobody."""
     if report := os.environ.pop(REPORT, None):  # what this rank starts is not this rank
         return LauncherPipe(int(report))
-    if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
-        return SiblingReporter(rank, Path(elastic).parent.parent)
+    if (file := torchrun_file()) is not None:
+        return SiblingReporter(rank, file.parent.parent)
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or os.environ.get("WORLD_SIZE") == "1":
         return Reporter()
@@ -62,8 +63,8 @@ class SiblingReporter(Reporter):
         is_first = _is_first(self._folder / "reported")
         if is_first:
             print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
-        if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # Slurm has none
-            _report_to_torchrun(Path(report), error, failure, is_first=is_first)
+        if torchrun_file() is not None:  # Slurm has none
+            _tell_torchrun(error, failure, is_first=is_first)
 
     def leave(self, code: int) -> None:
         if code == PREEMPTED:
@@ -83,7 +84,7 @@ def _folder_of_run(shared: Path, rank: int) -> Path:
     return folder
 
 
-def _report_to_torchrun(report: Path, error: BaseException, failure: Failure, *, is_first: bool) -> None:
+def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) -> None:
     """Give torchrun's own report the cause.
 
     Of what the user can mend it gets the paragraph from the rank that said it on screen, and no tracebacks: the other
@@ -95,11 +96,10 @@ def _report_to_torchrun(report: Path, error: BaseException, failure: Failure, *,
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SIBLING_GRACE_S)
         return
-    message, more = failure.text, {"timestamp": str(int(time.time()))}
-    if not isinstance(error, MENDABLE):  # as torch's own handler has it, which would write passwords
-        message, more["py_callstack"] = without_passwords(f"{type(error).__name__}: {error}"), failure.text
-    with contextlib.suppress(OSError):
-        report.write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
+    if isinstance(error, MENDABLE):
+        report_to_torchrun(failure.text)
+    else:  # as torch's own handler has it, which would write passwords
+        report_to_torchrun(without_passwords(f"{type(error).__name__}: {error}"), failure.text)
 
 
 def _claim(path: Path) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from terrazzo.exchange import gather_json
 from terrazzo.files import replace_file
+from terrazzo.telemetry.log.torchrun_report import torchrun_file
 
 __all__ = ["STAYS_STOPPED", "leave_note", "stays_stopped"]
 
@@ -48,11 +49,11 @@ def stays_stopped() -> bool:
 
 def _attempt() -> tuple[Path, int] | None:
     """Where the note would be, and the number of this attempt; None where it was not torchrun that has started this."""
-    elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/LOCAL_RANK/error.json
+    file = torchrun_file()
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if elastic is None or number is None:
+    if file is None or number is None:
         return None
-    return Path(elastic).parents[2] / "terrazzo.preempted", int(number)
+    return file.parents[2] / "terrazzo.preempted", int(number)
 
 
 def _is_of_an_earlier_attempt(note: Path, number: int) -> bool:

@@ -15,8 +15,8 @@ from terrazzo.train.launch.launcher.start_ranks import launch_ranks, launch_with
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device
 from terrazzo.train.launch.stopping.trainer_notices import launcher_notices
 from terrazzo.train.preflight import check, check_fewer
-from terrazzo.train.rank import train_as_rank
 from terrazzo.train.settings.run_command import RunCommand
+from terrazzo.train.trainer_rank import train_as_rank
 
 __all__ = ["start_training"]
 
