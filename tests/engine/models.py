@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from terrazzo.engine import FrozenFormat
 from tests.engine.four_bits import rounded
 
 VOCABULARY = 19
@@ -129,10 +130,10 @@ def _built(variant: str) -> nn.Module:
         if variant in ("tied", "tied_across"):  # across two blocks, and inside the root unit
             model.head.weight = model.embed.weight
             model.blocks[2].up.weight = model.blocks[0].up.weight
-        if variant in ("frozen", "nf4", "nf4-double"):
+        if variant in ("frozen", *FrozenFormat):
             for frozen in (model.embed.weight, model.blocks[0].up.weight, *model.blocks[1].parameters()):
                 frozen.requires_grad_(False)
-        if variant.startswith("nf4"):
+        if variant in tuple(FrozenFormat):
             for frozen in (model.get_parameter(name) for name in IN_FOUR_BITS):
                 frozen.data = rounded(frozen.data, variant)
         return model

@@ -35,6 +35,9 @@ CASES = [
 ]
 
 
+FORMS = [form.value for form in FrozenFormat]
+
+
 def in_four_bits(case: Case, form: str, name: str = "fp32") -> Case:
     """A case whose model has values that the format holds, so that keeping them in it changes none."""
     return replace(case, variant=form, precision=name, dtypes=replace(tz.Precision.named(name), frozen=form))
@@ -59,7 +62,7 @@ def check(case: Case, ranks: Ranks, assert_all: Callable[..., None], steps: list
 
 @pytest.mark.cover(case=axes, strength=1, turns=2)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_plan_is_bitwise_the_single_process(case: Case, form: str, name: str) -> None:
     case = in_four_bits(case, form, name)
@@ -133,7 +136,7 @@ def subjects() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", subjects())
-@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("form", FORMS)
 def test_values_are_rounded_as_plainly_written(form: str, kind: str) -> None:
     value = subjects()[kind]
     packed, kept = through(value, form)
@@ -148,7 +151,7 @@ def test_bytes_of_an_element() -> None:
     assert round(FrozenFormat.NF4_DOUBLE.itemsize * 8, 3) == 4.126
 
 
-@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_what_is_not_finite_stays_so(odd: float, form: str) -> None:
     value = torch.randn(300, 64)
@@ -192,7 +195,7 @@ def shard_frozen(
 
 
 @pytest.mark.cover(strength=1, turns=2, plan=places)
-@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("plan", [*toys.EVERY_PLAN, "zero3@cpu-all"])
 def test_memory_and_traffic_are_the_bill_to_the_byte(plan: str, form: str) -> None:
     base = frozen_net()
@@ -218,6 +221,31 @@ def test_memory_and_traffic_are_the_bill_to_the_byte(plan: str, form: str) -> No
         assert engine.state_bytes() == engine.bill.weight_bytes + engine.bill.master_bytes + engine.bill.moments_bytes
 
     toys.on_ranks(4, body)
+
+
+@pytest.mark.parametrize("plan", ["shard_grad_op", "hybrid_shard_zero2"])
+def test_what_lies_beside_packed_weights_is_not_sent_again_in_backward(plan: str) -> None:
+    """Where the plan keeps whole weights from forward to backward, which packed ones are not."""
+    base = frozen_net()
+
+    def body(rank: int) -> list[int]:
+        model, optimizer = shard_frozen(base, plan)
+        engine = engine_of(model)
+        toys.train(model, optimizer, 1, rank)
+        engine.traffic.reset()
+        engine.tally.ledger.peak_bytes = engine.tally.ledger.live_bytes
+        loss = toys.loss_of(model, toys.batch(1, rank))
+        after_forward = engine.traffic.bytes["all_gather"]
+        loss.backward()
+        after_backward = engine.traffic.bytes["all_gather"]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.traffic.bytes["all_gather"] == engine.promise.traffic().bytes["all_gather"]
+        assert engine.peak_transient_bytes == engine.bill.transient_bytes
+        return [after_forward, after_backward]
+
+    for after_forward, after_backward in toys.on_ranks(4, body):
+        assert after_backward == after_forward > 0
 
 
 def test_gathers_of_packed_weights_send_their_bytes() -> None:
@@ -257,7 +285,7 @@ def test_weights_at_rest_hold_no_more_than_their_bytes() -> None:
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_is_resumed_to_the_bit_on_other_ranks_and_plans(form: str, tmp_path: Path) -> None:
     base = frozen_net()
 

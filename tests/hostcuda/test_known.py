@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.engine import FrozenFormat
 from tests.helpers.cover import mostly_long
 from tests.hostcuda import known
 from tests.hostcuda.cases import Case, compare
@@ -84,7 +85,7 @@ def test_the_host_waits_at_most_once(program: Callable[..., Any], two_ranks: Ran
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("form", [form.value for form in FrozenFormat])
 def test_what_decoding_takes_is_counted_to_the_byte(form: str, one_rank: Ranks) -> None:
     [(held, counted)] = one_rank.run(known.decoding_takes, form)
     assert held == counted

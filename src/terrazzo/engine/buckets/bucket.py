@@ -59,7 +59,7 @@ class Bucket(BucketSpec):
         members: list[Member],
         sharding: ShardingSpec,
         ledger: Ledger,
-        keep: bool = False,
+        keep: bool | None = None,
         tiers: Tiers = ON_DEVICE,
         packed: FrozenFormat | None = None,
     ) -> None:

@@ -10,11 +10,11 @@ memory that coding takes. Nothing here knows of ranks, buckets or plans.
 
 A new format is a module here and a row in `format_names`:
 
-    the module          a `BlockCodes` (of an optimizer's states `StateBlocks`): sizes, `encode`, `decode`, and in
-                        `coding_bytes` what decoding takes
-    the row             `FrozenFormat`, `WireFormat` or `StateFormat`: its name and that object
-    its key             config/sections/precision, which is read without torch: the name; a test compares it to the rows
-    its oracle          tests/engine/four_bits or narrow: the same in plain PyTorch, and the name among those tested
+    the module    a `BlockCodes` (of an optimizer's states `StateBlocks`), which says what has to hold of it: sizes,
+                  `encode`, `decode`, and in `coding_bytes` what decoding takes
+    the row       `FrozenFormat`, `WireFormat` or `StateFormat`: its name and that object
+    its key       config/sections/precision, which is read without torch: the name; a test compares it to the rows
+    its oracle    tests/engine/four_bits or narrow, the same in plain PyTorch; tests go through all rows
 
 Layout, sizes on the wire, bills, the dry run, the planner and the checks ask the object; `tools/reference_pages` writes
 its pages anew. What weights are sent as may also differ in the way that they come, such as in two messages: that is a

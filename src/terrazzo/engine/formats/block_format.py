@@ -46,7 +46,12 @@ class BlockFormat:
 
 
 class BlockCodes(BlockFormat, ABC):
-    """Blocks of weights or gradients. Their bytes follow from their values alone."""
+    """Blocks of weights or gradients.
+
+    Of each format this holds, so that neither the plan, the ranks nor a checkpoint changes a bit: bytes follow from the
+    values of their block alone, and what comes back of values is the same when it is encoded again; of frozen weights
+    when it has been rounded to bf16 before, as they are saved. A value that is not finite makes its block not finite.
+    """
 
     @abstractmethod
     def encode(self, values: Tensor, into: Tensor) -> None:

@@ -95,7 +95,9 @@ class BucketSpec:
         ranks: the axes with more than one rank over which gradients are summed, innermost first; data axes come first.
         tiers: where its states rest.
         trainable: or frozen.
-        keep: hold full weights from forward to backward whatever the plan says: the root unit would be gathered again.
+        keep: whether full weights stay from forward to backward; None: as the plan says. Those of the root do, which
+            would be gathered again at once. Those beside packed weights in a unit do not: backward gathers the unit
+            anyway, and what the plan keeps of them is put beside.
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
         stages: the ranks along the axis of stages that have these parameters, where several do: all hold them alike.
@@ -125,7 +127,7 @@ class BucketSpec:
     ranks: Mapping[str, Axis]
     tiers: Tiers = ON_DEVICE
     trainable: bool = True
-    keep: bool = False
+    keep: bool | None = None
     stored: torch.dtype | None = None
     on_host: bool = False
     stages: tuple[int, ...] = ()
@@ -153,7 +155,9 @@ class BucketSpec:
         self.resident = self.resident and self.packed is None
         self.update_wire = self.wire if self._rounds_updates else DtypeWire(self.weight_dtype)
         fetched_again = self.between_axes == self.weight_axes and not on_device
-        self.keeps_full = self.keep or (self.between_axes == () and not fetched_again and self.packed is None)
+        self.keeps_full = self.between_axes == () and not fetched_again and self.packed is None
+        if self.keep is not None:
+            self.keeps_full = self.keep
         self.regathered = not self.resident and not self.keeps_full
         self.updated_off_device = trainable and tiers.optim != "device"
         self.moments_apart = self.updated_off_device or (trainable and self.precision.narrow is not None)

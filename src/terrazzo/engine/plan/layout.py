@@ -33,6 +33,9 @@ __all__ = [
 ALIGN = 64
 """Elements. Keeps views on cache lines, and fused CPU AdamW bitwise independent of where a shard is cut."""
 
+_LEAST_NUMEL = 256
+"""Elements: matrices of fewer are sent as they are."""
+
 PAGE_BYTES = 4096
 """Host memory for states, and files, come in whole pages of this size."""
 
@@ -182,7 +185,7 @@ def travels_in_blocks(shape: Sequence[int]) -> bool:
     Args:
         shape: of the whole parameter, so that the answer is the same wherever it is cut.
     """
-    return len(shape) >= 2 and math.prod(shape) >= 256
+    return len(shape) >= 2 and math.prod(shape) >= _LEAST_NUMEL
 
 
 def round_up(value: int, multiple: int) -> int:

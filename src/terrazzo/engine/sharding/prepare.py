@@ -247,7 +247,7 @@ def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, o
                 group,
                 sharding.of(group[0].family),
                 ledger,
-                not spec.name,
+                not spec.name or (False if packed else None),
                 tiers,
                 sharding.precision.frozen if group[0].position in packed else None,
             )

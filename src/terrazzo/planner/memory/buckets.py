@@ -46,7 +46,8 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
         apart = in_blocks and not travels_in_blocks(tensor.shape)
         key = (not tensor.trainable, is_shared, dealt_out, tensor.copies, packed, apart)
         groups.setdefault(key, []).append(place)
-    return tuple(PlannedBucket(unit, groups[key], placement, shared=key[1]) for key in sorted(groups))
+    keep = unit.is_root or (False if any(key[4] for key in groups) else None)
+    return tuple(PlannedBucket(unit, groups[key], placement, key[1], keep) for key in sorted(groups))
 
 
 def is_packed(tensor: TensorShape, unit: UnitShape) -> bool:
@@ -87,7 +88,9 @@ class PlannedBucket(BucketSpec):
             that it updates as whole matrices.
     """
 
-    def __init__(self, unit: UnitShape, places: Sequence[int], placement: Placement, shared: bool) -> None:
+    def __init__(
+        self, unit: UnitShape, places: Sequence[int], placement: Placement, shared: bool, keep: bool | None
+    ) -> None:
         self.recipe, precision = placement.optimizer, placement.precision
         if self.recipe.matrices is not None:
             places = sorted(places, key=lambda place: self.group_of(unit.tensors[place]))
@@ -109,7 +112,7 @@ class PlannedBucket(BucketSpec):
             axes,
             placement.tiers,
             tensors[0].trainable,
-            unit.is_root,
+            keep,
             on_host=placement.host > 0,
             stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
             packed=packed,

@@ -61,7 +61,6 @@ def update_way(spec: BucketSpec, ledger: Ledger) -> UpdateWay:
         raise NotImplementedError(
             f"New weights cannot be sent as {type(spec.update_wire).__name__}: add its way to _UPDATES."
         )
-
     return functools.partial(way, spec.update_wire, spec.compute_dtype, ledger)
 
 
