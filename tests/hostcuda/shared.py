@@ -22,7 +22,7 @@ from terrazzo.engine import checkpoint_activations
 from terrazzo.engine.comm.transfer import Handle
 from terrazzo.parallel import Context, VocabularyLoss, context_of
 from terrazzo.parallel.context import attention_kernels
-from terrazzo.parallel.exchanges import GroupRanks
+from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig, auxiliary_loss
 from tests.hostcuda.cases import EPS, LR, apart
@@ -155,15 +155,15 @@ def waits_unplaced(mode: str) -> int:
 
 def faults_of_a_hasty_ring() -> list[str]:
     """What the device has against one whose ranks use keys before they are there."""
-    pass_on = GroupRanks.pass_on
+    pass_on = AxisRanks.pass_on
 
-    def hasty(self: GroupRanks, own: Tensor) -> Callable[[], Tensor]:
+    def hasty(self: AxisRanks, own: Tensor) -> Callable[[], Tensor]:
         arrived = pass_on(self, own)
         with mock.patch.object(Handle, "wait", return_value=None):
             received = arrived()
         return lambda: received
 
-    with mock.patch.object(GroupRanks, "pass_on", hasty):
+    with mock.patch.object(AxisRanks, "pass_on", hasty):
         return compare(Shared(cp=2, mode="ring")).faults
 
 

@@ -16,7 +16,7 @@ from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel import Context, context_of, share_sequences
 from terrazzo.parallel.context import attention_kernels, attention_masks
 from terrazzo.parallel.context.chunks import Chunks
-from terrazzo.parallel.exchanges import GroupRanks, exchange
+from terrazzo.parallel.exchanges import AxisRanks, exchange
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -132,7 +132,7 @@ def test_all_backends_sum_gradients_in_rank_order() -> None:
     values = [2.0**24, 1.0, -(2.0**24)]
 
     def on_rank(rank: int) -> float:
-        return float(GroupRanks(dist.group.WORLD).summed(torch.full((3, 1), values[rank]), torch.float32))
+        return float(AxisRanks(dist.group.WORLD).summed(torch.full((3, 1), values[rank]), torch.float32))
 
     assert run_in_threads(3, on_rank) == [0.0] * 3
 

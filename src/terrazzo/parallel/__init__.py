@@ -16,7 +16,9 @@ which `tz.shard` reads. A micro-batch goes through it as follows:
         the last block ends     tensor/sequence_split.py            the parts are gathered again
     PipelineStep                pipeline/pipeline_step.py           sends the output on, or computes the loss
 
-Each exchange is one `exchange(values, forward, backward)` of `exchanges`: what it sends, and what its gradient does.
+Along tp, cp and ep an exchange is one `exchange(values, forward, backward)` of `exchanges`: what it sends, and what its
+gradient does. Stages send messages (`pipeline.messages`) of which autograd knows nothing: `PipelineStep` sends the
+gradients back.
 
 Modules of all axes, in reading order:
 

@@ -16,7 +16,7 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Transfer
 
-__all__ = ["GroupRanks", "Move", "exchange"]
+__all__ = ["AxisRanks", "Move", "exchange"]
 
 Move = Callable[[Tensor], Tensor]
 
@@ -42,8 +42,8 @@ class _Exchange(torch.autograd.Function):
         return ctx.of_gradient(grad), None, None
 
 
-class GroupRanks:
-    """The ranks that share sequences, or experts, and this one's place among them.
+class AxisRanks:
+    """The ranks along one axis, which share sequences, experts or matrices, and this one's place among them.
 
     All that they exchange goes through the engine's collectives, which count it.
 

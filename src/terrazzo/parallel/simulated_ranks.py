@@ -18,7 +18,7 @@ from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.chunks import TokenRun
 from terrazzo.parallel.context.context import Context
-from terrazzo.parallel.exchanges import GroupRanks
+from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.apply_plan import cut_matrices
 from terrazzo.parallel.tensor.model_plans import own_plan
@@ -52,7 +52,7 @@ class SimulatedContext(Context):
         return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], own_tokens)), window, stride)
 
 
-class _SimulatedRanks(GroupRanks):
+class _SimulatedRanks(AxisRanks):
     def __init__(self, size: int) -> None:
         super().__init__(None, _SimulatedCollectives(size, rank=0))
 

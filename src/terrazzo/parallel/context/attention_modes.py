@@ -23,7 +23,7 @@ from terrazzo.parallel.context.attention_kernels import Result
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_tiles import Outputs, TileGradients
 from terrazzo.parallel.context.chunks import Chunks, TokenRun
-from terrazzo.parallel.exchanges import GroupRanks, exchange
+from terrazzo.parallel.exchanges import AxisRanks, exchange
 
 __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
 
@@ -32,7 +32,7 @@ __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
 class Shared:
     """Sequences of `length` tokens that `ranks` share; None where one rank has them alone."""
 
-    ranks: GroupRanks | None
+    ranks: AxisRanks | None
     chunks: Chunks
     length: int
 
@@ -124,7 +124,7 @@ class _Ring(torch.autograd.Function):
         return _gradients(query, key, gradients.of_query, totals())
 
 
-def _owner(ranks: GroupRanks, step: int) -> int:
+def _owner(ranks: AxisRanks, step: int) -> int:
     """Whose keys and values are here after so many steps."""
     return (ranks.rank - step) % ranks.size
 

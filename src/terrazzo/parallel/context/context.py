@@ -24,7 +24,7 @@ from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, by_gathering, by_heads, by_ring
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, TokenRun
-from terrazzo.parallel.exchanges import GroupRanks
+from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 
@@ -58,12 +58,12 @@ class Context:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | GroupRanks | None,
+        group: dist.ProcessGroup | AxisRanks | None,
         mode: str = "gather",
         balance: str = "head_tail",
         tp: int = 1,
     ) -> None:
-        self._ranks = group if isinstance(group, GroupRanks) else GroupRanks(group)
+        self._ranks = group if isinstance(group, AxisRanks) else AxisRanks(group)
         self.mode: Mode = _one_of("context mode", mode, MODES)
         self.chunks = Chunks(self._ranks.size, _one_of("context balance", balance, BALANCES))
         self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp

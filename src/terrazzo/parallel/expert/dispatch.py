@@ -22,7 +22,7 @@ from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.exchanges import GroupRanks, exchange
+from terrazzo.parallel.exchanges import AxisRanks, exchange
 from terrazzo.parallel.expert.row_order import RowOrder
 
 __all__ = ["ExpertRanks", "Experts", "RowRoute"]
@@ -44,7 +44,7 @@ class RowRoute:
     order: RowOrder
 
 
-class ExpertRanks(GroupRanks):
+class ExpertRanks(AxisRanks):
     """The ranks along `ep`, and this one's place among them. All have the same number of experts of each module.
 
     Args:

@@ -17,7 +17,7 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.parallel.exchanges import Move, exchange
+from terrazzo.parallel.exchanges import AxisRanks, Move, exchange
 from terrazzo.parallel.mesh import once_for
 
 __all__ = ["SEQUENCE", "TensorRanks", "runs_of", "tensor_ranks"]
@@ -34,11 +34,10 @@ def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
     return once_for(mesh, TensorRanks)
 
 
-class TensorRanks:
-    """The ranks along `tp` of one mesh, and this one's place among them.
+class TensorRanks(AxisRanks):
+    """The ranks along `tp` of one mesh; their traffic is that of all models on the mesh.
 
     Attributes:
-        traffic: what this rank has sent, for all models on the mesh.
         is_simulated: there are no other ranks, and tensors have no values.
     """
 
@@ -49,8 +48,8 @@ class TensorRanks:
         self._join(self.axes.along("tp"))
 
     def _join(self, collectives: Collectives) -> None:
-        self._collectives, self.traffic = collectives, collectives.traffic
-        self.size, self.rank = collectives.size, collectives.rank
+        super().__init__(None, collectives)
+        self._sums = collectives
         # No part of compiled graphs, whose compiler would run it to see what it does; to import that takes a second.
         self._exchange: Callable[[Tensor, Move, Move], Tensor] = torch.compiler.disable(exchange)
 
@@ -99,20 +98,20 @@ class TensorRanks:
         rows = self._gather(values.detach().unsqueeze(0), 0)
         return rows.amax(dim=0)
 
-    def equal(self, number: int) -> bool:
-        """Whether all ranks have the same number. The host waits."""
+    def agree_on(self, number: int) -> bool:
+        """Whether all ranks have the same number, which no device has. The host waits."""
         return not self.axes.differing({"number": number})
 
     def _sum(self, part: Tensor) -> Tensor:
         flat = part.reshape(-1)
         padding = -flat.numel() % self.size
         flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat.clone()
-        total = _finished(self._collectives.all_reduce(flat, _sum_dtype(part), 1))
+        total = _finished(self._sums.all_reduce(flat, _sum_dtype(part), 1))
         return total[: part.numel()].view(part.shape).to(part.dtype)
 
     def _scatter_sum(self, part: Tensor) -> Tensor:
         chunks = torch.stack(part.chunk(self.size, SEQUENCE))
-        total = _finished(self._collectives.reduce_scatter(chunks.view(-1), _sum_dtype(part)))
+        total = _finished(self._sums.reduce_scatter(chunks.view(-1), _sum_dtype(part)))
         return total.view(chunks.shape[1:]).to(part.dtype)
 
     def _gather(self, own: Tensor, dim: int, numel: int | None = None) -> Tensor:
@@ -121,10 +120,7 @@ class TensorRanks:
         widest = own.shape[dim] if sizes is None else max(sizes)
         if own.shape[dim] < widest:  # of the last dim
             own = torch.nn.functional.pad(own, (0, widest - own.shape[dim]))
-        full = own.new_empty((self.size, *own.shape))
-        full[self.rank] = own
-        _finished(self._collectives.all_gather(full.view(-1)))
-        parts = list(full.unbind())
+        parts = list(self.gathered(own).unbind())
         if sizes is not None:
             parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(parts, dim)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -47,16 +47,21 @@ class TensorCuts:
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def named(self, *kinds: type[Style]) -> Iterator[tuple[str, Any, Style]]:
-        """Name, module and style of the modules of these kinds, in the order in which they are registered."""
+        """Name, module and style of the modules of these kinds, of all without any, in the order of registration."""
         for name, module in self.model.named_modules():
             style = self.styles.get(name)
-            if isinstance(style, kinds):
+            if isinstance(style, kinds or Style):
                 yield name, module, style
 
     def inside(self, name: str, kind: type[Style]) -> bool:
         """Whether a module has a style of that kind, or a module around it has."""
         parts = name.split(".")
         return any(isinstance(self.styles.get(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
+
+    def enters(self, name: str) -> bool:
+        """Whether a module's input is put together, for each rank to use in its own way."""
+        where = self.styles[name].enters
+        return where == "always" or (where == "alone" and not self.inside(name, Enter))
 
     def splits(self, name: str) -> bool:
         """Whether sequences are split around a module."""
@@ -120,28 +125,52 @@ def _add_exchanges(cuts: TensorCuts) -> None:
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
     if not cuts.ranks.is_simulated:
         _watch_random_numbers(cuts, [*(module for _, module in itertools.chain(*runs)), *regions])
-    for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):
-        splits = cuts.splits(name)
-        alone = isinstance(style, Column | Logits) and not cuts.inside(name, Enter)
-        if isinstance(style, Enter) or alone:
-            enter(module, split, splits, name, takes_weights=isinstance(style, Logits))
-        for attribute, value in style.changed if isinstance(style, Enter) else ():
-            setattr(module, attribute, value)
-        if isinstance(style, Column) and name in cuts.rows:
-            compute_rows(module, cuts.rows[name])
-        elif isinstance(style, Column) and style.gathered:
-            gather_outputs(module, cuts.ranks, module.out_features)
-        elif isinstance(style, Logits) and style.gathered:
-            gather_outputs(module, cuts.ranks, style.numel)
-        elif isinstance(style, Row):
-            if style.splits:
-                split_inputs(module, cuts.ranks)
-            sum_outputs(module, split, splits)
-        elif isinstance(style, Embedding):
-            box = cuts.records[name, "weight"].box
-            start = box.rectangles[0].offsets[0]
-            look_up_part(module, split, start, start + module.weight.shape[0], box.shape[0])
+    for name, module, style in cuts.named():
+        if cuts.enters(name):
+            enter(module, split, cuts.splits(name), name, takes_weights=isinstance(style, Logits))
+        if type(style) in _EXCHANGES:
+            _EXCHANGES[type(style)](cuts, name, module, split)
     _watch_whole_uses(cuts)
+
+
+def _of_column(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
+    if name in cuts.rows:
+        compute_rows(module, cuts.rows[name])
+    elif cuts.styles[name].completes:
+        gather_outputs(module, cuts.ranks, module.out_features)
+
+
+def _of_row(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
+    if cuts.styles[name].takes_part:
+        split_inputs(module, cuts.ranks)
+    sum_outputs(module, split, cuts.splits(name))
+
+
+def _of_embedding(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
+    box = cuts.records[name, "weight"].box
+    start = box.rectangles[0].offsets[0]
+    look_up_part(module, split, start, start + module.weight.shape[0], box.shape[0])
+
+
+def _of_logits(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
+    style = cast(Logits, cuts.styles[name])
+    if style.gathered:
+        gather_outputs(module, cuts.ranks, style.numel)
+
+
+def _of_enter(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
+    for attribute, value in cast(Enter, cuts.styles[name]).changed:
+        setattr(module, attribute, value)
+
+
+_EXCHANGES: dict[type[Style], Callable[[TensorCuts, str, Any, SequenceSplit], None]] = {
+    Column: _of_column,
+    Row: _of_row,
+    Embedding: _of_embedding,
+    Logits: _of_logits,
+    Enter: _of_enter,
+}
+"""What is changed of a module of each style, beside how its input enters."""
 
 
 def _watch_random_numbers(cuts: TensorCuts, in_parts: Sequence[nn.Module]) -> None:
@@ -169,12 +198,12 @@ def _watch_whole_uses(cuts: TensorCuts) -> None:
 
 def _gradient_parts(cuts: TensorCuts) -> GradientParts:
     parts = GradientParts()
-    for name, _, style in cuts.named(Enter, Column, Row, Embedding, Logits):
-        if isinstance(style, Enter) or (isinstance(style, Column | Logits) and not cuts.inside(name, Enter)):
+    for name, _, style in cuts.named():
+        if cuts.enters(name):
             parts.entered.append(name)
-        if isinstance(style, Row | Embedding) or (isinstance(style, Column | Logits) and style.gathered):
+        if style.completes:
             parts.summed.append(name)
-        if isinstance(style, Row) and style.splits:
+        if style.takes_part:
             parts.split.append(name)
     for (name, attribute), record in cuts.records.items():
         is_cut = not record.box.is_all and not isinstance(cuts.styles.get(name), Embedding)

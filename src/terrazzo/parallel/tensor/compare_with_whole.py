@@ -63,7 +63,7 @@ def check(
     parallelize(cut, mesh, tensor=tensor, sequence=sequence, context=None)
     ranks = tensor_ranks(mesh)
     arguments = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
-    if not ranks.equal(fingerprint_of(arguments)):
+    if not ranks.agree_on(fingerprint_of(arguments)):
         raise RanksApart(
             f"tz.parallel.check was given other inputs on ranks along tp (here {inputs_as_text(arguments)}), and each "
             "computes a part of the same: give all of them the same, drawn from one seed."

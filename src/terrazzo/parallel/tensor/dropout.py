@@ -79,7 +79,7 @@ class _RandomStates:
     ranks: TensorRanks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not self.ranks.equal(int(torch.randint(2**62, ()))):
+        if module.training and torch.is_grad_enabled() and not self.ranks.agree_on(int(torch.randint(2**62, ()))):
             raise RanksApart(APART_STATES)
 
 

@@ -33,7 +33,7 @@ def _check_entered(cuts: TensorCuts) -> None:
                 f"The tensor-parallel plan has {name!r} as 'enter', but no 'column' and 'row' inside of it: its ranks' "
                 "parts would never be summed. Give the matrices inside their styles."
             )
-        whole = [each for each, style in cuts.styles.items() if each.startswith(f"{name}.") and _is_gathered(style)]
+        whole = [each for each, style in cuts.styles.items() if each.startswith(f"{name}.") and _gathers(style)]
         with_parameters = _with_parameters(cuts.model, name)
         uncut = [each for each in with_parameters if not isinstance(cuts.styles.get(each), Column | Row)]
         if whole and uncut:
@@ -51,8 +51,8 @@ def _check_between(cuts: TensorCuts) -> None:
         for name, _, style in cuts.named(Column, Row)
         if not cuts.inside(name, Enter) and not cuts.splits(name)
     ]
-    columns = [name for name, style in outside if isinstance(style, Column) and not style.gathered]
-    rows = [name for name, style in outside if isinstance(style, Row) and not style.splits]
+    columns = [name for name, style in outside if isinstance(style, Column) and not style.completes]
+    rows = [name for name, style in outside if isinstance(style, Row) and not style.takes_part]
     for region in dict.fromkeys(_around(row, columns) for row in rows if columns):
         unknown = [
             name
@@ -80,10 +80,10 @@ def _around(row: str, columns: Sequence[str]) -> str:
 
 def _check_split(cuts: TensorCuts) -> None:
     """Check the modules in which sequences are split."""
-    for name, _, style in cuts.named(Column, Row, Embedding, Logits):
+    for name, _, style in cuts.named():
         if not cuts.splits(name) or cuts.inside(name, Enter):
             continue
-        if wrong := _wrong_where_split(style):
+        if wrong := style.wrong_where_split:
             raise BadInput(
                 f"The tensor-parallel plan has {name!r} as {wrong}. Give it no part of its own ('uncut'), or the "
                 "module around it, with a 'column' and a 'row' inside, the style 'enter'; or pass sequence=False to "
@@ -100,20 +100,7 @@ def _check_split(cuts: TensorCuts) -> None:
             )
 
 
-def _wrong_where_split(style: Style) -> str | None:
-    """What a style would do wrong with a part of each sequence; None where it does nothing wrong."""
-    if isinstance(style, Row) and style.splits:
-        return "'row_splits' where sequences are split: it would add up channels of other positions of each rank"
-    if _is_gathered(style):
-        return "'column_gathered' where sequences are split: it would hand on whole ones in the place of a part"
-    if isinstance(style, Embedding):
-        return "'embedding' where sequences are split: it would add up rows for other positions of each rank"
-    if isinstance(style, Logits):
-        return "logits where sequences are split: it would hand on whole ones in the place of a part"
-    return None
-
-
-def _is_gathered(style: Style) -> bool:
+def _gathers(style: Style) -> bool:
     return isinstance(style, Column) and style.gathered
 
 

@@ -7,8 +7,8 @@ rank computes a part of its gradient, or all ranks the same.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -93,7 +93,7 @@ def _read_cuts(cuts: TensorCuts) -> None:
     Raises:
         BadInput: modules that cannot be cut as the plan says.
     """
-    for name, module, style in cuts.named(Column, Row, Embedding):
+    for name, module, style in cuts.named(*_READS):
         wanted = nn.Embedding if isinstance(style, Embedding) else nn.Linear
         if not isinstance(module, wanted) or (isinstance(style, Row) and not _has_torchs_forward(module)):
             replaced = ", whose forward has been replaced," * ("forward" in vars(module))
@@ -104,16 +104,7 @@ def _read_cuts(cuts: TensorCuts) -> None:
             )
         for attribute in ("weight",) if module._parameters.get("bias") is None else ("weight", "bias"):
             check_replaceable(name, module, attribute)
-        match style:
-            case Column():
-                _read_column(cuts, name, cast(nn.Linear, module), style)
-            case Row():
-                runs = [[run] for run in _parts(cuts, name, module.weight.shape[1], "inputs")]
-                cuts.records[name, "weight"] = _cut(cuts, module.weight, 1, runs)
-            case Embedding():
-                _check_embedding(name, cast(nn.Embedding, module))
-                runs = [[run] for run in _parts(cuts, name, module.weight.shape[0], "rows")]
-                cuts.records[name, "weight"] = _cut(cuts, module.weight, 0, runs)
+        _READS[type(style)](cuts, name, module)
 
 
 def _has_torchs_forward(module: nn.Module) -> bool:
@@ -121,7 +112,23 @@ def _has_torchs_forward(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Float8Linear.forward) and "forward" not in vars(module)
 
 
-def _read_column(cuts: TensorCuts, name: str, module: nn.Linear, style: Column) -> None:
+def _read_row(cuts: TensorCuts, name: str, module: Any) -> None:
+    runs = [[run] for run in _parts(cuts, name, module.weight.shape[1], "inputs")]
+    cuts.records[name, "weight"] = _cut(cuts, module.weight, 1, runs)
+
+
+def _read_embedding(cuts: TensorCuts, name: str, module: Any) -> None:
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        raise BadInput(
+            f"{name!r} is an embedding with max_norm or scale_grad_by_freq, which need all rows of a look-up: give its "
+            "name no style, and it stays whole on every rank."
+        )
+    runs = [[run] for run in _parts(cuts, name, module.weight.shape[0], "rows")]
+    cuts.records[name, "weight"] = _cut(cuts, module.weight, 0, runs)
+
+
+def _read_column(cuts: TensorCuts, name: str, module: Any) -> None:
+    style = cast(Column, cuts.styles[name])
     numel, size = module.weight.shape[0], cuts.ranks.size
     parts = style.parts or (numel,)
     heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
@@ -160,6 +167,14 @@ def _read_column(cuts: TensorCuts, name: str, module: nn.Linear, style: Column) 
             cuts.records[name, attribute] = _cut(cuts, parameter, 0, runs)
 
 
+_READS: dict[type[Style], Callable[[TensorCuts, str, Any], None]] = {
+    Column: _read_column,
+    Row: _read_row,
+    Embedding: _read_embedding,
+}
+"""What is recorded of a module of each style whose matrix is cut."""
+
+
 def _cut(cuts: TensorCuts, parameter: Tensor, dim: int, runs: Sequence[Sequence[tuple[int, int]]]) -> Record:
     """The record of a parameter of which each rank has some half-open intervals of one dim, `runs` by rank."""
     boxes = tuple(Box.cut(parameter.shape, dim, run) for run in runs)
@@ -171,14 +186,6 @@ def _parts(cuts: TensorCuts, name: str, numel: int, what: str) -> Sequence[tuple
     if numel < cuts.ranks.size:
         raise BadInput(f"{name!r} has {numel} {what}, fewer than tp {cuts.ranks.size}: give its name no style.")
     return runs_of(numel, cuts.ranks.size)
-
-
-def _check_embedding(name: str, module: nn.Embedding) -> None:
-    if module.max_norm is not None or module.scale_grad_by_freq:
-        raise BadInput(
-            f"{name!r} is an embedding with max_norm or scale_grad_by_freq, which need all rows of a look-up: give its "
-            "name no style, and it stays whole on every rank."
-        )
 
 
 def _record_uncut(cuts: TensorCuts) -> None:

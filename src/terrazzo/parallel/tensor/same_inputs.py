@@ -53,7 +53,7 @@ class _FirstForward:
         if torch.compiler.is_compiling() or self.is_over or not (model.training and torch.is_grad_enabled()):
             return
         inputs = [args, dict(kwargs)]
-        if not self.ranks.equal(fingerprint_of(inputs)):
+        if not self.ranks.agree_on(fingerprint_of(inputs)):
             raise RanksApart(
                 f"The ranks along tp were given other inputs (here {inputs_as_text(inputs)}), and have parts of the "
                 f"same matrices: give all of them the same batches, {DRAWN_BY_DATA_RANK}"
@@ -64,5 +64,5 @@ class _FirstForward:
         if torch.compiler.is_compiling() or self.begun is None:
             return
         self.is_over, drawn = True, self.begun != random_states()
-        if self.watches_states and not self.ranks.equal(self.begun if drawn else 0):
+        if self.watches_states and not self.ranks.agree_on(self.begun if drawn else 0):
             raise RanksApart(APART_STATES)

@@ -1,16 +1,47 @@
-"""How one module takes part in tensor parallelism."""
+"""How one module takes part in tensor parallelism.
+
+To add a style: its class here, with what the checks ask of it; in `read_plan` which parameters it cuts, if any; in
+`apply_plan` what its modules exchange; a name in `STYLES`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["STYLES", "Column", "Embedding", "Enter", "Logits", "Row", "SplitSequence", "Style", "Uncut", "style_named"]
 
 
+class Style:
+    """What a module's style says to the checks and to the exchanges, beside its own fields.
+
+    Attributes:
+        enters: where the module's input is put together, for each rank to use in its own way: always; alone, which is
+            outside of a module that enters always; or never.
+        completes: the output is summed or gathered: all ranks have all of it, and of its gradient.
+        takes_part: of the input, which is whole on every rank, this rank takes its channels.
+        wrong_where_split: what the module would do wrong with a part of each sequence; empty where that is nothing.
+    """
+
+    enters: ClassVar[Literal["always", "alone", "never"]] = "never"
+
+    @property
+    def completes(self) -> bool:
+        return False
+
+    @property
+    def takes_part(self) -> bool:
+        return False
+
+    @property
+    def wrong_where_split(self) -> str:
+        return ""
+
+
 @dataclass(frozen=True)
-class Column:
+class Column(Style):
     """A linear map of which each rank has a part of the outputs.
 
     Attributes:
@@ -25,9 +56,20 @@ class Column:
     parts: tuple[int, ...] | None = None
     gathered: bool = False
 
+    enters = "alone"
+
+    @property
+    def completes(self) -> bool:
+        return self.gathered
+
+    @property
+    def wrong_where_split(self) -> str:
+        wrong = "'column_gathered' where sequences are split: it would hand on whole ones in the place of a part"
+        return wrong if self.gathered else ""
+
 
 @dataclass(frozen=True)
-class Row:
+class Row(Style):
     """A linear map of which each rank has a part of the inputs; its outputs are summed.
 
     Attributes:
@@ -36,14 +78,28 @@ class Row:
 
     splits: bool = False
 
+    completes = True
+
+    @property
+    def takes_part(self) -> bool:
+        return self.splits
+
+    @property
+    def wrong_where_split(self) -> str:
+        wrong = "'row_splits' where sequences are split: it would add up channels of other positions of each rank"
+        return wrong if self.splits else ""
+
 
 @dataclass(frozen=True)
-class Embedding:
+class Embedding(Style):
     """A table of which each rank has a part of the rows. Outputs are summed, as one rank alone has each row."""
 
+    completes = True
+    wrong_where_split = "'embedding' where sequences are split: it would add up rows for other positions of each rank"
+
 
 @dataclass(frozen=True)
-class Logits:
+class Logits(Style):
     """A module that multiplies with the table of an embedding, of which ranks have parts.
 
     Attributes:
@@ -54,9 +110,16 @@ class Logits:
     numel: int
     gathered: bool = True
 
+    enters = "alone"
+    wrong_where_split = "logits where sequences are split: it would hand on whole ones in the place of a part"
+
+    @property
+    def completes(self) -> bool:
+        return self.gathered
+
 
 @dataclass(frozen=True)
-class Enter:
+class Enter(Style):
     """A module that holds columns and rows. Its input is gathered once, for all columns inside of it.
 
     Attributes:
@@ -65,14 +128,16 @@ class Enter:
 
     changed: tuple[tuple[str, int], ...] = ()
 
+    enters = "always"
+
 
 @dataclass(frozen=True)
-class SplitSequence:
+class SplitSequence(Style):
     """A module that computes, on each rank, a part of each sequence, along dim -2. Several follow one another."""
 
 
 @dataclass(frozen=True)
-class Uncut:
+class Uncut(Style):
     """A module that every rank has whole, and of which nothing is changed.
 
     Attributes:
@@ -81,8 +146,6 @@ class Uncut:
 
     after_sum: bool = False
 
-
-Style = Column | Row | Embedding | Logits | Enter | SplitSequence | Uncut
 
 STYLES: dict[str, Style] = {
     "column": Column(),
