@@ -16,10 +16,10 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, 
 from terrazzo.dialects.core.dotted_keys import flatten, join, split
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
-from terrazzo.dialects.core.keys import matches
+from terrazzo.dialects.core.keys import BOOLEAN, NAME_LIST, TEXT, Type, choice, integer, matches, number
 from terrazzo.dialects.core.mesh import data_ranks, degrees
 from terrazzo.dialects.core.reader import Reader, derived
-from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
+from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.comments import place, take
@@ -36,9 +36,9 @@ from terrazzo.engine import Plan
 def read_toy(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """Five keys: two that mean something anywhere, one with a rule, and two of its own."""
     reader = Reader(document, "Toy")
-    lr = reader.number("old_lr") if "old_lr" in reader else reader.number("lr")
+    lr = reader.take_as("old_lr" if "old_lr" in reader else "lr", number())
     reader.mark("old_lr", "renamed", "it is called lr now")
-    clip = reader.any("clip", 0.5)
+    clip = reader.take_raw("clip", 0.5)
     if clip.value == "auto":
         reader.mark("clip", "defaulted", "auto is 1.0 here")
         clip = Setting(1.0, "auto", "clip")
@@ -48,7 +48,7 @@ def read_toy(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> 
     if lr.value is not None:
         settings["optimizer.lr"] = lr
     if "stage" in reader:
-        stage = reader.integer("stage", 0, high=3)
+        stage = reader.take_as("stage", integer(high=3), 0)
         rows = Plan.named(f"zero{stage.value}").places()
         settings |= {f"sharding.{state}": Setting(str(value), "file", "stage") for state, value in rows.items()}
     return reader.finish("toy", settings, ("lr", "old_lr", "clip", "verbose", "magic", "stage"))
@@ -78,7 +78,7 @@ TOY = Dialect(
     read=read_toy,
     write=write_toy,
     findings=lambda document, reading, context: (),
-    meaning=lambda key: "",
+    meaning_by=lambda key: "",
 )
 CARELESS = replace(TOY, name="careless", title="Careless", write=write_half_the_rate)
 
@@ -98,7 +98,7 @@ def kinds(conversion: Conversion) -> dict[str, str]:
 
 def test_every_key_gets_its_verdict() -> None:
     document = {"lr": 0.1, "clip": "auto", "verbose": True, "magic": 3, "lrr": 2, "stage": 7}
-    conversion = converted(document, TOY, HUB)
+    conversion = converted(document, TOY, OURS)
     assert kinds(conversion) == {
         "lr": "renamed",
         "clip": "defaulted",
@@ -119,7 +119,7 @@ def test_every_key_gets_its_verdict() -> None:
 
 
 def test_an_alias_is_renamed_and_says_why() -> None:
-    (verdict,) = converted({"old_lr": 0.1}, TOY, HUB).verdicts
+    (verdict,) = converted({"old_lr": 0.1}, TOY, OURS).verdicts
     assert (verdict.kind, verdict.target, verdict.why) == ("renamed", "optimizer.lr", "it is called lr now")
 
 
@@ -131,21 +131,21 @@ def test_the_same_dialect_keeps_what_only_it_has() -> None:
 
 
 def test_a_loss_that_the_writer_hides_is_found_by_reading_back() -> None:
-    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, CARELESS)
+    conversion = converted({"optimizer": {"lr": 0.1}}, OURS, CARELESS)
     (verdict,) = conversion.verdicts
     assert verdict.kind == "lossy"
     assert "Careless has 0.05 for optimizer.lr, not 0.1" in verdict.why
 
 
 def test_defaults_that_are_lost_are_named_too() -> None:
-    conversion = converted({"lr": 0.1}, TOY, HUB)
+    conversion = converted({"lr": 0.1}, TOY, OURS)
     assert conversion.document["train"] == {"clip": 0.5}  # the source's default is no longer a default
-    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, TOY)
+    conversion = converted({"optimizer": {"lr": 0.1}}, OURS, TOY)
     assert {"sharding.weight", "schedule.name"} <= {verdict.key for verdict in conversion.unsaid}
 
 
 def test_the_targets_own_defaults_are_named() -> None:
-    added = {verdict.key: verdict.value for verdict in converted({"lr": 0.1}, TOY, HUB).added}
+    added = {verdict.key: verdict.value for verdict in converted({"lr": 0.1}, TOY, OURS).added}
     assert added["schedule.name"] == "cosine"
     assert added["optimizer.weight_decay"] == 0.1
     assert "optimizer.lr" not in added
@@ -154,7 +154,7 @@ def test_the_targets_own_defaults_are_named() -> None:
 def test_what_holds_in_place_of_a_refused_setting_is_named() -> None:
     row = {f"sharding.{state}": Setting("S", "file", "stage") for state in ("weight", "between", "grad", "optim")}
     reading = Reading(build("toy", row), (KeyVerdict("stage", 9, "applied"),))
-    conversion = convert_reading(TOY, reading, HUB, NO_CONTEXT)
+    conversion = convert_reading(TOY, reading, OURS, NO_CONTEXT)
     assert kinds(conversion) == {"stage": "refused"}
     assert {verdict.key: verdict.value for verdict in conversion.added}["sharding.weight"] == "D"
 
@@ -194,34 +194,34 @@ def test_patterns_of_keys(key: str, pattern: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("take", "value", "expected"),
+    ("kind", "value", "expected"),
     [
-        ("integer", 8, 8),
-        ("integer", 8.0, 8),
-        ("integer", "5e8", 500_000_000),
-        ("integer", 8.5, None),
-        ("integer", True, None),
-        ("integer", -1, None),
-        ("integer", "eight", None),
-        ("number", "1e-3", 1e-3),
-        ("number", -0.5, None),
-        ("number", [1], None),
-        ("boolean", "True", True),
-        ("boolean", False, False),
-        ("boolean", 1, None),
-        ("boolean", {}, None),
-        ("text", "x", "x"),
-        ("text", 3, None),
-        ("names", "a, b", ("a", "b")),
-        ("names", ["a"], ("a",)),
-        ("names", [1], None),
-        ("names", 3, None),
+        (integer(), 8, 8),
+        (integer(), 8.0, 8),
+        (integer(), "5e8", 500_000_000),
+        (integer(), 8.5, None),
+        (integer(), True, None),
+        (integer(), -1, None),
+        (integer(), "eight", None),
+        (number(), "1e-3", 1e-3),
+        (number(), -0.5, None),
+        (number(), [1], None),
+        (BOOLEAN, "True", True),
+        (BOOLEAN, False, False),
+        (BOOLEAN, 1, None),
+        (BOOLEAN, {}, None),
+        (TEXT, "x", "x"),
+        (TEXT, 3, None),
+        (NAME_LIST, "a, b", ("a", "b")),
+        (NAME_LIST, ["a"], ("a",)),
+        (NAME_LIST, [1], None),
+        (NAME_LIST, 3, None),
     ],
 )
-def test_typed_values(take: str, value: Any, expected: Any) -> None:
+def test_typed_values(kind: Type, value: Any, expected: Any) -> None:
     reader = Reader({"a": value}, "Toy", ["a"])
-    default = ("?",) if take == "names" else None
-    setting = getattr(reader, take)("a", default)
+    default = ("?",) if kind is NAME_LIST else None
+    setting = reader.take_as("a", kind, default)
     (verdict,) = reader.finish("toy", {}, ["a"]).verdicts
     if expected is None:
         assert (setting.value, setting.origin, verdict.kind) == (default, "default", "refused")
@@ -233,11 +233,11 @@ def test_typed_values(take: str, value: Any, expected: Any) -> None:
 
 def test_choices_find_their_neighbour() -> None:
     reader = Reader({"a": "FUL", "b": "Full", "c": None, "d": [1]}, "Toy")
-    choices = {"full": "FULL", "none": "NONE"}
-    assert reader.choice("a", choices, "x").value == "x"
-    assert reader.choice("b", choices).value == "FULL"
-    assert reader.choice("c", choices, "y", null=True).value == "y"
-    reader.choice("d", choices)
+    choices = choice({"full": "FULL", "none": "NONE"})
+    assert reader.take_as("a", choices, "x").value == "x"
+    assert reader.take_as("b", choices).value == "FULL"
+    assert reader.take_as("c", choices, "y", null=True).value == "y"
+    reader.take_as("d", choices)
     why = {verdict.key: verdict.why for verdict in reader.finish("toy", {}, ["a", "b", "c", "d"]).verdicts}
     assert "one of FULL, NONE. Did you mean 'FULL'?" in why["a"]
     assert why["b"] == ""
@@ -387,7 +387,7 @@ def test_comments_are_placed_and_change_nothing() -> None:
 def test_comments_follow_their_keys_into_another_dialect() -> None:
     text = "# head\nlr: 0.1  # tuned by hand\n# be quiet\nverbose: false\n# long runs\nclip: 2\n"
     loaded = Loaded(Path("a.yaml"), parse(text, "yaml"), text, "yaml")
-    conversion = converted(loaded.document, TOY, HUB)
+    conversion = converted(loaded.document, TOY, OURS)
     written = to_text(conversion.document, "yaml", loaded, conversion.verdicts)
     assert yaml.safe_load(written) == conversion.document
     assert "  lr: 0.1  # tuned by hand" in written
@@ -423,7 +423,7 @@ def test_json_has_no_comments() -> None:
 def test_bytes_are_those_of_the_table(plan: str, precision: str, ranks: int, expected: float) -> None:
     mesh = {"dp_replicate": 2} if plan in ("hybrid_shard", "hpz") else {}
     document = {"plan": {"name": plan, "mesh": mesh}, "precision": precision}
-    (cost,) = costs(HUB.read(document).description, (ranks,))
+    (cost,) = costs(OURS.read(document).description, (ranks,))
     gradients = {"zero1": 4 - 4 / 8}.get(plan, 0)  # README counts them where they are split last
     assert cost.bytes_per_parameter == pytest.approx(expected + gradients)
 
@@ -564,10 +564,10 @@ def test_the_models_sizes_are_checked(tmp_path: Path) -> None:
 
 
 def test_differences_are_of_meaning() -> None:
-    one = HUB.read({"plan": "zero3", "precision": "bf16", "log": {"every": 5}}).description
-    other = HUB.read({"plan": {"name": "full_shard"}, "precision": {"name": "bf16"}, "log": {"every": 5}}).description
+    one = OURS.read({"plan": "zero3", "precision": "bf16", "log": {"every": 5}}).description
+    other = OURS.read({"plan": {"name": "full_shard"}, "precision": {"name": "bf16"}, "log": {"every": 5}}).description
     assert compare(one, other) == []
-    third = HUB.read(
+    third = OURS.read(
         {"plan": "zero2", "precision": {"name": "bf16", "reduce": "bf16"}, "log": {"every": 6}}
     ).description
     differences = {difference.path: difference for difference in compare(one, third)}
@@ -577,7 +577,7 @@ def test_differences_are_of_meaning() -> None:
 
 def test_what_one_leaves_to_code_is_told_from_what_differs() -> None:
     toy = TOY.read({"lr": 3e-4, "clip": 1.0}).description
-    hub = HUB.read({}).description
+    hub = OURS.read({}).description
     differences = {difference.path: difference.kind for difference in compare(toy, hub)}
     assert differences["schedule.name"] == "b"
     assert "optimizer.lr" not in differences
@@ -599,7 +599,7 @@ def test_extras_of_one_dialect_are_compared() -> None:
 
 def test_a_verdict_for_each_key_and_no_other() -> None:
     document = {"plan": {"name": "zero3", "mesh": {}}, "optimizer": {"options": {}}, "train": None, "x": [1]}
-    reading = HUB.read(document)
+    reading = OURS.read(document)
     assert [verdict.key for verdict in reading.verdicts] == [
         "plan.name",
         "plan.mesh",

@@ -1,4 +1,4 @@
-"""All dialects against each other: through the hub and back no loss goes unnamed, and every pair agrees or says so."""
+"""All dialects against each other: through ours and back no loss goes unnamed, and every pair agrees or says so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from terrazzo.documents import Loaded, format_of, parse
 from tests.dialects.samples import SAMPLES
 
 CONTEXT = ReadingContext(world=8, hidden_size=64)
-HUB = dialect("terrazzo")
+OURS = dialect("terrazzo")
 CASES = [(name, label) for name in NAMES for label in SAMPLES[name]]
 KEPT = ("applied", "renamed", "defaulted")
 
@@ -82,10 +82,10 @@ RECOMPUTED = {
 """What each says of keeping every second product, where it has another way or none."""
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != HUB.name])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != OURS.name])
 def test_every_library_says_what_becomes_of_keeping_every_second_product(name: str) -> None:
     document = {"plan": {"name": "zero3", "units": ["Block"]}, "train": {"activation_checkpointing": "selective_half"}}
-    outcomes = convert_reading(HUB, read(HUB.name, document), dialect(name), CONTEXT).verdicts
+    outcomes = convert_reading(OURS, read(OURS.name, document), dialect(name), CONTEXT).verdicts
     (verdict,) = [each for each in outcomes if each.key == "train.activation_checkpointing"]
     assert verdict.kind == ("lossy" if RECOMPUTED[name] else "renamed")
     assert RECOMPUTED[name] in verdict.why
@@ -126,7 +126,7 @@ def assert_agrees_or_said(path: str, before: Description, after: Description, ve
         assert after[path].is_set or not verdict.target, (path, verdict)
 
 
-# -- through the hub and back --------------------------------------------------------------------------------------
+# -- through ours and back -------------------------------------------------------------------------------------------
 
 
 def variants(name: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -172,8 +172,8 @@ def test_through_the_hub_and_back_nothing_is_lost_unnamed(name: str) -> None:
     there_and_back = 0
     for label, _, document in variants(name):
         reading = read(name, document)
-        out, hub_document = through(dialect(name), reading, HUB)
-        back, written = through(HUB, read("terrazzo", hub_document), dialect(name))
+        out, hub_document = through(dialect(name), reading, OURS)
+        back, written = through(OURS, read("terrazzo", hub_document), dialect(name))
         again = read(name, written).description
         for path, setting in reading.description.items():
             if setting.origin not in ("file", "auto") or setting.value is None:
@@ -255,7 +255,7 @@ LOSSLESS: dict[str, set[str]] = {
         "training.steps",
     },
 }
-"""Keys whose meaning must come back from the hub in at least one sample that has them."""
+"""Keys whose meaning must come back from ours in at least one sample that has them."""
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -263,8 +263,8 @@ def test_the_keys_that_matter_come_back(name: str) -> None:
     came = set()
     for label in SAMPLES[name]:
         reading = sample(name, label)
-        _, hub_document = through(dialect(name), reading, HUB)
-        _, written = through(HUB, read("terrazzo", hub_document), dialect(name))
+        _, hub_document = through(dialect(name), reading, OURS)
+        _, written = through(OURS, read("terrazzo", hub_document), dialect(name))
         again = read(name, written).description
         keys = {key for _, setting in reading.description.items() for key in setting.keys}
         for key in keys:
@@ -284,7 +284,7 @@ def test_a_state_on_two_tiers_goes_to_the_further_one_and_says_so(
     state: str, tiers: dict[str, float], target: str, where: str
 ) -> None:
     document = {"plan": {"name": "zero3"}, "offload": {state: tiers, "path": ["/drive"]}, "model": {"name": "gpt2"}}
-    conversion = convert_reading(HUB, read("terrazzo", document), dialect(target), CONTEXT)
+    conversion = convert_reading(OURS, read("terrazzo", document), dialect(target), CONTEXT)
     outcomes = {verdict.key: verdict for verdict in conversion.verdicts}
     assert (outcomes[f"offload.{state}"].kind, where in outcomes[f"offload.{state}"].target) == ("lossy", True)
     assert "one tier" in outcomes[f"offload.{state}"].why
@@ -300,6 +300,6 @@ def test_a_state_on_two_tiers_goes_to_the_further_one_and_says_so(
 def test_a_place_of_no_tier_is_found_and_stops_no_conversion(tier: str) -> None:
     document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": f"D@{tier}"}, "model": {"name": "gpt2"}}
     reading = read("terrazzo", document)
-    assert [finding.level for finding in HUB.findings(document, reading, CONTEXT)] == ["error"]
+    assert [finding.level for finding in OURS.findings(document, reading, CONTEXT)] == ["error"]
     for target in NAMES:
-        convert_reading(HUB, reading, dialect(target), CONTEXT)
+        convert_reading(OURS, reading, dialect(target), CONTEXT)

@@ -1,4 +1,4 @@
-"""The hub's dialect against what the trainer makes of the same configuration."""
+"""Terrazzo's own dialect against what the trainer makes of the same configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from terrazzo.config import KEYS, Config, config_from_dict
 from terrazzo.dialects.core.description import Description, Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
-from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
+from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.documents import load
 from terrazzo.engine import LossScaling, Plan
@@ -236,10 +236,10 @@ def test_every_key_has_another_value_here_and_a_meaning() -> None:
 
 def assert_the_same_run(document: dict[str, Any]) -> Description:
     """Read and written again, the document is as it was, and so is the run in the trainer's eyes."""
-    reading = HUB.read(document)
+    reading = OURS.read(document)
     assert [verdict for verdict in reading.verdicts if verdict.kind != "applied"] == []
     assert {verdict.key for verdict in reading.verdicts} == set(flatten(document, HUB_OPAQUE))
-    writing = HUB.write(reading.description)
+    writing = OURS.write(reading.description)
     assert {v.kind for v in writing.verdicts} <= {"applied"}
     assert writing.document == document
     assert {verdict.key for verdict in writing.verdicts} == {
@@ -256,7 +256,7 @@ HUB_OPAQUE = ("optimizer.options", "parallel.tensor.plan", "offload.weight", "of
 def test_examples_survive(path: Path) -> None:
     document = load(path).document
     assert document == yaml.safe_load(path.read_text())
-    assert HUB.recognises(document)
+    assert OURS.recognises(document)
     assert_the_same_run(document)
 
 
@@ -293,7 +293,7 @@ def test_a_range_of_ranks_survives_and_is_its_most_to_others() -> None:
 def test_plans_are_the_trainers(name: str) -> None:
     for text in (name, *(f"{name}@{offload}{share}" for offload in place.OFFLOADS for share in ("", ":0.7"))):
         document = {"plan": {"name": text, "mesh": {"dp_replicate": 2}}}
-        plan = HUB.read(document).description.plan
+        plan = OURS.read(document).description.plan
         built = build_plan(config_from_dict(document))
         assert plan is not None, text
         assert plan.places() == built.places(), text
@@ -314,7 +314,7 @@ def test_plans_are_the_trainers(name: str) -> None:
 )
 def test_tiers_are_the_trainers(plan: Any, section: dict[str, Any]) -> None:
     document = {"plan": plan, "offload": section}
-    read_plan = HUB.read(document).description.plan
+    read_plan = OURS.read(document).description.plan
     assert read_plan is not None
     built = build_plan(config_from_dict(document)).places()
     assert {state: (p.axes, p.shares) for state, p in read_plan.places().items()} == {
@@ -326,7 +326,7 @@ def test_tiers_are_the_trainers(plan: Any, section: dict[str, Any]) -> None:
 @pytest.mark.parametrize("own", [{}, {"reduce": "bf16"}, {"master": "fp32", "compute": "fp16"}])
 def test_dtypes_are_the_trainers(name: str, own: dict[str, str]) -> None:
     document = {"precision": {"name": name, **own}}
-    description = HUB.read(document).description
+    description = OURS.read(document).description
     built = build_precision(config_from_dict(document))
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
     for field in ("weight", "compute", "reduce", "accumulate", "master", "moments"):
@@ -366,7 +366,7 @@ def test_what_the_trainer_refuses_is_refused(key: str) -> None:
         document = nested({key: value})
         with pytest.raises(BadInput):
             build_plan(config_from_dict(document))
-        verdicts = HUB.read(document).verdicts
+        verdicts = OURS.read(document).verdicts
         refused = [verdict for verdict in verdicts if verdict.kind == "refused"]
         assert [verdict.key for verdict in refused] == [key], value
         assert refused[0].why, value
@@ -400,7 +400,7 @@ def test_the_trainer_and_the_reader_agree_about_every_key(section: str) -> None:
         beside = {other: value for other, value in WITH.get(key, {}).items() if other != key}
         for value in WRONG:
             document = nested({**beside, key: value})
-            refused = [verdict.why for verdict in HUB.read(document).verdicts if verdict.kind == "refused"]
+            refused = [verdict.why for verdict in OURS.read(document).verdicts if verdict.kind == "refused"]
             faults = wrong_keys(document)
             if faults:
                 assert refused, (key, value, faults)
@@ -428,7 +428,7 @@ def is_taken(document: dict[str, Any]) -> bool:
 
 def test_misspelt_keys_find_their_neighbours() -> None:
     document = {"trian": {"steps": 1}, "train": {"step": 2}, "optimizer": {"learnrate": 1}}
-    why = {verdict.key: verdict.why for verdict in HUB.read(document).verdicts}
+    why = {verdict.key: verdict.why for verdict in OURS.read(document).verdicts}
     assert "Did you mean 'train.steps'?" in why["trian.steps"]
     assert "Did you mean 'steps'?" in why["train.step"]
 
@@ -437,19 +437,19 @@ def test_a_plan_of_places_needs_all_four_and_no_name() -> None:
     for places in ({"weight": "D"}, {"name": "zero3", "weight": "D", "between": "D", "grad": "D", "optim": "D"}):
         with pytest.raises(BadInput):
             config_from_dict({"plan": places})
-        assert {verdict.kind for verdict in HUB.read({"plan": places}).verdicts} == {"refused"}
+        assert {verdict.kind for verdict in OURS.read({"plan": places}).verdicts} == {"refused"}
 
 
 def test_tiers_without_a_folder_and_rows_that_do_not_nest_are_found() -> None:
     document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}, "offload": {"optim": "nvme"}}
-    texts = {finding.key: finding.text for finding in HUB.findings(document, HUB.read(document), ReadingContext())}
+    texts = {finding.key: finding.text for finding in OURS.findings(document, OURS.read(document), ReadingContext())}
     assert "prefix" in texts["plan"]
     assert "folder" in texts["offload.path"]
 
 
 @pytest.mark.parametrize("value", [["cpu", "nvme"], True, 2])
 def test_a_tier_of_another_type_is_shown_as_it_stands(value: Any) -> None:
-    verdict = HUB.read({"offload": {"optim": value}}).verdicts[0]
+    verdict = OURS.read({"offload": {"optim": value}}).verdicts[0]
     assert verdict.kind == "refused"
     assert verdict.why.startswith(f"it is {value!r}, expected device, cpu, nvme")
 
@@ -458,14 +458,14 @@ def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:
     places = {"weight": "D", "between": "D", "grad": "D", "optim": "D@tape"}
     assert [
         "names the tier 'tape'" in finding.text
-        for finding in HUB.findings({"plan": places}, HUB.read({"plan": places}), ReadingContext())
+        for finding in OURS.findings({"plan": places}, OURS.read({"plan": places}), ReadingContext())
     ] == [True]
     for document in (
         {"plan": "zero3@cpu:1.5"},
         {"offload": {"optim": "cpu:1.5"}},
         {"offload": {"optim": {"cpu": 1.5}}},
     ):
-        (refused,) = [verdict for verdict in HUB.read(document).verdicts if verdict.kind == "refused"]
+        (refused,) = [verdict for verdict in OURS.read(document).verdicts if verdict.kind == "refused"]
         with pytest.raises(BadInput) as caught:
             build_plan(config_from_dict(document))
         assert refused.why in str(caught.value)
@@ -478,7 +478,7 @@ def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:
 def written(settings: dict[str, Any], context: ReadingContext | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document and the verdicts by path of a foreign description."""
     description = build("other", {path: Setting(value, "file", f"their.{path}") for path, value in settings.items()})
-    writing = HUB.write(description, context or ReadingContext())
+    writing = OURS.write(description, context or ReadingContext())
     if not any(verdict.kind == "refused" for verdict in writing.verdicts):
         config_from_dict(writing.document)
     assert {verdict.key for verdict in writing.verdicts} == set(settings)
@@ -520,7 +520,7 @@ def test_ulysses_is_context_parallelism_by_its_mode_both_ways() -> None:
     assert verdicts["mesh.sp"].kind == "applied"
     again = assert_the_same_run(document)
     assert (again.mesh.sp.value, again.mesh.cp.value, again.mesh.tp.value) == (2, 1, 2)
-    ring = HUB.read({**document, "parallel": {"context": {"mode": "ring"}}}).description
+    ring = OURS.read({**document, "parallel": {"context": {"mode": "ring"}}}).description
     assert (ring.mesh.sp.value, ring.mesh.cp.value) == (1, 2)
     _, verdicts = written({"mesh.sp": 2, "mesh.cp": 2})
     assert verdicts["mesh.sp"].kind == "refused"
@@ -627,18 +627,18 @@ def test_the_global_batch_follows_from_the_ranks() -> None:
 
 
 def test_what_is_unset_stays_unsaid() -> None:
-    writing = HUB.write(Description("other"))
+    writing = OURS.write(Description("other"))
     assert writing.document == {}
     assert writing.verdicts == ()
 
 
 def test_the_batch_of_a_file_is_derived() -> None:
     document = {"batch": {"global_batch": 64, "micro_batch": 2}}
-    assert read_document(HUB, document, ReadingContext(world=8)).description["batch.accumulation"].value == 4
-    assert HUB.read(document).description["batch.accumulation"].value is None
+    assert read_document(OURS, document, ReadingContext(world=8)).description["batch.accumulation"].value == 4
+    assert OURS.read(document).description["batch.accumulation"].value is None
 
 
 def test_the_hub_has_its_keys_as_every_dialect_does() -> None:
-    assert {*KEYS, "plan", "precision"} < set(HUB.keys)
-    assert HUB.meaning("train.steps") == KEYS["train.steps"].meaning
-    assert HUB.meaning("optimizer.options.foreach") == HUB.meaning("no.such.key") == ""
+    assert {*KEYS, "plan", "precision"} < set(OURS.keys)
+    assert OURS.meaning("train.steps") == KEYS["train.steps"].meaning
+    assert OURS.meaning("optimizer.options.foreach") == OURS.meaning("no.such.key") == ""

@@ -85,7 +85,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("preset", PRECISIONS)
 def test_every_usual_spelling_is_taken_everywhere(preset: str) -> None:
-    """By `tz.shard` and the integrations (`Precision.named`), configurations, the planner and the hub's dialect."""
+    """By `tz.shard` and the integrations (`Precision.named`), configurations, the planner and Terrazzo's dialect."""
     for spelling in SPELLINGS[preset]:
         assert Precision.named(spelling) is PRECISIONS[preset]
         assert config_from_dict({"precision": str(spelling)}).precision.name == preset

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.keys import Key
+from terrazzo.dialects.core.keys import Key, meaning_of
 
 __all__ = [
     "NO_CONTEXT",
@@ -135,7 +135,7 @@ class Dialect:
         read: see `ReadFunction`.
         write: see `WriteFunction`.
         findings: combinations of keys that the library refuses, or takes otherwise than they look.
-        meaning: what a key does, in a few words; empty where it is not known.
+        meaning_by: what a key does, where the key's spelling in a document is not that of its row; None: see `meaning`.
     """
 
     name: str
@@ -146,4 +146,8 @@ class Dialect:
     read: ReadFunction
     write: WriteFunction
     findings: Callable[[ConfigDocument, Reading, ReadingContext], Iterable[Finding]]
-    meaning: Callable[[str], str]
+    meaning_by: Callable[[str], str] | None = None
+
+    def meaning(self, key: str) -> str:
+        """What a key does, in a few words of its row; empty where it has none."""
+        return meaning_of(self.keys, key) if self.meaning_by is None else self.meaning_by(key)

@@ -20,16 +20,11 @@ from terrazzo.dialects.core.dialect import ConfigDocument, Reading
 from terrazzo.dialects.core.dotted_keys import flatten, split
 from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind, worst
 from terrazzo.dialects.core.keys import (
-    BOOLEAN,
     MISSING,
     NAME_LIST,
     ONE_OF,
-    TEXT,
     Key,
     Type,
-    choice,
-    integer,
-    number,
     row_of,
 )
 from terrazzo.errors import did_you_mean
@@ -39,6 +34,8 @@ __all__ = ["Reader", "derived", "only_from_file"]
 
 class Reader:
     """The leaves of one document, and what became of each.
+
+    A key is looked at by `in` and `raw`, and taken, which is its verdict, by `take` and its kin.
 
     Args:
         document: as loaded.
@@ -61,39 +58,24 @@ class Reader:
         self._parsed: dict[str, Any] = {}
 
     def __contains__(self, key: str) -> bool:
-        """Whether the document has this key, or any below it."""
-        return key in self.flat or any(name.startswith(f"{key}.") for name in self.flat)
+        """Whether the document has this key, under any of its spellings, or any below it."""
+        return self.spelled(key) in self.flat or any(name.startswith(f"{key}.") for name in self.flat)
 
     def spelled(self, key: str) -> str:
         """The key as the document spells it, where the library takes several spellings."""
         return self.spelling.get(key, key)
 
-    def raw(self, key: str) -> Any:
-        """The raw value under any of its spellings."""
-        return self.flat.get(self.spelled(key))
-
-    def has(self, key: str) -> bool:
-        """Whether the document has this very key, under any of its spellings."""
-        return self.spelled(key) in self.flat
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The raw value, without taking it."""
-        return self.flat.get(key, default)
+    def raw(self, key: str, default: Any = None) -> Any:
+        """The value as it stands there, under any of its spellings. The key is not taken."""
+        return self.flat.get(self.spelled(key), default)
 
     # -- taking a key ----------------------------------------------------------------------------------------------
-
-    def any(self, key: str, default: Any = None) -> Setting[Any]:
-        """Whatever stands there: from the file, else the default."""
-        if key not in self.flat:
-            return Setting(default, "default", "")
-        self.mark(key, "applied")
-        return Setting(self.flat[key], "file", key)
 
     def take(self, key: str) -> Setting[Any]:
         """A key by its row: checked as that says, else the default. A key without one is taken as it stands."""
         row = row_of(self.keys, key)
         if row is None:
-            return self.any(key)
+            return self.take_raw(key)
         default = self.default(key)
         return self._checked(key, default or () if row.type is NAME_LIST else default, row.type, row.nullable)
 
@@ -101,40 +83,23 @@ class Reader:
         """What the library does where the document does not say it, in neutral words."""
         return self.keys[key].neutral
 
-    def integer(
-        self, key: str, default: int | None = None, *, low: int = 0, high: int | None = None, null: bool = False
-    ) -> Setting[Any]:
-        """A whole number, also written `8.0` or `5e8`; with `null`, also nothing at all."""
-        return self._checked(key, default, integer(low, high), null)
+    def take_as(self, key: str, kind: Type, default: Any = None, *, null: bool = False) -> Setting[Any]:
+        """A key as a value of a type that its row does not say. `null`: nothing at all says nothing."""
+        return self._checked(key, default, kind, null)
 
-    def number(
-        self, key: str, default: float | None = None, *, low: float = 0.0, high: float | None = None, null: bool = False
-    ) -> Setting[Any]:
-        return self._checked(key, default, number(low, high), null)
-
-    def boolean(self, key: str, default: bool | None = None, *, null: bool = False) -> Setting[Any]:
-        """True or false, also as the words."""
-        return self._checked(key, default, BOOLEAN, null)
-
-    def text(self, key: str, default: str | None = None, *, null: bool = False) -> Setting[Any]:
-        return self._checked(key, default, TEXT, null)
-
-    def choice(
-        self, key: str, choices: Mapping[Any, Any], default: Any = None, *, fold: bool = True, null: bool = False
-    ) -> Setting[Any]:
-        """One of some words or numbers, as what it stands for. See `keys.choice`."""
-        return self._checked(key, default, choice(choices, fold=fold), null)
-
-    def names(self, key: str, default: Sequence[str] = (), *, null: bool = True) -> Setting[Any]:
-        """A list of names, or one text with commas, as a tuple."""
-        return self._checked(key, tuple(default), NAME_LIST, null)
+    def take_raw(self, key: str, default: Any = None) -> Setting[Any]:
+        """A key as it stands there, whatever that is; else the default."""
+        if key not in self.flat:
+            return Setting(default, "default", "")
+        self.mark(key, "applied")
+        return Setting(self.flat[key], "file", key)
 
     def section(self, key: str, default: Mapping[str, Any] | None = None) -> Setting[Any]:
         """Everything below a key, as a mapping; each of its leaves is taken."""
         below = {name: value for name, value in self.flat.items() if name.startswith(f"{key}.")}
         whole = self.flat.get(key)
         if isinstance(whole, Mapping):
-            return self.any(key)
+            return self.take_raw(key)
         if key in self.flat and whole is not None:
             self.refuse(key, f"it is {_shown(whole)}, expected a section of keys")
         if not below:

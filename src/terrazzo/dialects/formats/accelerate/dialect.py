@@ -28,5 +28,5 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
-    meaning=lambda key: meaning_of(KEYS, canonical_key(key)),
+    meaning_by=lambda key: meaning_of(KEYS, canonical_key(key)),
 )

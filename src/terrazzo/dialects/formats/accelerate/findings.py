@@ -18,8 +18,8 @@ _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """All of them."""
     reader = AccelerateReader(document, context)
-    kind = str(reader.get("distributed_type", "")).upper()
-    if reader.get("distributed_type") is None:
+    kind = str(reader.raw("distributed_type", "")).upper()
+    if reader.raw("distributed_type") is None:
         yield _error("distributed_type", "Accelerate refuses a file without it: write distributed_type: NO for one GPU")
     yield from _parallelism(reader, kind)
     if kind == "FSDP":
@@ -41,7 +41,7 @@ def _warning(key: str, text: str) -> Finding:
 
 
 def _parallelism(reader: AccelerateReader, kind: str) -> Iterator[Finding]:
-    sizes = {axis: reader.get(f"{_P}{axis}_size", 1) for axis in AXES}
+    sizes = {axis: reader.raw(f"{_P}{axis}_size", 1) for axis in AXES}
     if "parallelism_config" not in reader or not all(isinstance(size, int) for size in sizes.values()):
         return
     if sizes["cp"] > 1 and sizes["sp"] > 1:
@@ -91,12 +91,12 @@ def _version_1(reader: AccelerateReader) -> Iterator[Finding]:
 
 
 def _deepspeed(reader: AccelerateReader) -> Iterator[Finding]:
-    named = reader.get(FILE) not in (None, "none")
-    if named and reader.get("mixed_precision") is not None:
+    named = reader.raw(FILE) not in (None, "none")
+    if named and reader.raw("mixed_precision") is not None:
         yield _error("mixed_precision", "Accelerate refuses it beside deepspeed_config_file: say bf16 or fp16 there")
-    if not named and reader.get("deepspeed_config.zero_stage") is None:
+    if not named and reader.raw("deepspeed_config.zero_stage") is None:
         text = "it is not given: Accelerate takes 2, where DeepSpeed itself takes 0"
         yield _warning("deepspeed_config.zero_stage", text)
-    if reader.get("deepspeed_config.gradient_accumulation_steps") is not None:
+    if reader.raw("deepspeed_config.gradient_accumulation_steps") is not None:
         text = "DeepSpeed's engine divides the loss and steps: optimizer.step() and scheduler.step() do nothing"
         yield _warning("deepspeed_config.gradient_accumulation_steps", text)

@@ -35,7 +35,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
 
 def _kind(reader: AccelerateReader) -> Setting[str]:
     """What shards; `NO` without quotes is false in YAML."""
-    if reader.get("distributed_type") is False:
+    if reader.raw("distributed_type") is False:
         reader.refuse("distributed_type", "YAML reads NO as false: write 'NO' in quotes")
         return Setting("NO", "default")
     kind = reader.take("distributed_type")
@@ -44,7 +44,7 @@ def _kind(reader: AccelerateReader) -> Setting[str]:
 
 def _half(reader: AccelerateReader) -> Setting[Any]:
     """Mixed precision; `no` without quotes is false in YAML, which Accelerate trips over."""
-    if reader.get("mixed_precision") is False:
+    if reader.raw("mixed_precision") is False:
         reader.refuse("mixed_precision", "YAML reads no as false, and Accelerate stops there: write 'no' in quotes")
         return Setting(None, "default")
     older = reader.take("fp16")

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
-from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.deepspeed.findings import findings
 from terrazzo.dialects.formats.deepspeed.keys import KEYS
 from terrazzo.dialects.formats.deepspeed.read import read
@@ -36,5 +33,4 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
-    meaning=partial(meaning_of, KEYS),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.keys import MISSING, number
+from terrazzo.dialects.core.keys import MISSING, choice, number
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
@@ -36,7 +36,7 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
 
 
 def _stage(reader: DeepSpeedReader) -> int:
-    stage = reader.get(f"{_ZERO}.stage", int(reader.get(_ZERO) is True))
+    stage = reader.raw(f"{_ZERO}.stage", int(reader.raw(_ZERO) is True))
     return stage if isinstance(stage, int) else 0
 
 
@@ -87,10 +87,10 @@ def _precision(reader: DeepSpeedReader, stage: int) -> Iterator[Finding]:
             yield _error(key, "it needs ZeRO stage 1, 2 or 3")
     if _on(reader, "bf16.bf16_optimizer_states") and not _on(reader, "bf16.bf16_master_weights_and_grads"):
         yield _error("bf16.bf16_optimizer_states", "it needs bf16_master_weights_and_grads")
-    from_file = reader.choice("data_types.grad_accum_dtype", DTYPE_WORDS, None, null=True).value
+    from_file = reader.take_as("data_types.grad_accum_dtype", choice(DTYPE_WORDS), null=True).value
     if from_file is not None and from_file != low and stage == 0:
         yield _error("data_types.grad_accum_dtype", f"at stage 0 it must be the model's dtype, {low}")
-    param_dtype = reader.choice("data_types.param_dtype", DTYPE_WORDS, None, null=True).value
+    param_dtype = reader.take_as("data_types.param_dtype", choice(DTYPE_WORDS), null=True).value
     if param_dtype is not None and param_dtype != low:
         yield _error("data_types.param_dtype", f"it is {param_dtype}, but fp16 and bf16 say {low}")
     if _on(reader, "torch_autocast.enabled") and low != "fp32":

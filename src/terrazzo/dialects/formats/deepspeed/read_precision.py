@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED, Setting, SettingsByPath
+from terrazzo.dialects.core.keys import choice, integer
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.engine import LossScaling
@@ -70,7 +71,7 @@ def _low(reader: DeepSpeedReader, low: str, switch: Setting[bool]) -> SettingsBy
 def _moments(reader: DeepSpeedReader, masters: bool) -> SettingsByPath:
     """Beside fp16 masters, the CPU's Adam can keep its moments in fp16."""
     key = "optimizer.params.fp32_optimizer_states"
-    if not masters or not reader.has(key):
+    if not masters or reader.spelled(key) not in reader.flat:
         return {}
     fp32 = reader.take(key)
     return {"precision.moments": Setting("fp32" if fp32.value else "fp16", fp32.origin, fp32.key)}
@@ -81,7 +82,7 @@ def _scaling(reader: DeepSpeedReader) -> SettingsByPath:
     fixed = reader.take("fp16.loss_scale")
     bounds = {"initial_scale_power": (0, 120), "loss_scale_window": (1, None), "hysteresis": (1, None)}
     power, window, hysteresis, minimum = (
-        reader.integer(key := f"fp16.{name}", reader.default(key), low=low, high=high)
+        reader.take_as(key := f"fp16.{name}", integer(low, high), reader.default(key))
         for name, (low, high) in {**bounds, "min_loss_scale": (1, None)}.items()
     )
     if fixed.value:
@@ -99,7 +100,7 @@ def _scaling(reader: DeepSpeedReader) -> SettingsByPath:
 
 def _autocast(reader: DeepSpeedReader, switch: Setting[bool]) -> SettingsByPath:
     """fp32 throughout, but for what autocast computes, and the gradients of linear layers on the wire."""
-    dtype = reader.choice("torch_autocast.dtype", DTYPE_WORDS, "fp16", null=True)
+    dtype = reader.take_as("torch_autocast.dtype", choice(DTYPE_WORDS), "fp16", null=True)
     safe = reader.take("torch_autocast.lower_precision_safe_modules")
     settings: SettingsByPath = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting("fp32", "default"))
     compute = derived(dtype.value, switch, dtype, origin="file")
@@ -120,13 +121,13 @@ def _wire(reader: DeepSpeedReader, settings: SettingsByPath, sequence_parallel: 
     """What the top of the file and `data_types` say over it."""
     changed: SettingsByPath = {}
     name = "seq_parallel_communication_data_type" if sequence_parallel else "communication_data_type"
-    wire = reader.choice(name, _WIRE, "fp32" if sequence_parallel else None, null=True)
+    wire = reader.take_as(name, choice(_WIRE), "fp32" if sequence_parallel else None, null=True)
     if wire.value is not None and "precision.autocast" not in settings:
         changed["precision.reduce"] = wire
     elif wire.origin == "file":
         reader.keep_as(name, reader.raw(name), "autocast says the dtype of each gradient")
     for path, key in {"accumulate": "grad_accum_dtype", "buffers": "buffer_dtype"}.items():
-        dtype = reader.choice(f"data_types.{key}", DTYPE_WORDS, None, null=True)
+        dtype = reader.take_as(f"data_types.{key}", choice(DTYPE_WORDS), null=True)
         if dtype.value is not None:
             changed[f"precision.{path}"] = Setting(dtype.value, dtype.origin, dtype.key)
     return changed

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.keys import integer, number
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.formats.deepspeed.versions import STRICT_WARMUP
@@ -38,7 +39,7 @@ def _warm_up(reader: DeepSpeedReader, usual: Mapping[str, Any]) -> SettingsByPat
     """The steps of the warm-up: 2 at least, whatever is asked."""
     key = f"{_PARAMS}.warmup_num_steps"
     least = 1 if reader.version >= STRICT_WARMUP else 0
-    steps = reader.integer(key, usual["warmup_num_steps"], low=least)
+    steps = reader.take_as(key, integer(least), usual["warmup_num_steps"])
     if steps.origin == "auto" and steps.value is not None:
         return {"schedule.warmup_steps": Setting(max(2, steps.value), "auto", key)}
     if steps.origin == "file" and steps.value < 2:
@@ -52,11 +53,11 @@ def _end(reader: DeepSpeedReader, name: str) -> SettingsByPath:
     usual = SCHEDULER_PARAMS[name]
     if name == "WarmupLR":
         return _peak(reader, usual["warmup_max_lr"])
-    total = reader.integer(f"{_PARAMS}.total_num_steps", None, low=1)
+    total = reader.take_as(f"{_PARAMS}.total_num_steps", integer(1))
     settings: SettingsByPath = {"schedule.total_steps": total} if total.origin != "default" else {}
     if name == "WarmupDecayLR":
         return settings | {"schedule.final_fraction": Setting(0.0, "default")} | _peak(reader, usual["warmup_max_lr"])
-    end = reader.number(f"{_PARAMS}.cos_min_ratio", usual["cos_min_ratio"], high=1.0)
+    end = reader.take_as(f"{_PARAMS}.cos_min_ratio", number(high=1.0), usual["cos_min_ratio"])
     return settings | {"schedule.final_fraction": end}
 
 
@@ -65,10 +66,10 @@ def _peak(reader: DeepSpeedReader, default: float | None) -> SettingsByPath:
     key, rate = f"{_PARAMS}.warmup_max_lr", "optimizer.params.lr"
     if not isinstance(reader.raw(key), int | float | str | None):
         return {}
-    peak = reader.number(key, default, null=True)
+    peak = reader.take_as(key, number(), default, null=True)
     if peak.value is None and peak.origin != "auto":
         return {}
-    optimizer_rate = reader.number(rate) if reader.get(rate) is not None else None
+    optimizer_rate = reader.take_as(rate, number()) if reader.raw(rate) is not None else None
     if optimizer_rate is None:
         return {"optimizer.lr": peak}
     if peak.value is not None and optimizer_rate.origin == "file" and optimizer_rate.value != peak.value:
@@ -83,7 +84,7 @@ def _options(reader: DeepSpeedReader, name: Setting[Any]) -> SettingsByPath:
     arguments = SCHEDULER_PARAMS[name.value]
     options: dict[str, Any] = {}
     keys: list[str] = []
-    if "warmup_type" in arguments and reader.get(f"{_PARAMS}.warmup_type", "log") == "log":
+    if "warmup_type" in arguments and reader.raw(f"{_PARAMS}.warmup_type", "log") == "log":
         options["warmup_type"] = "log"
         keys.append(name.key)
     for key in [key for key in reader.unread() if key.startswith(f"{_PARAMS}.")]:

@@ -9,6 +9,7 @@ import torch
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dotted_keys import split
+from terrazzo.dialects.core.keys import BOOLEAN, number
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
@@ -139,7 +140,7 @@ def _numbers(reader: DeepSpeedReader, name: str, built_in: bool) -> SettingsByPa
     settings: SettingsByPath = {}
     for argument in ("lr", "eps", "weight_decay", "betas"):
         key = f"{_PARAMS}.{argument}"
-        each = _betas(reader, key) if argument == "betas" else reader.number(key, None)
+        each = _betas(reader, key) if argument == "betas" else reader.take_as(key, number())
         if each.origin == "default":
             usual = OPTIMIZER_DEFAULTS.get(name, {}).get(argument, OPTIMIZER_PARAMS[argument].default)
             each = Setting(usual if built_in else None, "default", each.key)
@@ -153,8 +154,8 @@ def _of_matrices(reader: DeepSpeedReader, settings: SettingsByPath) -> dict[str,
 
     DeepSpeed's scales a matrix by the root of rows over columns, with Nesterov's momentum and five iterations.
     """
-    rate, own, others = (reader.number(f"{_PARAMS}.{key}", None) for key in ("lr", "muon_lr", "adam_lr"))
-    momentum = reader.number(f"{_PARAMS}.momentum", None)
+    rate, own, others = (reader.take_as(f"{_PARAMS}.{key}", number()) for key in ("lr", "muon_lr", "adam_lr"))
+    momentum = reader.take_as(f"{_PARAMS}.momentum", number())
     for each in (own, others, momentum):
         if each.origin == "file":
             reader.keep(each.key, "said of matrices and of the rest", loss="harmless")
@@ -213,7 +214,7 @@ def read_training(reader: DeepSpeedReader) -> SettingsByPath:
         "training.clip": Setting(clip.value or None, clip.origin, clip.key),
         "training.compile": reader.take("compile.deepcompile"),
     }
-    cpu = reader.boolean("activation_checkpointing.cpu_checkpointing", None)
+    cpu = reader.take_as("activation_checkpointing.cpu_checkpointing", BOOLEAN)
     settings |= {"activation_checkpointing.offload": cpu} if cpu.value is not None else {}
     return settings | _checkpointed_layers(reader)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.keys import BOOLEAN, integer
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED, SWITCHED, in_words
@@ -33,9 +34,9 @@ OLD_OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload
 
 def stage_of(reader: DeepSpeedReader) -> Setting[int]:
     """The stage; `zero_optimization: true` is an old way to say 1."""
-    if isinstance(reader.get(ZERO), bool):
+    if isinstance(reader.raw(ZERO), bool):
         reader.mark(ZERO, "renamed", "an old word for zero_optimization.stage")
-        return Setting(int(reader.get(ZERO)), "file", ZERO)
+        return Setting(int(reader.raw(ZERO)), "file", ZERO)
     return reader.take(f"{ZERO}.stage")
 
 
@@ -57,13 +58,13 @@ def _asks(reader: DeepSpeedReader, key: str) -> bool:
     """Whether a removed feature is switched on."""
     off: tuple[Any, ...] = (False, None, -1, 0, {})
     if key in SWITCHED:
-        return reader.get(f"{key}.enabled") not in off
-    return any(name.startswith(f"{key}.") for name in reader.flat) or reader.get(key) not in off
+        return reader.raw(f"{key}.enabled") not in off
+    return any(name.startswith(f"{key}.") for name in reader.flat) or reader.raw(key) not in off
 
 
 def read_sharding(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPath:
     """The row: that of the stage, or one of two axes for hpZ, and for MiCS, which is gone."""
-    hpz, mics = reader.take(HPZ), reader.get(MICS)
+    hpz, mics = reader.take(HPZ), reader.raw(MICS)
     if stage.value == 3 and isinstance(mics, int) and mics > 0:
         return _mics(reader, stage)
     if stage.value == 3 and hpz.value > 1:
@@ -108,7 +109,7 @@ _QUANTIZED = {
 
 def _mics(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPath:
     """MiCS, which later versions refuse and Terrazzo has."""
-    group = reader.integer(MICS, 1)
+    group = reader.take_as(MICS, integer(), 1)
     since = in_words(REMOVED[MICS].since)
     reader.mark(MICS, "renamed", f"MiCS is the row hybrid_shard; DeepSpeed {since} removed it and refuses the key")
     return row_settings("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
@@ -123,12 +124,12 @@ def read_mesh(reader: DeepSpeedReader, group: Setting[Any]) -> SettingsByPath:
     """
     settings: SettingsByPath = {
         "mesh.tp": _degree(reader, reader.take("tensor_parallel.autotp_size")),
-        "mesh.sp": _degree(reader, reader.integer("sequence_parallel_size", 1, low=1, null=True)),
+        "mesh.sp": _degree(reader, reader.take_as("sequence_parallel_size", integer(1), 1, null=True)),
         "mesh.ep": _experts(reader),
         "mesh.pp": Setting(1, "default"),
     }
     if reader.raw("pipeline.stages") not in (None, "auto"):
-        settings["mesh.pp"] = _degree(reader, reader.integer("pipeline.stages", 1, low=1))
+        settings["mesh.pp"] = _degree(reader, reader.take_as("pipeline.stages", integer(1), 1))
         settings |= {"parallel.schedule": Setting("1f1b", "default"), "parallel.chunks": Setting(1, "default")}
     return settings | _data(reader, settings, group)
 
@@ -140,7 +141,7 @@ def _data(reader: DeepSpeedReader, settings: SettingsByPath, group: Setting[Any]
         world = reader.context.world
         count = None if world is None or world % (apart * group.value) else world // apart // group.value
         return {"mesh.dp_replicate": Setting(count, "derived")}
-    data = reader.integer("data_parallel_size", None, low=1, null=True)
+    data = reader.take_as("data_parallel_size", integer(1), null=True)
     return {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": data}
 
 
@@ -201,10 +202,10 @@ def _device(reader: DeepSpeedReader, section: str) -> Setting[str]:
     key = f"{ZERO}.{section}.device"
     old = f"{ZERO}.{OLD_OFFLOAD[section]}"
     if reader.raw(old) is not None:
-        on_cpu = reader.boolean(old, False)
+        on_cpu = reader.take_as(old, BOOLEAN, False)
         if on_cpu.origin == "file" and reader.verdicts[old].kind == "applied":
             reader.mark(old, "renamed", f"today's word is {key}")
-        if on_cpu.value and not reader.has(key):
+        if on_cpu.value and reader.spelled(key) not in reader.flat:
             return Setting("cpu", "file", old)
     return reader.take(key)
 
@@ -269,7 +270,7 @@ def _nvme(reader: DeepSpeedReader, optim: str, weight: str) -> SettingsByPath:
 
 def _aio(reader: DeepSpeedReader, nvme: bool) -> SettingsByPath:
     keys = {"offload.block_bytes": "aio.block_size", "offload.depth": "aio.queue_depth"}
-    return {path: reader.take(key) for path, key in keys.items() if nvme or reader.has(key)}
+    return {path: reader.take(key) for path, key in keys.items() if nvme or reader.spelled(key) in reader.flat}
 
 
 def read_saving(reader: DeepSpeedReader, stage: int) -> SettingsByPath:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
-from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.fsdp1.findings import findings
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.formats.fsdp1.read import read
@@ -29,5 +26,4 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
-    meaning=partial(meaning_of, KEYS),
 )

@@ -48,7 +48,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
 
 
 def _mesh(reader: Reader, strategy: Setting[Any]) -> SettingsByPath:
-    if reader.get("process_group") is not None:
+    if reader.raw("process_group") is not None:
         why = KEYS["process_group"].why
         reader.keep("process_group", why, loss="refused")
         reader.refuse("process_group", why)
@@ -67,8 +67,8 @@ def _mesh(reader: Reader, strategy: Setting[Any]) -> SettingsByPath:
 
 def _ignored(reader: Reader) -> SettingsByPath:
     for key in ("ignored_states", "ignored_modules"):
-        if reader.get(key) is not None:
-            return {"units.ignored": reader.any(key)}
+        if reader.raw(key) is not None:
+            return {"units.ignored": reader.take_raw(key)}
     return {}
 
 
@@ -97,11 +97,11 @@ def _precision(reader: Reader, context: ReadingContext) -> SettingsByPath:
 
 def _prefetch(reader: Reader) -> SettingsByPath:
     key = "backward_prefetch"
-    if key in reader.flat and reader.get(key) is None:
+    if key in reader.flat and reader.raw(key) is None:
         backward = Setting(0, "file", key)
     else:
         backward = reader.take(key)
-    if "post" in str(reader.get(key)).lower() and backward.origin == "file":
+    if "post" in str(reader.raw(key)).lower() and backward.origin == "file":
         reader.keep(key, "the next unit is gathered after the gradients of this one, not before", loss="harmless")
     ahead = reader.take("forward_prefetch")
     return {
@@ -116,5 +116,5 @@ def _keep_needless(reader: Reader) -> None:
         reader.take(key)
     for key in ("use_orig_params", "limit_all_gathers", "device_id", "param_init_fn"):
         verdict = reader.verdicts.get(key)
-        if reader.get(key) is not None and (verdict is None or verdict.kind == "applied"):
+        if reader.raw(key) is not None and (verdict is None or verdict.kind == "applied"):
             reader.keep_row(key)

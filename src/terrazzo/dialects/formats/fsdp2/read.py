@@ -31,7 +31,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
         **_prefetch(reader),
     }
     for key in KEYS:
-        if reader.get(key) is not None:
+        if reader.raw(key) is not None:
             reader.keep_row(key)
     return reader.finish("fsdp2", settings, unknown="raises a TypeError")
 
@@ -44,8 +44,8 @@ def _units(reader: Reader) -> SettingsByPath:
     classes = reader.take("module")
     if classes.value:
         settings = {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
-    if reader.get("ignored_params") is not None:
-        settings["units.ignored"] = reader.any("ignored_params")
+    if reader.raw("ignored_params") is not None:
+        settings["units.ignored"] = reader.take_raw("ignored_params")
     return settings
 
 
@@ -88,7 +88,7 @@ def _prefetch(reader: Reader) -> SettingsByPath:
     settings: SettingsByPath = {}
     for way in ("forward", "backward"):
         key = f"set_modules_to_{way}_prefetch"
-        raw = reader.get(key)
+        raw = reader.raw(key)
         if isinstance(raw, list | tuple):
             reader.keep(key, f"so many units are gathered ahead in {way}; which ones, the order of the run decides")
             settings[f"prefetch.{way}"] = Setting(len(raw), "file", key)

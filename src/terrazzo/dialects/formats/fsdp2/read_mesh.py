@@ -13,6 +13,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.keys import integer
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.shared.fsdp_words import mesh_sizes
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
@@ -60,7 +61,7 @@ def _mesh(reader: Reader) -> _Mesh:
     shard, replicate = (_names(reader, key) for key in _DP_DIMS)
     if sizes is None:
         return _Mesh()
-    raw = reader.get("mesh")
+    raw = reader.raw("mesh")
     if not isinstance(raw, list | tuple):
         reader.keep("mesh", "axes are named otherwise there", loss="harmless")
     if not isinstance(raw, Mapping):
@@ -113,7 +114,7 @@ def product(sizes: Any) -> int | None:
 
 def _row(reader: Reader, mesh: _Mesh) -> SettingsByPath:
     key = "reshard_after_forward"
-    raw = reader.get(key)
+    raw = reader.raw(key)
     if isinstance(raw, int) and not isinstance(raw, bool):
         return _partial(reader, mesh, raw)
     reshard = reader.take(key)
@@ -141,7 +142,7 @@ def _plain(mesh: _Mesh, reshard: Setting[Any]) -> SettingsByPath:
 def _partial(reader: Reader, mesh: _Mesh, size: int) -> SettingsByPath:
     """A number for `reshard_after_forward`."""
     key = "reshard_after_forward"
-    number = reader.integer(key, None, low=1)
+    number = reader.take_as(key, integer(1))
     whole = mesh.shards
     if number.value is None or (whole is not None and whole % size):
         reader.refuse(key, f"it is {size}, expected true, false, or a divisor of the {whole or 'shard'} ranks")

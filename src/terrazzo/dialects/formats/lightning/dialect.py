@@ -47,5 +47,5 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
-    meaning=meaning,
+    meaning_by=meaning,
 )

@@ -84,7 +84,7 @@ class _Read:
     def _precision(self) -> Setting[Any]:
         key = f"{self.prefix}precision"
         word = self.reader.take(key)
-        if str(self.reader.get(key)).startswith("transformer-engine"):
+        if str(self.reader.raw(key)).startswith("transformer-engine"):
             why = "transformer_engine computes in fp8: choose bf16"
             self.reader.keep(key, why, loss="refused")
             self.reader.refuse(key, why)
@@ -97,7 +97,7 @@ class _Read:
         if isinstance(raw, Mapping):
             return self._by_class(where, raw)
         name = str(raw).lower() if raw is not None else "auto"
-        reader.any(where)
+        reader.take_raw(where)
         if name not in NAMED:
             reader.keep(where, "a strategy that is not known here", loss="refused")
             reader.refuse(where, f"there is no strategy {raw!r} here.{did_you_mean(name, NAMED)}")
@@ -109,7 +109,7 @@ class _Read:
         path = str(raw.get("class_path", ""))
         kind = path.rpartition(".")[2]
         arguments = raw.get("init_args") or {}
-        self.reader.any(f"{where}.class_path")
+        self.reader.take_raw(f"{where}.class_path")
         known = (*ARGUMENTS, *DDP_CLASSES)
         if kind not in known:
             near = did_you_mean(kind, known)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.keys import number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 
 __all__ = ["read_loop"]
@@ -16,11 +17,11 @@ __all__ = ["read_loop"]
 def read_loop(reader: Reader, prefix: str) -> SettingsByPath:
     """Accumulation, clipping, length, seed, ranks, optimizer."""
     steps, total = f"{prefix}max_steps", Setting(None, "default")
-    if reader.get(steps, -1) == -1:
+    if reader.raw(steps, -1) == -1:
         reader.keep(steps, "the run is as long as max_epochs says", loss="harmless")
     else:
         total = reader.take(steps)
-    seed = reader.get("seed_everything")
+    seed = reader.raw("seed_everything")
     if isinstance(seed, bool):
         reader.keep("seed_everything", "Lightning draws a seed", loss="harmless")
     return {
@@ -69,14 +70,14 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     section = "optimizer.init_args"
     settings: SettingsByPath = {"optimizer.name": Setting(named, "file", key)}
     for argument in ("lr", "eps", "weight_decay"):
-        settings |= only_from_file({f"optimizer.{argument}": reader.number(f"{section}.{argument}", None)})
-    betas = reader.get(f"{section}.betas")
+        settings |= only_from_file({f"optimizer.{argument}": reader.take_as(f"{section}.{argument}", number())})
+    betas = reader.raw(f"{section}.betas")
     if isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
         reader.mark(f"{section}.betas", "applied")
         settings["optimizer.betas"] = Setting(tuple(betas), "file", f"{section}.betas")
     others = [each for each in reader.unread() if each.startswith(f"{section}.")]
     if others:
-        options = {each.removeprefix(f"{section}."): reader.get(each) for each in others}
+        options = {each.removeprefix(f"{section}."): reader.raw(each) for each in others}
         for each in others:
             reader.mark(each, "applied")
         settings["optimizer.options"] = derived(

@@ -137,7 +137,7 @@ def _recomputed(reader: Reader, section: str) -> SettingsByPath:
     mode = "activation_checkpointing.mode"
     for name in ("activation_checkpointing_policy", "activation_checkpointing"):
         key = f"{section}.{name}"
-        if reader.get(key):
+        if reader.raw(key):
             classes = reader.take(key)
             reader.keep(key, "which blocks are recomputed", loss="harmless")
             if name == "activation_checkpointing":
@@ -155,7 +155,7 @@ def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, An
     settings: SettingsByPath = {}
     for (name, known), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
         key = f"{section}.{name}"
-        if reader.get(key, "auto") == "auto":
+        if reader.raw(key, "auto") == "auto":
             words = "the number of nodes" if axis == "dp_shard" else "the ranks of a node"
             reader.mark(key, "defaulted", f"auto: {words}{'' if known else ', which is not said'}")
             settings[f"mesh.{axis}"] = Setting(

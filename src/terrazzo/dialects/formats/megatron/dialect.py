@@ -6,10 +6,7 @@ A key is an argument without its dashes, `tensor-model-parallel-size`; `--tensor
 
 from __future__ import annotations
 
-from functools import partial
-
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
-from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.megatron.findings import findings
 from terrazzo.dialects.formats.megatron.keys import KEYS, LAUNCHER, canonical
 from terrazzo.dialects.formats.megatron.read import read
@@ -36,5 +33,4 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
-    meaning=partial(meaning_of, KEYS),
 )

@@ -155,7 +155,7 @@ def _precision(reader: Reader) -> SettingsByPath:
     kind = half.key or "fp32"
     aware, sums = reader.take("use-precision-aware-optimizer"), reader.take("main-grads-dtype")
     sources = [each for each in (half, wide, narrow, sums) if each.origin == "file"]
-    torchs = bool(reader.get("use-torch-fsdp2"))
+    torchs = bool(reader.raw("use-torch-fsdp2"))
     grads = "fp32"
     if kind == "bf16" and (narrow.value or torchs or (sums.value == "bf16" and not wide.value)):
         grads = "bf16"

@@ -128,7 +128,7 @@ def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Se
 
 def _lowest(reader: Reader, name: str) -> SettingsByPath:
     """The rate at the end, as a share of the peak."""
-    least, peak = reader.take("min-lr"), KEYS["lr"].type.parse(reader.get("lr"))
+    least, peak = reader.take("min-lr"), KEYS["lr"].type.parse(reader.raw("lr"))
     peak = 0 if peak is MISSING else peak
     if name == "constant":
         _unused(reader, (least,), "the rate is constant")

@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.dialects.core.agreement import NVME_ONLY
 from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, SettingsByPath, asks_for_nothing
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.keys import choice
+from terrazzo.dialects.core.keys import NAME_LIST, choice, integer
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.shared.tiers import ON_CPU
 
@@ -94,7 +94,7 @@ def dtype(reader: Reader, key: str) -> Setting[Any]:
 
 def canonical(reader: Reader, key: str, setting: Setting[Any], word: str | None) -> Setting[Any]:
     """The same setting; a spelling other than `word`, which the library itself uses, is said to be renamed."""
-    if setting.origin == "file" and word is not None and reader.get(key) != word:
+    if setting.origin == "file" and word is not None and reader.raw(key) != word:
         reader.mark(key, "renamed", f"written {word} from here on")
     return setting
 
@@ -122,13 +122,13 @@ WRAP_KEYS = (*_CLASS_KEYS, *_SIZE_KEYS, ".size_based_auto_wrap_policy.<argument>
 def wrap_policy(reader: Reader, key: str) -> SettingsByPath:
     """Units by FSDP1's `auto_wrap_policy`: class names, or a smallest size. Names of functions are refused."""
     for name in (key + suffix for suffix in _SIZE_KEYS if key + suffix in reader.flat):
-        size = reader.integer(name, MIN_NUMEL, low=1)
+        size = reader.take_as(name, integer(1), MIN_NUMEL)
         for other in reader.unread():
             if other.startswith(f"{key}.size_based_auto_wrap_policy."):
                 reader.keep(other, "only torch's size rule has it")
         return {"units.policy": derived("min_numel", size, origin="file"), "units.min_numel": size}
-    for name in (key + suffix for suffix in _CLASS_KEYS if reader.get(key + suffix) is not None):
-        classes = reader.names(name)
+    for name in (key + suffix for suffix in _CLASS_KEYS if reader.raw(key + suffix) is not None):
+        classes = reader.take_as(name, NAME_LIST, (), null=True)
         wrong = [word for word in classes.value if not re.fullmatch(r"(\w+\.)*[A-Z]\w*", word)]
         if wrong:
             reader.refuse(name, f"'{wrong[0]}' names a function, which is not run: name the classes of the units")
@@ -139,7 +139,7 @@ def wrap_policy(reader: Reader, key: str) -> SettingsByPath:
 
 def mesh_sizes(reader: Reader, key: str) -> tuple[int | None, ...] | None:
     """Sizes of a mesh given as a number, a list, or names with sizes; None where there is none or it is no mesh."""
-    raw = reader.any(key).value
+    raw = reader.take_raw(key).value
     if raw is None:
         return None
     sizes = list(raw.values()) if isinstance(raw, Mapping) else raw if isinstance(raw, list | tuple) else [raw]

@@ -1,4 +1,4 @@
-"""Terrazzo's own YAML: the hub that every dialect is converted to and from.
+"""Terrazzo's own YAML, as `terrazzo train` takes it.
 
 In reading order:
 
@@ -6,7 +6,7 @@ In reading order:
     keys             the keys of the schema, and the sections that may be one word
     read             YAML to the neutral description
     findings         what `terrazzo train` refuses of a plan with its tiers
-    hub_draft        the document that is written: what is left to defaults, what is kept as it is
+    terrazzo_draft   the document that is written: what is left to defaults, what is kept as it is
     write            the neutral description to YAML; calls `write_precision`
     write_precision  the precision section, written
     dialect          the record of these functions, which the registry has by its name

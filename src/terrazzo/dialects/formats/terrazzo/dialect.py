@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
-from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.terrazzo.findings import findings
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
 from terrazzo.dialects.formats.terrazzo.read import read
@@ -35,5 +33,4 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
-    meaning=partial(meaning_of, KEYS),
 )

@@ -1,4 +1,4 @@
-"""Which key of the hub is which neutral setting, as far as one is one: read and written alike."""
+"""Which key of a Terrazzo configuration is which neutral setting, as far as one is one: read and written alike."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import MuonConfig, check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.keys import TEXT
 from terrazzo.dialects.core.mesh import APART
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
@@ -109,10 +110,10 @@ def _units(reader: _SchemaReader) -> SettingsByPath:
 def _places(reader: _SchemaReader) -> SettingsByPath:
     """Custom places, if the plan is given by them."""
     keys = {state: f"plan.{state}" for state in STATES}
-    places = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
+    places = {state: reader.take_as(key, TEXT, null=True) for state, key in keys.items() if key in reader.flat}
     if not any(setting.value for setting in places.values()):
         return {}
-    name = reader.text("plan.name", null=True)
+    name = reader.take_as("plan.name", TEXT, null=True)
     missing = [state for state in STATES if state not in places or places[state].value is None]
     if name.value is not None or missing:
         fault = f"also names '{name.value}'" if name.value is not None else f"lacks {', '.join(missing)}"
@@ -166,7 +167,7 @@ def _tiers_of_name(reader: _SchemaReader, settings: SettingsByPath) -> None:
 
 
 def _tier(reader: _SchemaReader, key: str) -> Setting[Any] | None:
-    raw = reader.any(key).value
+    raw = reader.take_raw(key).value
     if raw is None:
         return None
     if not isinstance(raw, str | Mapping):
@@ -253,7 +254,7 @@ def _followed(settings: Mapping[str, Setting[Any]], context: ReadingContext) -> 
 
 def _options(reader: _SchemaReader) -> SettingsByPath:
     """Further arguments of the optimizer; betas and eps have settings of their own."""
-    options = reader.any("optimizer.options", {})
+    options = reader.take_raw("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
     if not isinstance(options.value, Mapping):
         reader.refuse("optimizer.options", f"it is {options.value!r}, expected a section of keys")
@@ -296,5 +297,5 @@ def _keep_others(reader: _SchemaReader) -> None:
         if not reader.refused(key) and key in SCHEMA:
             section = key.partition(".")[0]
             why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
-            idle = section in _HARMLESS or key in _HARMLESS or reader.get(key) == SCHEMA[key].default
+            idle = section in _HARMLESS or key in _HARMLESS or reader.raw(key) == SCHEMA[key].default
             reader.keep(key, why, loss="harmless" if idle else "lossy")

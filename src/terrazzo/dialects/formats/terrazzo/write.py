@@ -10,7 +10,7 @@ from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.mesh import APART, degrees, ranks_left
-from terrazzo.dialects.formats.terrazzo.hub_draft import HubDraft
+from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
 from terrazzo.optim import AdEMAMix, Lion, Muon
@@ -28,7 +28,7 @@ _MIB = 2**20
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document. Of its own descriptions, what was left to defaults is left to them again."""
-    draft = HubDraft(description)
+    draft = TerrazzoDraft(description)
     _plan(draft)
     _tiers(draft)
     _mesh(draft)
@@ -49,7 +49,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
 # -- where states live ---------------------------------------------------------------------------------------------
 
 
-def _plan(draft: HubDraft) -> None:
+def _plan(draft: TerrazzoDraft) -> None:
     paths = [f"sharding.{state}" for state in STATES]
     if draft.left_to_defaults(*paths):
         return
@@ -69,11 +69,11 @@ def _plan(draft: HubDraft) -> None:
             draft.put(path, f"plan.{state}", draft.value(path) + (f"@{tier}" if tier else ""))
 
 
-def _needs_mesh(draft: HubDraft) -> bool:
+def _needs_mesh(draft: TerrazzoDraft) -> bool:
     return any(axis in str(draft.value(f"sharding.{state}")) for state in STATES for axis in "SR")
 
 
-def _suffix(draft: HubDraft) -> str:
+def _suffix(draft: TerrazzoDraft) -> str:
     """`@cpu` or `@cpu:0.7`, if the plan's name said so in the source, else nothing."""
     by_name = {
         state: draft.value(f"offload.{state}").partition(":")
@@ -88,15 +88,15 @@ def _suffix(draft: HubDraft) -> str:
     return ""
 
 
-def _tier_in_place(draft: HubDraft, state: str) -> str:
+def _tier_in_place(draft: TerrazzoDraft, state: str) -> str:
     return draft.value(f"offload.{state}") if _set_by(draft, state, (f"plan.{state}",)) else ""
 
 
-def _set_by(draft: HubDraft, state: str, keys: tuple[str, ...]) -> bool:
+def _set_by(draft: TerrazzoDraft, state: str, keys: tuple[str, ...]) -> bool:
     return draft.own and state != "between" and draft.setting(f"offload.{state}").key in keys
 
 
-def _tiers(draft: HubDraft) -> None:
+def _tiers(draft: TerrazzoDraft) -> None:
     for state in ("weight", "grad", "optim"):
         path = f"offload.{state}"
         if _set_by(draft, state, ("plan", "plan.name", f"plan.{state}")):
@@ -109,7 +109,7 @@ def _tiers(draft: HubDraft) -> None:
         _way_of_offload(draft, f"offload.{name}", idle)
 
 
-def _way_of_offload(draft: HubDraft, path: str, idle: bool) -> None:
+def _way_of_offload(draft: TerrazzoDraft, path: str, idle: bool) -> None:
     """How states come and go. `idle`: none does, and only what the file says is said again."""
     value, origin = draft.value(path), draft.setting(path).origin
     if path == "offload.buffers" and not idle:
@@ -124,7 +124,7 @@ def _way_of_offload(draft: HubDraft, path: str, idle: bool) -> None:
         draft.carry(path)
 
 
-def _mesh(draft: HubDraft) -> None:
+def _mesh(draft: TerrazzoDraft) -> None:
     replicas = degrees(draft.description)["dp_replicate"]
     if not draft.own and draft.value("mesh.dp_replicate") is None and replicas not in (None, 1):
         draft.put("mesh.dp_replicate", "plan.mesh.dp_replicate", replicas)
@@ -149,7 +149,7 @@ def _mesh(draft: HubDraft) -> None:
         draft.refuse(f"mesh.{axis}", "`terrazzo train` has pp, dp_replicate, dp_shard, cp, tp and ep: set it to 1")
 
 
-def _together(draft: HubDraft) -> None:
+def _together(draft: TerrazzoDraft) -> None:
     """How the ranks of an axis work together, where it has more than one."""
     schedule, chunks = draft.value("parallel.schedule", "1f1b"), draft.value("parallel.chunks", 1)
     for path in ("parallel.schedule", "parallel.chunks", "parallel.sequence"):
@@ -163,7 +163,7 @@ def _together(draft: HubDraft) -> None:
             draft.carry(path)
 
 
-def _sequences(draft: HubDraft) -> tuple[str, ...]:
+def _sequences(draft: TerrazzoDraft) -> tuple[str, ...]:
     """Write how many ranks share sequences, and how; returns the neutral axes that this says."""
     if draft.value("mesh.sp", 1) == 1 or draft.value("mesh.cp", 1) != 1:
         draft.carry("mesh.cp")
@@ -175,7 +175,7 @@ def _sequences(draft: HubDraft) -> tuple[str, ...]:
     return ("cp", "sp")
 
 
-def _units(draft: HubDraft) -> None:
+def _units(draft: TerrazzoDraft) -> None:
     policy, classes = draft.value("units.policy"), draft.value("units.classes", ())
     if policy == "classes" and classes:
         draft.put(["units.policy", "units.classes"], "plan.units", list(classes))
@@ -190,7 +190,7 @@ def _units(draft: HubDraft) -> None:
     _prefetch(draft)
 
 
-def _prefetch(draft: HubDraft) -> None:
+def _prefetch(draft: TerrazzoDraft) -> None:
     both = ["prefetch.forward", "prefetch.backward"]
     if draft.left_to_defaults(*both):
         return
@@ -205,7 +205,7 @@ def _prefetch(draft: HubDraft) -> None:
 # -- batch, optimizer, schedule ------------------------------------------------------------------------------------
 
 
-def _batch(draft: HubDraft, context: ReadingContext) -> None:
+def _batch(draft: TerrazzoDraft, context: ReadingContext) -> None:
     draft.carry("batch.micro_batch", "batch.sequence_length")
     whole, micro = draft.value("batch.global_batch"), draft.value("batch.micro_batch")
     count, ranks = draft.value("batch.accumulation"), ranks_left(draft.description, context.world, APART)
@@ -220,7 +220,7 @@ def _batch(draft: HubDraft, context: ReadingContext) -> None:
         draft.lossy("batch.accumulation", why)
 
 
-def _agrees(draft: HubDraft, whole: int, micro: int | None, count: int | None, ranks: int | None) -> None:
+def _agrees(draft: TerrazzoDraft, whole: int, micro: int | None, count: int | None, ranks: int | None) -> None:
     if count and micro and ranks and micro * count * ranks != whole:
         why = f"global_batch {whole} is not micro_batch {micro} × accumulation {count} × {ranks} ranks"
         draft.lossy("batch.accumulation", why)
@@ -228,7 +228,7 @@ def _agrees(draft: HubDraft, whole: int, micro: int | None, count: int | None, r
         draft.implied("batch.accumulation", key="batch.global_batch")
 
 
-def _optimizer(draft: HubDraft) -> None:
+def _optimizer(draft: TerrazzoDraft) -> None:
     name = draft.value("optimizer.name")
     if name is not None and name not in _OPTIMIZERS:
         what = f"{name} does not work on flat shards, or is not there: use one of {', '.join(_OPTIMIZERS)}"
@@ -249,7 +249,7 @@ def _arguments(name: str) -> Collection[str]:
     return inspect.signature(_OPTIMIZERS[name]).parameters if name in _OPTIMIZERS else ()
 
 
-def _options(draft: HubDraft, name: str) -> None:
+def _options(draft: TerrazzoDraft, name: str) -> None:
     if not draft.own and name not in _OPTIMIZERS:
         paths = [path for path in _ARGUMENTS if draft.value(path)]
         draft.refuse(paths, f"it goes with optimizer.name {name}, which there is not")
@@ -276,7 +276,7 @@ def _options(draft: HubDraft, name: str) -> None:
         draft.implied("optimizer.options", key="optimizer.options")
 
 
-def _schedule(draft: HubDraft) -> None:
+def _schedule(draft: TerrazzoDraft) -> None:
     name = draft.value("schedule.name")
     if name is not None and name not in _SCHEDULES:
         draft.refuse("schedule.name", f"there is no schedule {name}: choose one of {', '.join(_SCHEDULES)}")
@@ -295,7 +295,7 @@ def _schedule(draft: HubDraft) -> None:
         )
 
 
-def _warmup(draft: HubDraft) -> None:
+def _warmup(draft: TerrazzoDraft) -> None:
     warmup, total = draft.value("schedule.warmup_steps", 0), draft.value("schedule.total_steps")
     if total and warmup > total and not draft.own:
         why = f"a warm-up of {warmup} steps is longer than the run's {total}: it ends with the run"
@@ -312,7 +312,7 @@ def _warmup(draft: HubDraft) -> None:
 # -- the loop ------------------------------------------------------------------------------------------------------
 
 
-def _training(draft: HubDraft) -> None:
+def _training(draft: TerrazzoDraft) -> None:
     draft.carry("training.clip", "training.compile", "training.seed")
     device = draft.value("training.device")
     if device is None and not draft.own:
@@ -321,7 +321,7 @@ def _training(draft: HubDraft) -> None:
         draft.put("training.device", "launch.device", device or "auto")
 
 
-def _activation_checkpointing(draft: HubDraft) -> None:
+def _activation_checkpointing(draft: TerrazzoDraft) -> None:
     mode, every = draft.value("activation_checkpointing.mode"), draft.value("activation_checkpointing.every")
     paths = ["activation_checkpointing.mode", "activation_checkpointing.every"]
     key = "train.activation_checkpointing"
@@ -337,7 +337,7 @@ def _activation_checkpointing(draft: HubDraft) -> None:
     _activation_offload(draft, mode)
 
 
-def _activation_offload(draft: HubDraft, mode: str | None) -> None:
+def _activation_offload(draft: TerrazzoDraft, mode: str | None) -> None:
     path = "activation_checkpointing.offload"
     if not draft.value(path):
         if draft.is_set(path) and not draft.left_to_defaults(path):
@@ -348,7 +348,7 @@ def _activation_offload(draft: HubDraft, mode: str | None) -> None:
         draft.put(path, "offload.activations", "cpu")
 
 
-def _saving(draft: HubDraft) -> None:
+def _saving(draft: TerrazzoDraft) -> None:
     export, state = draft.value("saving.export", "none"), draft.value("saving.state", "sharded")
     if draft.setting("saving.export").key or (not draft.own and export != "none"):
         draft.put("saving.export", "checkpoint.save_format", "hf" if export != "none" else "terrazzo")

@@ -1,18 +1,18 @@
-"""Writing the hub's precision section."""
+"""Writing the precision section."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from terrazzo.dialects.core.description import LOADED
-from terrazzo.dialects.formats.terrazzo.hub_draft import HubDraft
+from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.engine import DTYPE_NAMES, MOMENTS_NAMES, PRECISIONS, LossScaling
 from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["write_precision"]
 
 
-def write_precision(draft: HubDraft) -> None:
+def write_precision(draft: TerrazzoDraft) -> None:
     """Every dtype, by the nearest preset and what differs from it, and what follows from them."""
     _dtypes(draft)
     if draft.value("precision.autocast"):
@@ -30,7 +30,7 @@ def write_precision(draft: HubDraft) -> None:
     _follows(draft, "saved", "master")
 
 
-def _dtype(draft: HubDraft, field: str) -> str | None:
+def _dtype(draft: TerrazzoDraft, field: str) -> str | None:
     dtype: str | None = draft.value(f"precision.{field}")
     return dtype if dtype in _names(field) else None
 
@@ -39,7 +39,7 @@ def _names(field: str) -> Collection[str]:
     return (MOMENTS_NAMES if field == "moments" else DTYPE_NAMES).values()
 
 
-def _dtypes(draft: HubDraft) -> None:
+def _dtypes(draft: TerrazzoDraft) -> None:
     paths = [f"precision.{field}" for field in DTYPE_FIELDS]
     scaling: LossScaling | None = draft.value("precision.loss_scaling")
     fixed = draft.value("precision.static_loss_scale")
@@ -57,7 +57,7 @@ def _dtypes(draft: HubDraft) -> None:
     _loss_scaling(draft, scaling, fixed, key)
 
 
-def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) -> None:
+def _one_dtype(draft: TerrazzoDraft, path: str, field: str, preset: str, key: str) -> None:
     value = draft.value(path)
     if value in _names(field) and (value != preset or draft.setting(path).key == path):
         draft.put(path, f"precision.{field}", value)
@@ -70,7 +70,7 @@ def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) ->
         draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(_names(field))}")
 
 
-def _loss_scaling(draft: HubDraft, scaling: LossScaling | None, fixed: float | None, key: str) -> None:
+def _loss_scaling(draft: TerrazzoDraft, scaling: LossScaling | None, fixed: float | None, key: str) -> None:
     path = "precision.loss_scaling"
     if fixed:
         draft.lossy("precision.static_loss_scale", f"the scale is dynamic, from {LossScaling().init:g}", key)
@@ -81,7 +81,7 @@ def _loss_scaling(draft: HubDraft, scaling: LossScaling | None, fixed: float | N
         draft.implied(path, key=key)
 
 
-def _follows(draft: HubDraft, field: str, name: str) -> None:
+def _follows(draft: TerrazzoDraft, field: str, name: str) -> None:
     """A dtype that has no key: it is that of another. fp16 with a scaled loss hands its outputs over in fp32."""
     value = _dtype(draft, name)
     if field == "output" and draft.description.value("precision.loss_scaling"):

@@ -8,10 +8,8 @@ saved file, its fields tell.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
-from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.torchtitan.findings import findings
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, REMOVED
 from terrazzo.dialects.formats.torchtitan.read import read
@@ -40,5 +38,4 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
-    meaning=partial(meaning_of, KEYS),
 )

@@ -88,7 +88,7 @@ def _pipeline(reader: Reader, ranks: int, context: ReadingContext) -> SettingsBy
 
 def _shards(reader: Reader) -> Setting[Any]:
     key = "parallelism.data_parallel_shard_degree"
-    if reader.get(key) == -1:
+    if reader.raw(key) == -1:
         reader.mark(key, "applied")
         return Setting(None, "file", key)
     return reader.take(key)
@@ -99,7 +99,7 @@ def _row(
 ) -> SettingsByPath:
     key = "parallelism.fsdp_reshard_after_forward"
     policy = reader.take(key)
-    if reader.get(key) == "default":
+    if reader.raw(key) == "default":
         reader.keep(key, "freed after forward, unless the model is pipelined", loss="harmless")
     always = mesh["mesh.pp"].value == 1 if policy.value is None else policy.value
     if shards.value == 1 and mesh["mesh.cp"].value == 1:
@@ -139,7 +139,7 @@ def _batch(reader: Reader, stages: int) -> SettingsByPath:
     if stages != 1:
         return {"batch.sequence_length": length, **_pipelined_batch(reader, local, key)}
     settings = {"batch.micro_batch": local, "batch.sequence_length": length}
-    if reader.get(key, -1) == -1:
+    if reader.raw(key, -1) == -1:
         reader.mark(key, "applied", "one micro-batch per rank and step")
         origin: Any = "file" if key in reader.flat else "default"
         return {**settings, "batch.accumulation": Setting(1, origin, key if key in reader.flat else "")}
@@ -150,7 +150,7 @@ def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> SettingsB
     """Stages run the local batch in parts; `key` is that of the global one."""
     part = reader.take(PIPELINED_BATCH)
     reader.keep(LOCAL_BATCH, "as many sequences as go through the stages before gradients are summed", loss="harmless")
-    if reader.get(key, -1) != -1:
+    if reader.raw(key, -1) != -1:
         return {"batch.micro_batch": part, "batch.global_batch": reader.take(key)}
     reader.keep(key, "the local batch of each data rank", loss="harmless")
     return {"batch.micro_batch": part, "batch.accumulation": derived(local.value // part.value, local, part)}
@@ -161,7 +161,7 @@ def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> SettingsB
 
 def _optimizer(reader: Reader) -> SettingsByPath:
     key = "optimizer.param_groups"
-    groups = reader.get(key)
+    groups = reader.raw(key)
     if groups == KEYS[key].default:
         reader.keep(key, "it says nothing: the default holds", loss="harmless")
     if not groups:
@@ -233,12 +233,12 @@ def _training(reader: Reader) -> SettingsByPath:
 def _checkpointing(reader: Reader) -> SettingsByPath:
     section, path = "activation_checkpoint", "activation_checkpointing.mode"
     below = [key.partition(".")[2] for key in reader.flat if key.startswith(f"{section}.")]
-    if section in reader.flat and reader.get(section) is None:
+    if section in reader.flat and reader.raw(section) is None:
         return {path: Setting("none", "file", section)}
     key = f"{section}.type" if "type" in below else section
     if key in reader.flat:
         mode = reader.take(key)
-        if str(reader.get(key)).lower() == "memorybudgetac":
+        if str(reader.raw(key)).lower() == "memorybudgetac":
             reader.keep(key, _BUDGET)
         return {path: mode}
     if not below:
@@ -261,7 +261,7 @@ def _saving(reader: Reader) -> SettingsByPath:
         **only_from_file({"saving.folder": reader.take("checkpoint.folder")}),
         "saving.background": reader.take("checkpoint.async_mode"),
     }
-    if reader.get("checkpoint.async_mode") == "async_with_pinned_mem":
+    if reader.raw("checkpoint.async_mode") == "async_with_pinned_mem":
         reader.keep("checkpoint.async_mode", "the copy is in pinned memory", loss="harmless")
     keep = reader.take("checkpoint.keep_latest_k")
     settings["saving.keep_last"] = Setting(keep.value or None, keep.origin, keep.key)

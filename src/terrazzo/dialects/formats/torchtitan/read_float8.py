@@ -29,7 +29,7 @@ def read_float8(reader: Reader) -> SettingsByPath:
 
 def _section(reader: Reader, section: str) -> SettingsByPath:
     inside = [key for key in reader.flat if key.startswith(f"{section}.")]
-    if not inside or reader.get(f"{section}.enable_float8_linear") is False:
+    if not inside or reader.raw(f"{section}.enable_float8_linear") is False:
         return {}
     for name, why in _OTHERS.items():
         reader.keep(f"{section}.{name}", why, loss="harmless")
@@ -38,7 +38,7 @@ def _section(reader: Reader, section: str) -> SettingsByPath:
 
 def _recipe(reader: Reader, section: str, first: str) -> SettingsByPath:
     key = f"{section}.recipe_name"
-    recipe = reader.get(key) or "tensorwise"
+    recipe = reader.raw(key) or "tensorwise"
     if recipe not in _RECIPES:
         reader.refuse(key, f"there is no recipe {recipe!r} here: use {', '.join(_RECIPES)}")
         return {}
@@ -53,7 +53,7 @@ def _recipe(reader: Reader, section: str, first: str) -> SettingsByPath:
 
 def _names(reader: Reader, key: str) -> SettingsByPath:
     """Parts of names, of layers that are left out."""
-    parts: Any = reader.get(key)
+    parts: Any = reader.raw(key)
     if parts is None:
         return {}
     if not isinstance(parts, list) or not all(isinstance(name, str) for name in parts):

@@ -8,13 +8,21 @@ from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
-from terrazzo.dialects.formats.torchtitan.write_plan import APART, option, write_plan
+from terrazzo.dialects.formats.torchtitan.write_own import own_activations, own_batch, own_saving, own_schedule
+from terrazzo.dialects.formats.torchtitan.write_plan import APART, write_plan
+from terrazzo.dialects.formats.torchtitan.write_words import (
+    ACTIVATIONS,
+    CLASSES,
+    DECAY_TYPE,
+    GLOBAL_BATCH,
+    OPTIMIZER,
+    final_fraction,
+    option,
+)
 
 __all__ = ["write"]
 
 _NEVER_CLIPS = 1e9
-_CLASSES = {"none": None, "full": "FullAC", "selective_half": "SelectiveAC"}
-"""The class that recomputes what a mode recomputes."""
 
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
@@ -25,12 +33,16 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     if write_offload(draft, "training.enable_cpu_offload"):
         draft.implied("offload.pin")
     _dtypes(draft)
-    _batch(draft, context)
-    _optimizer(draft)
-    _schedule(draft)
+    _sequences(draft)
+    own_batch(draft) if draft.own else _batch(draft, context)
+    draft.implied(OPTIMIZER) if draft.own else _optimizer(draft)
+    _length(draft)
+    own_schedule(draft) if draft.own else _schedule(draft)
     _loop(draft)
-    _activations(draft)
-    _saving(draft)
+    own_activations(draft) if draft.own else _activations(draft)
+    draft.implied("saving.state", "DCP: sharded, for any number of ranks")
+    own_saving(draft) if draft.own else _saving(draft)
+    _export(draft)
     return draft.finish()
 
 
@@ -116,25 +128,24 @@ def _states(draft: TerseDraft, master: str) -> None:
         draft.lossy("precision.moments", f"the optimizer's state has the dtype of the weights, {master}")
 
 
-def _batch(draft: TerseDraft, context: ReadingContext) -> None:
-    pipelined = draft.value("mesh.pp", 1) not in (None, 1)
-    option(draft, "batch.micro_batch", PIPELINED_BATCH if pipelined else LOCAL_BATCH)
+def _sequences(draft: TerseDraft) -> None:
+    option(draft, "batch.micro_batch", PIPELINED_BATCH if _is_pipelined(draft) else LOCAL_BATCH)
     option(draft, "batch.sequence_length", "training.seq_len")
-    key = "training.global_batch_size"
+
+
+def _is_pipelined(draft: TerseDraft) -> bool:
+    return draft.value("mesh.pp", 1) not in (None, 1)
+
+
+def _batch(draft: TerseDraft, context: ReadingContext) -> None:
     micro, count = draft.value("batch.micro_batch"), draft.value("batch.accumulation")
     ranks = ranks_left(draft.description, context.world, APART)
-    if pipelined and not draft.own:
+    if _is_pipelined(draft):
         _local_batch(draft, micro, count, ranks)
-        return
-    if draft.own:
-        if key in draft.setting("batch.accumulation").keys and draft.setting("batch.accumulation").origin == "file":
-            draft.put("batch.accumulation", key, -1)
-        else:
-            option(draft, "batch.global_batch", key)
     elif draft.value("batch.global_batch"):
-        draft.put(("batch.global_batch", "batch.accumulation"), key, draft.value("batch.global_batch"))
+        draft.put(("batch.global_batch", "batch.accumulation"), GLOBAL_BATCH, draft.value("batch.global_batch"))
     elif micro and count and count > 1 and ranks:
-        draft.put("batch.accumulation", key, micro * count * ranks)
+        draft.put("batch.accumulation", GLOBAL_BATCH, micro * count * ranks)
     elif count and count > 1:
         need = "the micro-batch" if not micro else "the number of ranks (--world)"
         draft.lossy("batch.accumulation", f"torchtitan counts the global batch, which needs {need} as well")
@@ -158,9 +169,8 @@ def _local_batch(draft: TerseDraft, micro: int | None, count: int | None, ranks:
 
 
 def _optimizer(draft: TerseDraft) -> None:
-    paths = tuple(f"optimizer.{name}" for name in ("name", "lr", "betas", "eps", "weight_decay", "options"))
-    name, key = draft.value("optimizer.name"), "optimizer.param_groups"
-    if draft.own or name is None:
+    paths, name = OPTIMIZER, draft.value("optimizer.name")
+    if name is None:
         draft.implied(paths)
         return
     if name not in ("Adam", "AdamW"):
@@ -176,18 +186,18 @@ def _optimizer(draft: TerseDraft) -> None:
     options = {each: list(value) if each == "betas" else value for each, value in numbers.items() if value is not None}
     options |= {each: value for each, value in draft.value("optimizer.options", {}).items() if each not in options}
     group = {"pattern": ".*", "optimizer_name": name, "optimizer_kwargs": options}
-    draft.put(paths, key, [group])
+    draft.put(paths, "optimizer.param_groups", [group])
+
+
+def _length(draft: TerseDraft) -> None:
+    option(draft, "schedule.total_steps", "training.steps")
+    _warmup(draft)
 
 
 def _schedule(draft: TerseDraft) -> None:
-    option(draft, "schedule.total_steps", "training.steps")
-    _warmup(draft)
-    name, total = draft.value("schedule.name"), draft.value("schedule.total_steps")
-    kind, ratio = "lr_scheduler.decay_type", "lr_scheduler.decay_ratio"
-    if draft.own:
-        _own_schedule(draft, name)
-    elif name in ("linear", "cosine", "sqrt"):
-        draft.option("schedule.name", kind, "linear")
+    name, total, ratio = draft.value("schedule.name"), draft.value("schedule.total_steps"), "lr_scheduler.decay_ratio"
+    if name in ("linear", "cosine", "sqrt"):
+        draft.option("schedule.name", DECAY_TYPE, "linear")
     elif name == "constant":
         draft.put("schedule.name", ratio, 0.0)
     elif name == "wsd":
@@ -197,22 +207,16 @@ def _schedule(draft: TerseDraft) -> None:
         _decay_type(draft)
     elif name is not None:
         draft.lossy("schedule.name", f"torchtitan has no schedule {name}: it decays linearly after the warm-up")
-    if name == "constant" and not draft.own:
+    if name == "constant":
         draft.implied("schedule.final_fraction")
-    elif draft.value("schedule.final_fraction") is not None:
-        option(draft, "schedule.final_fraction", "lr_scheduler.min_lr_factor")
+    else:
+        final_fraction(draft)
 
 
 def _decay_type(draft: TerseDraft) -> None:
     options = draft.value("schedule.options", {})
     if options.get("decay_type") in ("linear", "sqrt", "cosine"):
-        draft.put("schedule.options", "lr_scheduler.decay_type", options["decay_type"])
-
-
-def _own_schedule(draft: TerseDraft, name: str) -> None:
-    kind = "lr_scheduler.decay_type"
-    if kind in draft.setting("schedule.name").keys and draft.setting("schedule.name").origin == "file":
-        draft.put("schedule.name", kind, name)
+        draft.put("schedule.options", DECAY_TYPE, options["decay_type"])
 
 
 def _warmup(draft: TerseDraft) -> None:
@@ -242,14 +246,12 @@ def _loop(draft: TerseDraft) -> None:
 
 
 def _activations(draft: TerseDraft) -> None:
-    path, key = "activation_checkpointing.mode", "activation_checkpoint"
+    path, key = "activation_checkpointing.mode", ACTIVATIONS
     mode = draft.value(path)
-    paths = (path, "activation_checkpointing.every")
-    if draft.own:
-        _own_activations(draft, mode)
-    elif mode in _CLASSES:
-        draft.put(path, key, _CLASSES[mode])
+    if mode in CLASSES:
+        draft.put(path, key, CLASSES[mode])
     elif mode == "every":
+        paths = (path, "activation_checkpointing.every")
         draft.put(paths, key, "FullAC", "torchtitan recomputes every block, or operators of every block", "lossy")
     elif mode is not None:
         why = f"SelectiveAC keeps every second matrix product, as selective_half does; asked was {mode}"
@@ -258,28 +260,19 @@ def _activations(draft: TerseDraft) -> None:
         draft.lossy("activation_checkpointing.ops", "which operators are kept is decided in a subclass of SelectiveAC")
 
 
-def _own_activations(draft: TerseDraft, mode: str) -> None:
-    path, key = "activation_checkpointing.mode", "activation_checkpoint"
-    keys = draft.setting(path).keys
-    if keys in ((key,), (f"{key}.type",)) and not draft.is_extra(keys[0]):
-        draft.put(path, keys[0], _CLASSES[mode])  # MemoryBudgetAC, whose mode is none of these, is kept as it stands
-
-
 # -- saving --------------------------------------------------------------------------------------------------------
 
 
 def _saving(draft: TerseDraft) -> None:
-    every, key = draft.value("saving.every"), "checkpoint.interval"
-    draft.implied("saving.state", "DCP: sharded, for any number of ranks")
-    if draft.own:
-        _own_saving(draft, every)
-    elif every is not None:
-        draft.put("saving.every", key, every)
+    if (every := draft.value("saving.every")) is not None:
+        draft.put("saving.every", "checkpoint.interval", every)
         draft.write("checkpoint.enable", True)
     else:
         draft.implied("saving.every")
-    export = {"hf": True, "full": True, "none": False}
-    draft.option("saving.export", "checkpoint.last_save_in_hf", "none", export)
+
+
+def _export(draft: TerseDraft) -> None:
+    draft.option("saving.export", "checkpoint.last_save_in_hf", "none", {"hf": True, "full": True, "none": False})
     if draft.is_set("saving.keep_last"):
         _keep_last(draft)
     if draft.value("saving.folder") is not None:
@@ -288,15 +281,6 @@ def _saving(draft: TerseDraft) -> None:
         draft.option("saving.background", "checkpoint.async_mode", False, {True: "async", False: "disabled"})
     else:
         draft.implied("saving.background")
-
-
-def _own_saving(draft: TerseDraft, every: int | None) -> None:
-    keys = draft.setting("saving.every").keys
-    if "checkpoint.enable" in keys:
-        draft.put("saving.every", "checkpoint.enable", every is not None)
-    if "checkpoint.interval" in keys:
-        draft.write("checkpoint.interval", every)
-    draft.implied("saving.every", key="checkpoint.interval")
 
 
 def _keep_last(draft: TerseDraft) -> None:

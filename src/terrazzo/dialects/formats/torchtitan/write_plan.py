@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import TerseDraft
 from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row
-from terrazzo.dialects.formats.torchtitan.keys import DEGREES, KEYS, PIPELINE, SCHEDULES, STAGE_LAYERS
+from terrazzo.dialects.formats.torchtitan.keys import DEGREES, PIPELINE, SCHEDULES, STAGE_LAYERS
+from terrazzo.dialects.formats.torchtitan.write_words import option
 
-__all__ = ["APART", "option", "write_plan"]
+__all__ = ["APART", "write_plan"]
 
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
 _REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
@@ -26,11 +25,6 @@ _ORDERS = {
     ("zero_bubble", False): "InterleavedZeroBubble",
 }
 """Name of a schedule by the order, and whether a rank has several stages."""
-
-
-def option(draft: TerseDraft, path: str, key: str, words: dict[Any, Any] | None = None) -> None:
-    """Write a setting unless it is the key's default; the words are those of neutral values."""
-    draft.option(path, key, KEYS[key].default if words is None else KEYS[key].neutral, words)
 
 
 def write_plan(draft: TerseDraft, context: ReadingContext) -> None:

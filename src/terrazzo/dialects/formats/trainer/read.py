@@ -61,7 +61,7 @@ def _precision(reader: TrainerReader, stack: str, settings: Mapping[str, Setting
 def _narrow(reader: TrainerReader, settings: SettingsByPath) -> None:
     """An optimizer whose states are in 8 bits is another one here, and the precision of moments says the rest."""
     if (
-        str(reader.get("optim")) in EIGHT_BITS and "optim" in settings["optimizer.name"].keys
+        str(reader.raw("optim")) in EIGHT_BITS and "optim" in settings["optimizer.name"].keys
     ):  # DeepSpeed may have its own
         settings["precision.moments"] = Setting("int8", "file", "optim")
         reader.mark("optim", "lossy", "codes of 8 bits have other values here, and small tensors have them too")
@@ -98,7 +98,7 @@ def _clipping(reader: TrainerReader, does: float | None) -> None:
     """Under DeepSpeed the engine clips, by its own key: the Trainer's only fills "auto"."""
     if reader.nested is None or "gradient_clipping" in reader.nested.document or "max_grad_norm" not in reader.flat:
         return
-    norm = reader.get("max_grad_norm")
+    norm = reader.raw("max_grad_norm")
     reader.keep("max_grad_norm", "DeepSpeed's gradient_clipping decides", loss="harmless")
     if norm != (does or 0):
         why = f"DeepSpeed clips at its own gradient_clipping, {does or 0:g}: say deepspeed: {{gradient_clipping: auto}}"

@@ -55,9 +55,9 @@ def _optimizer(reader: TrainerReader) -> SettingsByPath:
 
 
 def _schedule(reader: TrainerReader) -> SettingsByPath:
-    word = str(reader.get("lr_scheduler_type") or "linear").lower()
+    word = str(reader.raw("lr_scheduler_type") or "linear").lower()
     name = reader.take("lr_scheduler_type")
-    options = reader.get("lr_scheduler_kwargs")
+    options = reader.raw("lr_scheduler_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
     settings: SettingsByPath = {"schedule.name": name, **_length(reader), **_warmup(reader, word)}
     settings |= _shape(reader, word, options)
@@ -116,7 +116,7 @@ def _warmup(reader: TrainerReader, word: str) -> SettingsByPath:
 
 def _length(reader: TrainerReader) -> SettingsByPath:
     """The length of the run. By passes over the data, nobody knows it in steps."""
-    steps = number_type(-math.inf).parse(reader.get("max_steps", -1))
+    steps = number_type(-math.inf).parse(reader.raw("max_steps", -1))
     by_epochs = steps is MISSING or steps <= 0
     if steps in (-1, 0):
         reader.keep("max_steps", "the run is as long as num_train_epochs says", loss="harmless")
@@ -138,7 +138,7 @@ def _length(reader: TrainerReader) -> SettingsByPath:
 
 def _training(reader: TrainerReader) -> SettingsByPath:
     clip = reader.take("max_grad_norm")
-    by = [key for key in ("torch_compile_backend", "torch_compile_mode") if reader.get(key)]
+    by = [key for key in ("torch_compile_backend", "torch_compile_mode") if reader.raw(key)]
     compiled = reader.take("torch_compile")
     if by and not compiled.value:
         compiled = Setting(True, "file", ", ".join(by))
@@ -154,7 +154,7 @@ def _training(reader: TrainerReader) -> SettingsByPath:
 
 def _checkpointing(reader: TrainerReader) -> SettingsByPath:
     switches = [reader.take("activation_checkpointing")]
-    if reader.get("fsdp"):
+    if reader.raw("fsdp"):
         switches.append(reader.take("fsdp_config.activation_checkpointing"))
     on = any(setting.value for setting in switches)
     from_file = [setting for setting in switches if setting.origin == "file"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
+from terrazzo.dialects.core.keys import BOOLEAN, choice
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
@@ -30,14 +31,14 @@ def stack_of(reader: TrainerReader) -> str:
     """What stands under the Trainer: `deepspeed`, `fsdp1`, `fsdp2`, `native` or `ddp`."""
     if reader.nested is not None:
         return "deepspeed"
-    if reader.get("fsdp"):
+    if reader.raw("fsdp"):
         return f"fsdp{fsdp_version(reader)}"
     return "native" if "distributed_config" in reader else "ddp"
 
 
 def fsdp_version(reader: TrainerReader) -> int:
     """FSDP's version, as `fsdp_config` says."""
-    return 1 if str(reader.get("fsdp_config.version", 2)) == "1" else 2
+    return 1 if str(reader.raw("fsdp_config.version", 2)) == "1" else 2
 
 
 def read_parallel(reader: TrainerReader, stack: str) -> SettingsByPath:
@@ -79,7 +80,7 @@ def _without_fsdp(reader: TrainerReader, stack: str) -> None:
         reader.keep("fsdp", "FSDP is off", loss="harmless")
     other = "DeepSpeed is on" if stack == "deepspeed" else "FSDP is off"
     for key in reader.unread():
-        if key.startswith("fsdp_config") and reader.get(key) is not None:
+        if key.startswith("fsdp_config") and reader.raw(key) is not None:
             reader.refuse(key, f"{other}: TrainingArguments ignore it. Say fsdp: true, or remove it")
 
 
@@ -104,7 +105,7 @@ def _fsdp(reader: TrainerReader, stack: str, mesh: SettingsByPath) -> SettingsBy
 
 def _legacy(reader: TrainerReader) -> dict[str, Any]:
     """What the older form of `fsdp`, words in a text or list, says: a strategy, and offload."""
-    raw = reader.get("fsdp")
+    raw = reader.raw("fsdp")
     if raw is True:
         reader.mark("fsdp", "applied")
         return {}
@@ -138,7 +139,7 @@ def _row_of(reader: TrainerReader, version: int, words: dict[str, Any]) -> Setti
     if version == 1:
         return _passed_over(reader, _strategy(reader, fallback) if key in reader.flat else fallback)
     if key in reader.flat:
-        frees = reader.boolean(key, None)
+        frees = reader.take_as(key, BOOLEAN)
         return fallback if frees.value is None else Setting("zero3" if frees.value else "shard_grad_op", "file", key)
     return fallback
 
@@ -146,10 +147,10 @@ def _row_of(reader: TrainerReader, version: int, words: dict[str, Any]) -> Setti
 def _strategy(reader: TrainerReader, fallback: Setting[Any]) -> Setting[Any]:
     """Version 1's name or number of a strategy."""
     key = "fsdp_config.reshard_after_forward"
-    row = reader.choice(key, {**STRATEGIES, **_BY_NUMBER}, None)
+    row = reader.take_as(key, choice({**STRATEGIES, **_BY_NUMBER}))
     if row.value is None:
         named = "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2"
-        reader.refuse(key, f"it is {reader.get(key)!r}; version 1 takes the name of a strategy: {named}")
+        reader.refuse(key, f"it is {reader.raw(key)!r}; version 1 takes the name of a strategy: {named}")
         return fallback
     return row
 
@@ -207,7 +208,7 @@ def _prefetch(reader: TrainerReader, version: int) -> SettingsByPath:
         return {"prefetch.forward": Setting(0, "default"), "prefetch.backward": Setting(1, "default")}
     key = "fsdp_config.backward_prefetch"
     backward = reader.take(key)
-    if str(reader.get(key)).lower() == "backward_post":
+    if str(reader.raw(key)).lower() == "backward_post":
         reader.keep(key, "the next unit is gathered after the gradients of this one, not before", loss="harmless")
     ahead = reader.take("fsdp_config.forward_prefetch")
     for name in ("use_orig_params", "limit_all_gathers"):
@@ -219,7 +220,7 @@ def _loading(reader: TrainerReader, version: int) -> SettingsByPath:
     low = reader.take("fsdp_config.cpu_ram_efficient_loading")
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"):
         key = f"fsdp_config.{name}"
-        if reader.get(key):
+        if reader.raw(key):
             reader.keep(key, "torch_xla shards on TPUs: another library", loss="refused")
             reader.refuse(key, "torch_xla's sharding is another library: remove it")
         else:
@@ -253,7 +254,7 @@ def _native(reader: TrainerReader) -> SettingsByPath:
         key = f"distributed_config.{name}"
         if key in reader.unread() and name not in ("tp_size", "ep_size", "pp_size", "fsdp_mixed_precision"):
             why = "which modules are split, and how, is transformers' own"
-            same = reader.get(key) == DISTRIBUTED[name].default
+            same = reader.raw(key) == DISTRIBUTED[name].default
             reader.keep(key, why, loss="harmless" if same else "lossy")
     whole = shards if row != "zero0" else Setting(replicas.value, replicas.origin, replicas.key)
     return {

@@ -1,4 +1,4 @@
-"""What the parts of the hub's writer share."""
+"""A Terrazzo document on its way out: what is left to defaults, and what is taken over as it is."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.terrazzo.paths import KEY_OF
 
-__all__ = ["HubDraft"]
+__all__ = ["TerrazzoDraft"]
 
 
-class HubDraft(Draft):
-    """A document of the hub under way: what is left to defaults, and what is taken over as it is."""
+class TerrazzoDraft(Draft):
+    """A draft of a Terrazzo document."""
 
     def __init__(self, description: Description) -> None:
         super().__init__(description, "Terrazzo", "terrazzo")
