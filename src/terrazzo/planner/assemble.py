@@ -1,4 +1,4 @@
-"""An estimate of one setup, put together: the one way for a plan that was named and for every plan of a search."""
+"""An estimate of one setup, put together: the one way for a setup that was named and for every one of a search."""
 
 from __future__ import annotations
 

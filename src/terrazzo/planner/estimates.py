@@ -68,12 +68,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of a plan.
+    """A change of a setup.
 
     Attributes:
         options: of the command line, such as `--ac full`.
-        estimate: of the plan with them.
-        cost: what that takes against the plan without, in words.
+        estimate: of the setup with them.
+        cost: what that takes against the setup without, in words.
     """
 
     options: str

@@ -6,8 +6,8 @@ Read the modules in this order:
     frontier      `Frontier`: what fits, ranked, and what does not, with reasons
     ranking       the order of what fits
     search        all candidates estimated: `search`
-    sizing        the fewest devices on which a plan surely fits: `min_gpus`
-    edits         the smallest changes with which a plan fits
+    sizing        the fewest devices on which a setup surely fits: `min_gpus`
+    edits         the smallest changes with which a setup fits
     emit          a setup as the configuration of `terrazzo train`
 
 The tokens per second of one candidate go through these functions:
@@ -20,7 +20,7 @@ The tokens per second of one candidate go through these functions:
         objections               is it refused                                                          gate
         assemble                 `time.tokens_per_s_per_gpu`; where they fall, no larger one is tried   assemble
       rank_key                   what surely fits first, then the fastest, the fewest or the cheapest   ranking
-      simplest_first             within 3 % of the first the simplest plan takes its place              ranking
+      simplest_first             within 3 % of the first the simplest takes its place                   ranking
     Frontier                     `ranked`, the Pareto front and what was refused                        frontier
 
 `min_gpus` asks `search` with the least memory that is allowed on each number of devices that it tries, and once more

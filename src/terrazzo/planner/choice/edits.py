@@ -1,4 +1,4 @@
-"""Of a plan that does not fit: the edits that change the least of it and with which it does, each of them planned."""
+"""Of a setup that does not fit: the edits that change the least of it and with which it does, an estimate of each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Reque
 
 @dataclass(frozen=True)
 class Kinds(Generic[T]):
-    """Changes of a plan by kind, of each what changes the least first: options, and what is planned with them.
+    """Changes of a setup by kind, of each what changes the least first: options, and what they make of it.
 
     Attributes:
         alone: each of which may be enough; together: which are tried where none of those surely is.
@@ -75,7 +75,7 @@ def no_edit(setup: Setup) -> str:
 
 
 def cost_of(edited: Estimate, before: Estimate) -> str:
-    """What a change takes, against a plan as it would run if there were room for it."""
+    """What a change takes, against a setup as it would run if there were room for it."""
     costs = []
     if edited.time and before.time:
         change = edited.time.tokens_per_s_per_gpu / before.time.tokens_per_s_per_gpu - 1
@@ -151,7 +151,7 @@ def _smaller(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
 
 
 def _elsewhere(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
-    """States in host memory or on disks; of a plan that has them there already, fewer of them, or back."""
+    """States in host memory or on disks; of a setup that has them there already, fewer of them, or back."""
     base, at, tier = setup.plan.name.partition("@")
     tiers = [tier for tier in TIERS if setup.cluster.device.kind != "cpu" or tier.startswith("nvme")]
     if at and ":" not in tier:

@@ -98,7 +98,7 @@ class Frontier:
         return plain(self.blocks(noted(self.request, best))).rstrip()
 
     def blocks(self, best: Estimate, head: Sequence[TextBlock] = ()) -> list[TextBlock]:
-        """All plans in short and `best` in detail.
+        """All estimates in short and `best` in detail.
 
         Args:
             head: what stands above everything; without it the verdict on `best` does.

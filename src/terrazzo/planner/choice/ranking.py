@@ -53,7 +53,7 @@ def simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:
 
 
 def _complexity(estimate: Estimate) -> tuple[int, ...]:
-    """What there is to set up and to understand of a plan: states elsewhere, kinds of parallelism, groups of ranks,
+    """What there is to set up and to understand of a setup: states elsewhere, kinds of parallelism, groups of ranks,
     schedules, and activations that are computed twice.
     """
     setup, mesh = estimate.setup, estimate.setup.mesh

@@ -43,7 +43,7 @@ VARIED = 8
 
 
 def search(request: Request, calibration: Calibration | None = None, framework: Framework = TERRAZZO) -> Frontier:
-    """Compare all plans, meshes, checkpointing modes and micro-batches that a request leaves open.
+    """Compare all strategies, meshes, checkpointing modes and micro-batches that a request leaves open.
 
     Without `request.parallel` only the data axes are tried, which is what the engine runs; without `request.offload`
     only strategies that keep all states on the device.

@@ -47,7 +47,7 @@ class Sizing:
     Attributes:
         floor: devices that hold the model states alone; state_bytes: all of them together.
         steps: what was found on each number of devices that was tried, in order.
-        gpus: the fewest found on which a plan surely fits; None where none of those tried does.
+        gpus: the fewest found on which a setup surely fits; None where none of those tried does.
         expected: the fewest of those tried on which one is expected to fit.
     """
 

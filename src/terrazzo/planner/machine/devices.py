@@ -1,4 +1,4 @@
-"""The machines that plans are made for: devices from a sourced table, their links, and how many of them there are.
+"""The machines that estimates are made for: devices from a sourced table, their links, and how many of them there are.
 
 A new device is one row of `gpus.csv`; a new architecture is one more entry of `ARCHITECTURES`. Empty fields are figures
 that are not known. Columns of the table:

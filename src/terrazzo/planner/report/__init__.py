@@ -8,7 +8,7 @@ Read the modules in this order:
     explain         a term's formula, inputs and source: `--explain`
     bars            a picture of memory before it is drawn: kinds, bars, a chart
     alternatives    the same run under other strategies, for that picture
-    answer          `Answer`: one plan, or a search with the plan that it found
+    answer          `Answer`: one estimate, or a search with its best
     bare            `BareAnswer`: of a number of parameters alone
     terminal        a chart in characters
     picture         a chart as SVG or PNG

@@ -1,4 +1,4 @@
-"""What was found for a model on machines: one plan, and where many were tried, the others and the sizing."""
+"""The answer for a model on machines: one estimate, and where many were made, the others and the sizing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Answer"]
 
 @dataclass(frozen=True)
 class Answer:
-    """`best` is the plan that was asked for, the best of a search, or what comes nearest where nothing fits."""
+    """`best` is of the setup that was named, the best of a search, or what comes nearest where nothing fits."""
 
     best: Estimate
     estimate: Callable[[Setup], Estimate]

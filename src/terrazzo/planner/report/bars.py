@@ -58,7 +58,7 @@ class MemoryBar:
     Attributes:
         parts: bytes by name of a kind, from the left.
         upper: bytes, None if there is no bound.
-        chosen: it is the plan that the report is about.
+        chosen: the report is about it.
     """
 
     label: str

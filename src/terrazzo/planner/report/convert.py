@@ -30,7 +30,7 @@ GB = 1e9
 
 
 def report_of(estimate: Estimate) -> PlanReport:
-    """The whole of one plan."""
+    """The whole of one estimate."""
     memory = estimate.memory
     return PlanReport.of(
         memory,
@@ -47,7 +47,7 @@ def report_of(estimate: Estimate) -> PlanReport:
 
 
 def frontier_row(estimate: Estimate) -> FrontierRow:
-    """One plan in short."""
+    """One estimate in short."""
     setup, memory, time = estimate.setup, estimate.memory, estimate.time
     return FrontierRow.of(
         setup,

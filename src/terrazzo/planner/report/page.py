@@ -1,4 +1,4 @@
-"""One HTML file of an answer: memory, speed and cost of every plan, and of what changes when it is run otherwise.
+"""One HTML file of an answer: memory, speed and cost of every setup, and of what changes when it is run otherwise.
 
 All figures are computed here; the page, whose template is `page.html`, only draws them and loads nothing.
 """
@@ -33,7 +33,7 @@ TOKENS_PER_PARAMETER = 20
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 SEQUENCES = (0.25, 0.5, 1, 2, 4)
 COUNTS = (0.5, 1, 2, 4, 8)
-"""What sliders offer beside the plan's own: sizes, and multiples."""
+"""What sliders offer beside the setup's own: sizes, and multiples."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
     """The HTML.
 
     Args:
-        best: the plan that it opens with.
+        best: what it opens with.
         request: what was asked, of which sliders change one field each.
         frontier: what it is compared with; None: nothing.
     """
@@ -83,7 +83,7 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
             for each in sliders
         ],
         "grid": [_varied(chosen, sliders, values, best, estimate) for values in product(*(s.values for s in sliders))],
-        "plans": [_plan(each) | {"pareto": id(each) in pareto} for each in plans],
+        "plans": [_shown(each) | {"pareto": id(each) in pareto} for each in plans],
         "best": next((index for index, each in enumerate(plans) if each.setup == setup), None),
         "considered": frontier.considered if frontier else 1,
         "refused": _refused(frontier) if frontier else [],
@@ -128,7 +128,7 @@ def _varied(
     best: Estimate,
     estimate: Callable[[Setup], Estimate],
 ) -> dict[str, Any]:
-    """What the plan is with other values of some fields, or why it cannot be."""
+    """What the setup takes with other values of some fields, or why it cannot be."""
     changes = {slider.field: value for slider, value in zip(sliders, values, strict=True)}
     if all(slider.values[slider.start] == value for slider, value in zip(sliders, values, strict=True)):
         return _figures(best)
@@ -148,7 +148,7 @@ def _refused(frontier: Frontier) -> list[list[str]]:
     return [[", ".join(names), reason] for reason, names in reasons.items()]
 
 
-def _plan(estimate: Estimate) -> dict[str, Any]:
+def _shown(estimate: Estimate) -> dict[str, Any]:
     setup = estimate.setup
     mesh, mode = axes_text(setup), checkpointing_text(setup)
     return _figures(estimate) | {

@@ -2,7 +2,7 @@
 
 Nothing is estimated here. Read the modules in this order:
 
-    words     names of plans, meshes and terms; amounts with their unit
+    words     names of setups, meshes and terms; amounts with their unit
     blocks    lines and tables, and how they are printed
     terms     memory, traffic and time as such tables
 

@@ -1,4 +1,4 @@
-"""How plans, meshes and amounts are called in every report."""
+"""How setups, meshes and amounts are called in every report."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def verdict(memory: MemoryFigures) -> str:
 
 
 def blocker(memory: MemoryFigures) -> str:
-    """Which state or buffer on which place is in the way of a plan, in one sentence; empty where it fits."""
+    """Which state or buffer on which place is in the way of a setup, in one sentence; empty where it fits."""
     full = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
     if not full:
         return ""
