@@ -79,13 +79,17 @@ class _Walk(FullestMoment):
         super().__init__()
         self.units, self.settings = [WalkedUnit(unit) for unit in units], settings
         self.beside = units[0].events.beside
-        self.restart()
+        self.begin()
 
     def restart(self) -> None:
         """Nothing is held but weights at rest."""
         self.empty()
         for unit in self.units:
             unit.restart()
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is under way."""
         self.reducing: list[UnderWay] = []
         self.held_back: Sequence[WalkedUnit] = ()
         self.is_last, self.of_tables = True, NOTHING
