@@ -75,7 +75,7 @@ class Label:
     """One exchange.
 
     Attributes:
-        unit: index of what is moved; of a call its place in `CALLS`.
+        unit: index of what is moved; of a call its index in `CALLS`.
         number: of the pass that it belongs to, counted on each rank from the start.
         names: of all units.
     """

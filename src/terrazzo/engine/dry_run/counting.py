@@ -27,7 +27,7 @@ class ExpectedGradient(NamedTuple):
     """Of one parameter.
 
     Attributes:
-        place: of that among the parameters of the model; infinite where it may be used behind all of them.
+        position: of that among the parameters of the model; infinite where it may be used behind all of them.
         numel: elements of it, whole.
         bucket: number of its bucket in the unit.
     """

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 
 __all__ = ["described"]
 
 
-def described(plan: Plan, sharding: ShardingSpec, units: Sequence[Unit], why: str) -> str:
+def described(sharding: ShardingSpec, units: Sequence[Unit], why: str) -> str:
     """The plan's places, the dtypes and the units.
 
     Args:
-        plan: as asked for.
         why: how the units were found.
     """
-    axes = sharding.axes
+    axes, plan = sharding.axes, sharding.mesh_plan
     named = (*axes.names, *axes.beside, *(("ep",) if axes.has_experts else ()))
     sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in named)
     lines = [f"plan {plan.name} on {sizes} ({axes.device})"]

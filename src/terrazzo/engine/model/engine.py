@@ -51,8 +51,7 @@ class Engine:
         settle      All of that, and what users have written is taken over; nothing is gathered, and no copy is queued.
 
     Attributes:
-        plan: as asked for, in the mesh's axes.
-        sharding: the same with only the axes that have more than one rank, and the precision.
+        sharding: the plan and the precision on this mesh.
         progress: what ranks compare of the training so far.
         tally: what has been sent, and transient memory held.
         units: in registration order, root first.
@@ -68,7 +67,6 @@ class Engine:
         outer: rounds of replicas that train by themselves; None where gradients are summed over them.
     """
 
-    plan: Plan
     sharding: ShardingSpec
     progress: Progress
     tally: Tally
@@ -98,6 +96,11 @@ class Engine:
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes)
         if (diloco := self.sharding.diloco) is not None:
             self.outer = OuterSteps(diloco, self.trainable(), self.axes, self.tally)
+
+    @property
+    def plan(self) -> Plan:
+        """As asked for, in the mesh's axes; `sharding.plan` has only those with more than one rank."""
+        return self.sharding.mesh_plan
 
     @property
     def axes(self) -> Axes:
@@ -237,7 +240,7 @@ class Engine:
 
     def describe(self) -> str:
         """The plan's places, the dtypes and the units, as text."""
-        return described(self.plan, self.sharding, self.units, self.why_units)
+        return described(self.sharding, self.units, self.why_units)
 
 
 def engine_of(model: nn.Module) -> Engine:

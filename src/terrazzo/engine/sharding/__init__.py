@@ -5,8 +5,8 @@
 
     prepare                             what is asked for is read, on all ranks or on none      prepare
       _check_model, _read               the model's kind, units, plan, optimizers               checks, mesh_checks
-      check_alike                   ranks have the same model, and were told the same       compared
-      _plan: a Bucket for each group    and what these cannot do is refused                     packed_checks,
+      check_alike                       ranks have the same model, and were told the same       compared
+      _lay_out: a Bucket for each group and what these cannot do is refused                     packed_checks,
                                                                                                 matrix_checks
     ------------------------------------------------------------------------------------------------------------
     _open_store                         host memory and files                                   shard

@@ -1,4 +1,4 @@
-"""What `tz.shard` and `tz.estimate` do before anything is allocated or changed: read, check and compare, and plan."""
+"""What `tz.shard` and `tz.estimate` do before anything is allocated or changed: read, check, compare and lay out."""
 
 from __future__ import annotations
 
@@ -99,7 +99,6 @@ class Prepared:
         drawn: the units of the whole model, in whose order initial values are drawn.
     """
 
-    plan: Plan
     everyone: Axes
     sharding: ShardingSpec
     tally: Tally
@@ -134,7 +133,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_parts([member for spec in arguments.specs for member in spec.members], axes)
     replica = axes if options.diloco is None else axes.with_replicas_apart()
     sharding = ShardingSpec(replica, arguments.plan, arguments.precision, diloco=options.diloco)
-    return all_or_none(axes, lambda: _plan(arguments, options, sharding, axes, tally))
+    return all_or_none(axes, lambda: _lay_out(arguments, options, sharding, axes, tally))
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -182,23 +181,23 @@ def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
             member.assign_stages(holders if len(holders) > 1 else ())
 
 
-def _plan(
+def _lay_out(
     arguments: _ShardArguments, options: Options, sharding: ShardingSpec, everyone: Axes, tally: Tally
 ) -> Prepared:
     axes, built = sharding.axes, arguments.optimizers
     owners = [number for number, each in enumerate(built) for _ in each.param_groups]
-    planned = _plan_units(arguments.specs, sharding, tally.ledger, owners)
-    check_packed(planned, arguments.precision, axes, options.offload)
-    check_graphs(planned, axes.device)
-    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, arguments.precision, options.offload)
+    units = _units_of(arguments.specs, sharding, tally.ledger, owners)
+    check_packed(units, arguments.precision, axes, options.offload)
+    check_graphs(units, axes.device)
+    check_offload({tier for unit in units for tier in unit.buckets[0].tiers}, arguments.precision, options.offload)
     warn_of_unused(arguments.plan, options.offload, arguments.offloads_activations)
-    trainable = [bucket for unit in planned for bucket in unit.trainable()]
+    trainable = [bucket for unit in units for bucket in unit.trainable()]
     check_several(len(built), trainable, arguments.precision, options.diloco)
     check_narrow(map(type, built), arguments.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     check_matrices(trainable, templates, built)
-    plan, drawn, why = arguments.plan, arguments.drawn, arguments.why
-    return Prepared(plan, everyone, sharding, tally, planned, drawn, why, built, templates)
+    drawn, why = arguments.drawn, arguments.why
+    return Prepared(everyone, sharding, tally, units, drawn, why, built, templates)
 
 
 def _one_of(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:
@@ -231,7 +230,7 @@ def _build_optimizers(
     return built
 
 
-def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, owners: Sequence[int]) -> list[Unit]:
+def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, owners: Sequence[int]) -> list[Unit]:
     """The units, with nothing allocated yet.
 
     Args:

@@ -260,7 +260,6 @@ def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Sto
         chunks = stages.share_out([*map(parameters_of, units)])
         schedule = PipelineSchedule(units, chunks, prefetch, meeting, progress.denominator)
     return Engine(
-        plan=prepared.plan,
         sharding=sharding,
         progress=progress,
         tally=tally,

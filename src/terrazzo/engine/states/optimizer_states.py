@@ -53,7 +53,7 @@ class OptimizerStates:
             for i, m in enumerate(b.members)
             if m.group in self._driver.groups.numbers
         ]
-        self._places = {bucket.members[index].name: (bucket, index) for bucket, index in stepped}
+        self._located = {bucket.members[index].name: (bucket, index) for bucket, index in stepped}
 
     def names(self) -> list[str]:
         """The names of the parameters that the optimizer was built over, in its order."""
@@ -164,7 +164,7 @@ class OptimizerStates:
         first = self._initial() if begun and not fixed else {}
         for unit in self.engine.units:
             for bucket in (bucket for bucket in unit.trainable() if bucket in self._driver.buckets):
-                named = {n: i for n, (b, i) in self._places.items() if b is bucket and (first or n in fixed)}
+                named = {n: i for n, (b, i) in self._located.items() if b is bucket and (first or n in fixed)}
                 moments = {kind for name in named for kind in self._template_of(name).per_element}
                 for kind in sorted(moments):  # the same order on every rank
                     indices = {name: index for name, index in named.items() if kind in self._template_of(name)}
@@ -198,7 +198,7 @@ class OptimizerStates:
             RanksApart: where ranks were given other states; nothing has been changed.
         """
         self.engine.average.require_own_weights("optimizer.load_state_dict()")
-        by_name = {name: states.get(name, {}) for name in self._places}
+        by_name = {name: states.get(name, {}) for name in self._located}
         all_or_none(self.engine.axes, lambda: self._check_kinds(by_name))
         self._compare({name: sorted(kinds) for name, kinds in by_name.items()})
         taken = all_or_none(self.engine.axes, lambda: self._taken(by_name))
@@ -229,7 +229,7 @@ class OptimizerStates:
         for name, kinds in by_name.items():
             for kind in kinds:
                 value, spec = torch.as_tensor(kinds[kind]).detach(), self._template_of(name)[kind]
-                bucket, index = self._places[name]
+                bucket, index = self._located[name]
                 box = bucket.box(bucket.slots[index])
                 shape = box.shape if spec.per_element else spec.shape
                 if value.numel() != math.prod(shape) or (spec.per_element and value.shape != shape):
@@ -257,7 +257,7 @@ class OptimizerStates:
             )
 
     def _template_of(self, name: str) -> Template:
-        bucket, index = self._places[name]
+        bucket, index = self._located[name]
         return self.engine.drivers.templates[bucket.members[index].group]
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
@@ -289,9 +289,9 @@ class OptimizerStates:
 
     def _fixed(self) -> dict[str, list[tuple[str, Any]]]:
         """Names of the parameters with state, and the states that are not per element. Collective."""
-        shape = len(self._places), 1 + max((self._template_of(name).fixed_numel for name in self._places), default=0)
+        shape = len(self._located), 1 + max((self._template_of(name).fixed_numel for name in self._located), default=0)
         table = torch.full(shape, -math.inf, dtype=torch.float64, device=HOST)
-        rows = dict(zip(self._places, table.unbind(), strict=True))
+        rows = dict(zip(self._located, table.unbind(), strict=True))
         for segment in self._driver.segments:
             if state := self._optimizer.state.get(segment.parameter):
                 for slot, _ in segment.slots():
@@ -300,7 +300,7 @@ class OptimizerStates:
                     row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
                     rows[slot.name][: len(row)] = row
         agreed = self.engine.axes.maximum(table)
-        rows_agreed = zip(self._places, agreed, strict=True)
+        rows_agreed = zip(self._located, agreed, strict=True)
         return {name: list(_unpacked(self._template_of(name), row[1:])) for name, row in rows_agreed if row[0] == 0}
 
     def _initial(self) -> dict[int, States]:
@@ -314,7 +314,7 @@ class OptimizerStates:
 
     def _fixed_of(self, name: str, first: Mapping[int, States]) -> Iterator[tuple[str, Any]]:
         """The first states of a parameter that are not per element."""
-        bucket, index = self._places[name]
+        bucket, index = self._located[name]
         state = first[bucket.members[index].group]
         yield from ((kind, state[kind]) for kind in self._template_of(name).fixed)
 
