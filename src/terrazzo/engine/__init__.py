@@ -31,7 +31,10 @@ Four ways through it, each from its first call to its last:
         buckets/unit                Unit.reduce                        bucket by bucket, in one chain
         buckets/gradients/gradient  Gradient.reduce                    summed over ranks, axis by axis, and divided
         buckets/gradients/finished  FinishedGradient.land              at rest on its tier
+        hooks/backward_hooks        BackwardHooks.end                  autograd is done: what is left is summed
+        consensus/agreement         Agreement.agree_on_gradients       which gradients there are on any rank
         optim/driver                OptimizerDriver._before_step       torch's hook before `optimizer.step()`
+        model/engine                Engine.before_step                 whole, and none is changed any more
         buckets/gradients/gradient  Gradient.handed_over               what this step takes of it
         optim/device_updates        DeviceUpdates.begin                `.grad` of a segment of master weights
 

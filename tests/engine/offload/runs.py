@@ -142,14 +142,14 @@ def assert_same(found: Ranks, wanted: Ranks) -> None:
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No update away from the device begins before the event is set; it is set at the end."""
-    gate, step = threading.Event(), update._Moments.step
+    gate, step = threading.Event(), update.step_segment
 
     def waiting(*args: Any) -> None:
         assert gate.wait(120)
         step(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(update._Moments, "step", waiting)
+        patch.setattr(update, "step_segment", waiting)
         try:
             yield gate
         finally:

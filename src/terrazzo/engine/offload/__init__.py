@@ -16,7 +16,7 @@ What happens to one unit, and where:
     update     BackgroundUpdates.begin, or .unit_reduced in backward   background: when
                Updater.begin, then _UpdateThread on its thread         update: how, segment by segment
                  StagingBuffer                                         staging: files only, cell by cell, reads ahead
-                 SegmentStates.step                                    the optimizer's own code, see `engine.optim`
+                 step_segment                                          the optimizer's own code, see `engine.optim`
                  Sending.copy                                          sending: new weights that rest on the device
     weight     UnitWeights.gather waits for the update, then           buckets/unit_weights
                Bucket.publish, FullWeights.gather, DriveBuffer.load    file to device, then all ranks' parts

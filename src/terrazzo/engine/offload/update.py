@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.buckets.resting.narrow import NarrowState
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
-from terrazzo.engine.optim.narrow_states import NarrowStates
 from terrazzo.engine.optim.protocols import SegmentWork, Uses
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.segment_states import SegmentStates
+from terrazzo.engine.optim.segment_step import step_segment
+from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import Stream, set_current
@@ -237,14 +236,13 @@ class _UpdateThread:
 
     def _step(self, segment: Segment, task: _Task, has_gradient: bool) -> None:
         started, staging, work = time.perf_counter(), task.staging, task.work
-        in_8_bits = segment.bucket.precision.narrow is not None
-        states = _NarrowMoments(segment, staging) if in_8_bits else _Moments(segment, staging)
+        memory = StateMemory(segment) if staging is None else _StagedStates(segment, staging)
         gradient = self._gradient(segment, task) if has_gradient and work.uses.moments else None
         if not work.uses.weights:
-            work.run(segment, states, None, gradient)
+            work.run(segment, memory, None, gradient)
             return
         values = segment.parameter.detach() if staging is None else staging.part("master", segment.range)
-        work.run(segment, states, values, gradient)
+        work.run(segment, memory, values, gradient)
         weight = segment.bucket.own_weight
         if weight is not None and (staging is None or "weight" not in staging):
             with weight.opened(segment.range, "replace") as own:
@@ -267,54 +265,22 @@ class ElementwiseStep:
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
 
-    def run(
-        self, segment: Segment, states: SegmentStates | NarrowStates, values: Tensor | None, gradient: Tensor | None
-    ) -> None:
+    def run(self, segment: Segment, memory: StateMemory, values: Tensor | None, gradient: Tensor | None) -> None:
         assert values is not None, "it uses weights"
         parameter = nn.Parameter(values)
         parameter.grad = gradient
-        states.step(self._stepper, parameter)
+        step_segment(self._stepper, segment, parameter, memory)
 
 
-class _Moments(SegmentStates):
-    """States per element rest in host memory or files, and are brought to a step from there."""
+class _StagedStates(StateMemory):
+    """States in files, of which a cell is in a staging buffer."""
 
-    def __init__(self, segment: Segment, staging: StagingBuffer | None) -> None:
-        super().__init__(segment)
-        self._staging, self._names = staging, segment.bucket.moments
-
-    def load(self, key: str, value: Any, parameter: Tensor) -> Any:
-        return self._at_rest(key).to(parameter.dtype) if key in self._names else value
-
-    def _at_rest(self, key: str) -> Tensor:
-        if self._staging is not None:
-            return self._staging.part(key, self.segment.range)
-        with self._names[key].opened(self.segment.range, "change") as data:
-            return data
-
-    def store(self, key: str, value: Any) -> Any:
-        if key not in self._names:
-            return value
-        at_rest = self._at_rest(key)
-        if at_rest.data_ptr() != value.data_ptr():
-            at_rest.copy_(value)
-        if self._staging is None:
-            return at_rest
-        self._staging.keep(key)
-        return self.segment.state_placeholder(key)
-
-
-class _NarrowMoments(NarrowStates):
-    """The same in 8 bits."""
-
-    def __init__(self, segment: Segment, staging: StagingBuffer | None) -> None:
+    def __init__(self, segment: Segment, staging: StagingBuffer) -> None:
         super().__init__(segment)
         self._staging = staging
 
-    def codes(self, state: NarrowState, tile: Range) -> Tensor:
-        return super().codes(state, tile) if self._staging is None else self._staging.part(state.kind, tile)
+    def part(self, key: str, elements: Range) -> Tensor:
+        return self._staging.part(key, elements)
 
-    def stored(self, key: str) -> Any:
-        if self._staging is not None:
-            self._staging.keep(key)
-        return super().stored(key)
+    def keep(self, key: str) -> None:
+        self._staging.keep(key)

@@ -15,10 +15,10 @@ goes through these modules, from top to bottom:
           exchange_parts               - to owners, and back             matrix_exchange
           OffDeviceUpdates.carry_out   - elements away from the device   matrix_host_steps, offload/update
         OffDeviceUpdates.begin         segments away from the device     offload/background
-          on a thread: SegmentStates.step or NarrowStates.step           offload/update
+          on a thread: step_segment    - with states where they rest     offload/update, segment_step
         DeviceUpdates.begin            segments on the device:           device_updates
-          SegmentStates.step           - moments in another dtype        segment_states
-          NarrowStates.step            - moments in 8 bits               narrow_states
+          step_segment                 - moments in another dtype,       segment_step, full_states
+                                         or in 8 bits                    narrow_states
           Segment.take_gradient        - all others: `.grad` is set      segment
       the optimizer's own code: updates what has a `.grad`               torch
       torch's hook behind it: OptimizerDriver._after_step                driver
@@ -32,6 +32,6 @@ in its groups; or a `Stepper`, which runs the same code on one segment and on an
 `DeviceUpdates.excludes` from the former. Matrices alone have code of their own: `terrazzo.optim.MatrixOptimizer`.
 
 Read template, matrix_bucket (what counting asks of one), segment, settings, stock, stepper, probe, elementwise,
-segment_states, narrow_states, protocols (what is asked of later folders), matrix_owners, matrix_exchange,
-matrix_host_steps, matrix_steps, device_updates, groups, clipping, zeroing, driver, in that order.
+state_memory, full_states, narrow_states, segment_step, protocols (what is asked of later folders), matrix_owners,
+matrix_exchange, matrix_host_steps, matrix_steps, device_updates, groups, clipping, zeroing, driver, in that order.
 """

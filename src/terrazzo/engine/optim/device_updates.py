@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.optim.matrix_steps import MatrixSteps
-from terrazzo.engine.optim.narrow_states import NarrowStates
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.segment_states import SegmentStates
+from terrazzo.engine.optim.segment_step import step_segment
+from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.precision import Precision
 
@@ -65,6 +65,5 @@ class DeviceUpdates:
             if segment.due or stepper.is_own:
                 segment.adopt_states(stepper.state.get(segment.parameter) or {})
                 segment.take_gradient(finished)
-                states = SegmentStates(segment) if segment.bucket.precision.narrow is None else NarrowStates(segment)
-                states.step(stepper, segment.parameter)
+                step_segment(stepper, segment, segment.parameter, StateMemory(segment))
                 segment.parameter.grad = None

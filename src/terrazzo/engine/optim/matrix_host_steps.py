@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from terrazzo.engine.optim.full_states import FullStates
 from terrazzo.engine.optim.matrix_exchange import MatrixBuffers
 from terrazzo.engine.optim.matrix_owners import MatrixPart
-from terrazzo.engine.optim.narrow_states import NarrowStates
 from terrazzo.engine.optim.protocols import Uses
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.segment_states import SegmentStates
 from terrazzo.engine.optim.settings import frozen
+from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.plan.layout import Range
 from terrazzo.optim import MatrixOptimizer
 
@@ -44,10 +44,9 @@ class PrepareOffDevice:
     buffers: MatrixBuffers
     uses: ClassVar = Uses(weights=False)
 
-    def run(
-        self, segment: Segment, states: SegmentStates | NarrowStates, values: Tensor | None, gradient: Tensor | None
-    ) -> None:
-        assert gradient is not None and isinstance(states, SegmentStates), "of 8 bits there are none"
+    def run(self, segment: Segment, memory: StateMemory, values: Tensor | None, gradient: Tensor | None) -> None:
+        assert gradient is not None
+        states = FullStates(segment, memory)  # matrices have none in 8 bits
         kept = self.optimizer.state.get(segment.parameter) or {}
         before = {key: states.load(key, value, gradient) for key, value in kept.items()}
         after, fresh = dict[str, Any](), dict[str, list[Tensor]]()
@@ -79,9 +78,7 @@ class ApplyOffDevice:
     buffers: MatrixBuffers
     uses: ClassVar = Uses(moments=False)
 
-    def run(
-        self, segment: Segment, states: SegmentStates | NarrowStates, values: Tensor | None, gradient: Tensor | None
-    ) -> None:
+    def run(self, segment: Segment, memory: StateMemory, values: Tensor | None, gradient: Tensor | None) -> None:
         assert values is not None
         for matrix, held in self.parts[segment]:
             for tile in _host_tiles(held):

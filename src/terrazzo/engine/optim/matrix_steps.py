@@ -15,6 +15,7 @@ from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.optim.full_states import FullStates
 from terrazzo.engine.optim.matrix_bucket import MatrixBucket
 from terrazzo.engine.optim.matrix_exchange import (
     ExchangeAlong,
@@ -28,7 +29,7 @@ from terrazzo.engine.optim.matrix_host_steps import ApplyOffDevice, PrepareOffDe
 from terrazzo.engine.optim.matrix_owners import Matrix, MatrixPart, Owners, owners_of
 from terrazzo.engine.optim.protocols import OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, held_range, runs
-from terrazzo.engine.optim.segment_states import SegmentStates
+from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.optim.template import MatrixNeeds
 from terrazzo.optim import MatrixOptimizer
 
@@ -126,7 +127,8 @@ class MatrixSteps:
         """Change the states of a segment with a gradient, and buffer what owners are `sent` of it."""
         parameter = segment.parameter
         assert parameter.grad is not None
-        needs, states = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes), SegmentStates(segment)
+        needs = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes)
+        states = FullStates(segment, StateMemory(segment))
         with buffers.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
             state = optimizer.state.get(parameter) or {}
             loaded = {key: states.load(key, value, parameter) for key, value in state.items()}

@@ -14,6 +14,7 @@ from terrazzo.engine.buckets.resting.narrow import NarrowState
 from terrazzo.engine.formats.stochastic_rounding import round_stochastically
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.settings import frozen
+from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range, tiles
 
@@ -21,10 +22,14 @@ __all__ = ["NarrowStates"]
 
 
 class NarrowStates:
-    """The states of one segment; those that are not per element the optimizer has as they are."""
+    """The states of one segment; those that are not per element the optimizer has as they are.
 
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
+    Args:
+        memory: where states of the bucket are.
+    """
+
+    def __init__(self, segment: Segment, memory: StateMemory) -> None:
+        self.segment, self._memory = segment, memory
 
     def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
         """Update `parameter`, the segment's values, and what is kept, in fp32 and tile by tile."""
@@ -41,20 +46,22 @@ class NarrowStates:
             if gradient is not None:
                 part.grad = gradient[within].float()
             own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
-            decoded = {key: state.decoded(self.codes(state, tile)) for key, state in states.items() if key in known}
+            decoded = {
+                key: state.decoded(self._memory.part(key, tile)) for key, state in states.items() if key in known
+            }
             after = stepper.step(segment.group, part, {**frozen(own), **decoded})
             part.grad = None  # a copy, perhaps, which need not stay while states are encoded
             if part.data_ptr() != values[within].data_ptr():
                 self._round(part.detach(), values, tile, after)
             for key, value in after.items():
                 if key in states:
-                    states[key].encode(value, self.codes(states[key], tile))
+                    states[key].encode(value, self._memory.part(key, tile))
                 elif segment.template.keeps_per_element(key, value, part.shape):
                     unforeseen[key].append(value)
         if after:
             joined = {**after, **{key: torch.cat(parts) for key, parts in unforeseen.items()}}
             stepper.state[segment.parameter] = {
-                key: self.stored(key) if key in states else value for key, value in joined.items()
+                key: self._stored(key) if key in states else value for key, value in joined.items()
             }
 
     def _round(self, stepped: Tensor, values: Tensor, tile: Range, after: Mapping[str, Any]) -> None:
@@ -71,11 +78,7 @@ class NarrowStates:
                 new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
                 values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, after["step"])
 
-    def codes(self, state: NarrowState, tile: Range) -> Tensor:
-        """The blocks of one state, in memory: a view."""
-        with state.codes.opened(tile.as_bytes(state.form.blocks), "change") as data:
-            return data
-
-    def stored(self, key: str) -> Any:
+    def _stored(self, key: str) -> Any:
         """What `optimizer.state` has from now on in place of a state whose codes are written."""
+        self._memory.keep(key)
         return self.segment.state_placeholder(key)

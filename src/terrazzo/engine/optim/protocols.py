@@ -12,9 +12,8 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.progress import Progress
-from terrazzo.engine.optim.narrow_states import NarrowStates
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.segment_states import SegmentStates
+from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Driven", "OffDeviceUpdates", "SegmentWork", "Uses"]
@@ -50,13 +49,11 @@ class SegmentWork(Protocol):
     @property
     def uses(self) -> Uses: ...
 
-    def run(
-        self, segment: Segment, states: SegmentStates | NarrowStates, values: Tensor | None, gradient: Tensor | None
-    ) -> None:
+    def run(self, segment: Segment, memory: StateMemory, values: Tensor | None, gradient: Tensor | None) -> None:
         """Do it to one.
 
         Args:
-            states: what the optimizer keeps for it.
+            memory: where states of its bucket are.
             values: the master weights, to be changed in place; None where `uses` leaves them out.
             gradient: in their dtype; None where there is none, or `uses` leaves it out.
         """
