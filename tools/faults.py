@@ -250,14 +250,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a block counts as written whatever is read back",
-        "checkpoint/storage/shard.py",
+        "checkpoint/storage/rank_file.py",
         "return digest(buffer) == expected",
         "return True",
         "checkpoint/test_damage.py",
     ),
     Mutation(
         "only a part of the blocks is checked on loading",
-        "checkpoint/loading/native.py",
+        "checkpoint/loading/terrazzo_checkpoint.py",
         "for block in shares[part]:",
         "for block in shares[0]:",
         "checkpoint/test_damage.py",

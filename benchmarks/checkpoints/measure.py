@@ -33,7 +33,7 @@ from benchmarks.cpu.loops import Loop
 from benchmarks.cpu.rank import join
 from benchmarks.environment import processor, versions
 from terrazzo.checkpoint import Saver
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.engine import ModelState
 
 KINDS = ("save", "blocked", "load")
@@ -85,7 +85,7 @@ def _slowest(ranks: list[list[float]]) -> list[float]:
 
 def _verify_s(path: Path) -> float:
     source = tz.checkpoint.open_source(path)
-    assert isinstance(source, Checkpoint)
+    assert isinstance(source, TerrazzoCheckpoint)
     begun = time.perf_counter()
     source.check(lambda kind: True, 0, 1)
     return time.perf_counter() - begun

@@ -13,7 +13,7 @@ from torch import Tensor
 from terrazzo.checkpoint.format.manifest import head
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.storage.places import store_and_name
-from terrazzo.checkpoint.storage.shard import ShardEntry, arrange
+from terrazzo.checkpoint.storage.rank_file import FileEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 
 Mesh = tuple[int, int]
@@ -82,10 +82,10 @@ def write(path: Path, whole: States, mesh: Mesh) -> None:
     jobs = []
     for number in range(world):
         data, rank = divmod(number, mesh[1])
-        entries: dict[str, tuple[ShardEntry, Tensor]] = {}
+        entries: dict[str, tuple[FileEntry, Tensor]] = {}
         for (tensor, kind), values in whole.items():
             if kind == "step":
-                found = [(ShardEntry(tensor, kind, 0, 1, CUTS[tensor][0], 1, "float32"), values)] if number == 0 else []
+                found = [(FileEntry(tensor, kind, 0, 1, CUTS[tensor][0], 1, "float32"), values)] if number == 0 else []
             else:
                 found = list(_entries(tensor, kind, values, mesh, data, rank, given))
             entries |= {entry.key: (entry, part) for entry, part in found}
@@ -114,14 +114,12 @@ def write(path: Path, whole: States, mesh: Mesh) -> None:
 
 def _entries(
     name: str, kind: str, values: Tensor, mesh: Mesh, data: int, rank: int, given: set[object]
-) -> Iterator[tuple[ShardEntry, Tensor]]:
+) -> Iterator[tuple[FileEntry, Tensor]]:
     for at, start, stop in parts(name, mesh, data, rank):
         offsets, sizes = tuple(s.start for s in at), tuple(s.stop - s.start for s in at)
         what = (name, kind, offsets, start)
         if what not in given:
             given.add(what)
             tile = None if sizes == tuple(values.shape) else (offsets, sizes)
-            entry = ShardEntry(
-                name, kind, start, stop, tuple(values.shape), values.numel(), name_of(values.dtype), tile
-            )
+            entry = FileEntry(name, kind, start, stop, tuple(values.shape), values.numel(), name_of(values.dtype), tile)
             yield entry, values[at].reshape(-1)[start:stop].clone()

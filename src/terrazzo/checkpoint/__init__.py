@@ -26,21 +26,29 @@ Beside the folders, used by several of them:
     rng         states of random generators
     hub_names   how transformers names and cuts tensors in a folder
 
-How a shard, which is the file of one rank, is written:
+How a rank's file is written:
 
-1. `saving.snapshot.take` lists the element ranges that this rank owns, a `ShardEntry` for each, and puts them into a
+1. `saving.snapshot.take` lists the element ranges that this rank owns, a `FileEntry` for each, and puts them into a
    `SaveJob`: plain values, so that another process can do the work (`saving.background`).
-2. `SaveJob.write` in `saving.job` has `storage.shard.write_shard` write the file: a header, the entries in the order of
+2. `SaveJob.write` in `saving.job` has `storage.rank_file` write the file: a header, the entries in the order of
    `arrange`, a digest of every block of `format.manifest.BLOCK_BYTES`; all of it is read back. What it returns, a
-   `WrittenShard`, goes into a note beside the file.
+   `WrittenFile`, goes into a note beside the file.
 3. The bytes go through `storage.store.CheckpointDraft`: a hidden local folder, or uploads behind a URL.
 4. `SaveJob.conclude` on the first rank makes the `format.manifest.Manifest` of all notes, seals it, and commits: the
    folder gets its name.
-5. `loading.native.Checkpoint` finds ranges by the manifest, and `storage.blocks` reads them under their digests.
 
-To change the order or the alignment of a shard, change `arrange` and `header_of` in `storage.shard`: readers go by the
-manifest. What the manifest says of it is `File` and `Extent` in `format.manifest`; another version of that needs a
-reader of the older one in `format.parse`, and a line in docs/reference/checkpoint-format.md.
+How it is read, by any ranks under any plan, from `load` in `loading.load`:
+
+1. `open_source`: Terrazzo's own folder is a `TerrazzoCheckpoint`, of `loading.terrazzo_checkpoint`.
+2. `misfits` compares, and each rank checks the digests of its share of all blocks, whoever will need them.
+3. The engine asks for the runs of elements that this rank holds of each parameter (`ModelState.restore`). `_reads` in
+   `loading.load` answers by `source.read`, a flat range, or `read_box`, rectangles of a parameter that ranks share.
+4. `TerrazzoCheckpoint` finds by the manifest in which files these elements are, whoever wrote them, and
+   `storage.blocks` reads the bytes: of a block that has not been checked, all of it.
+
+To change the order or the alignment of a rank's file, change `arrange` and `header_of` in `storage.rank_file`: readers
+go by the manifest. What the manifest says of it is `File` and `Extent` in `format.manifest`; another version of that
+needs a reader of the older one in `format.parse`, and a line in docs/reference/checkpoint-format.md.
 
 Open to other packages:
 
@@ -65,9 +73,10 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.replicas import check_replicas
     from terrazzo.checkpoint.saving.background import Saver
     from terrazzo.checkpoint.saving.save import save
+    from terrazzo.checkpoint.series.claim import claim
     from terrazzo.checkpoint.series.listing import complete_checkpoints, latest, run_of, step_path
     from terrazzo.checkpoint.series.resume import Resumed, load_newest
-    from terrazzo.checkpoint.series.retention import claim, clear, prune, set_aside, suspect, suspects
+    from terrazzo.checkpoint.series.retention import clear, prune, set_aside, suspect, suspects
     from terrazzo.checkpoint.source import Source
     from terrazzo.checkpoint.storage.store import step_of
 else:

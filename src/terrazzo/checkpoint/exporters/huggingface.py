@@ -22,7 +22,7 @@ from terrazzo.checkpoint.format.manifest import DTYPES
 from terrazzo.checkpoint.hub_names import HubTensor
 from terrazzo.checkpoint.importers.safetensors import INDEX_FILE, MODEL_FILE
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.checkpoint.storage.shard import safetensors_header
+from terrazzo.checkpoint.storage.rank_file import safetensors_header
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 from terrazzo.files import check_model_file, read_json, read_plain

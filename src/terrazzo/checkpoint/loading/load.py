@@ -15,12 +15,12 @@ from torch import Tensor
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.loading.misfits import fitted_groups, misfits, unstepped
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import store_and_name
-from terrazzo.checkpoint.storage.shard import shard_name
+from terrazzo.checkpoint.storage.rank_file import rank_file_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine import (
     Listed,
@@ -52,7 +52,7 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
     """
     _check_path(path)
     if (folder := own_folder(path)) is not None:
-        return Checkpoint(folder)
+        return TerrazzoCheckpoint(folder)
     store, name = store_and_name(path)
     if not store.occupied(name):
         raise BadInput(f"There is no checkpoint '{path}'.")
@@ -79,7 +79,7 @@ def own_folder(path: str | os.PathLike[str]) -> CheckpointFolder | None:
     """The folder `path` if it is a Terrazzo checkpoint, or what is left of one."""
     store, name = store_and_name(path)
     folder = store.folder(name)
-    return folder if any(map(folder.has, (MANIFEST, SEAL, shard_name(0)))) else None
+    return folder if any(map(folder.has, (MANIFEST, SEAL, rank_file_name(0)))) else None
 
 
 def load(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from terrazzo.checkpoint.format.manifest import File
 from terrazzo.checkpoint.loading.load import open_source, own_folder
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.storage.blocks import DigestBlock
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.errors import BadInput, Damaged, listed
@@ -36,7 +36,7 @@ class Audit:
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
-        self._folder, self._checkpoint = folder, Checkpoint(folder, sizes=False)
+        self._folder, self._checkpoint = folder, TerrazzoCheckpoint(folder, sizes=False)
 
     @property
     def size_bytes(self) -> int:

@@ -12,7 +12,7 @@ from terrazzo.checkpoint.format.manifest import DTYPES, head
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import Source
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
-from terrazzo.checkpoint.storage.shard import ShardEntry, arrange
+from terrazzo.checkpoint.storage.rank_file import FileEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.errors import BadInput, SaveFailed
 
@@ -32,7 +32,7 @@ def convert(source: Source, path: str) -> None:
     entries, nonce = arrange(list(_entries(source))), os.urandom(4).hex()
     job = SaveJob(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
 
-    def entry_bytes(entry: ShardEntry) -> memoryview:
+    def entry_bytes(entry: FileEntry) -> memoryview:
         return bytes_of(source.read_on(entry.name, entry.kind, entry.start, entry.stop))
 
     draft = job.draft()
@@ -47,7 +47,7 @@ def convert(source: Source, path: str) -> None:
         raise
 
 
-def _entries(source: Source) -> Iterator[ShardEntry]:
+def _entries(source: Source) -> Iterator[FileEntry]:
     """Every state in pieces, none of which is large."""
     for name, info in source.tensors.items():
         for kind, state in info.states.items():
@@ -57,7 +57,7 @@ def _entries(source: Source) -> Iterator[ShardEntry]:
             step = PIECE_BYTES // state.dtype.itemsize
             for start in range(0, max(state.numel, 1), step):
                 stop = min(start + step, state.numel)
-                yield ShardEntry(name, kind, start, stop, info.shape, state.numel, dtype)
+                yield FileEntry(name, kind, start, stop, info.shape, state.numel, dtype)
 
 
 def _common(source: Source) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.checkpoint.loading.load import open_source, own_folder
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.tensors import name_of
@@ -97,7 +97,7 @@ def _entry(path: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"path": path, "problem": None}
     try:
         folder = own_folder(path)
-        source = open_source(path) if folder is None else Checkpoint(folder)
+        source = open_source(path) if folder is None else TerrazzoCheckpoint(folder)
     except BadInput as error:
         return entry | {"problem": str(error)}
     entry |= {"format": source.format, "step": source.step, "metric": source.extra.get("metric")}

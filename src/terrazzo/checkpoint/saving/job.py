@@ -16,7 +16,7 @@ from terrazzo.checkpoint.format.manifest import Extent, Manifest, State, Tile, i
 from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.storage.places import open_store
-from terrazzo.checkpoint.storage.shard import ShardEntry, shard_name, write_shard
+from terrazzo.checkpoint.storage.rank_file import FileEntry, rank_file_name, write_rank_file
 from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import SaveFailed
 
@@ -43,7 +43,7 @@ class SaveJob:
     nonce: str
     rank: int
     world_size: int
-    entries: list[ShardEntry]
+    entries: list[FileEntry]
     alone: dict[str, Any] | None
     common: dict[str, Any] | None
 
@@ -70,14 +70,14 @@ class SaveJob:
     def write(
         self,
         draft: CheckpointDraft,
-        entry_bytes: Callable[[ShardEntry], memoryview],
+        entry_bytes: Callable[[FileEntry], memoryview],
         on_block: Callable[[], None] = lambda: None,
     ) -> None:
         """Write this rank's file, whose bytes `entry_bytes` gives, and its record. Raises `OSError`, `Damaged`.
 
         `on_block` is called after each block that was written or read back.
         """
-        written = write_shard(draft, shard_name(self.rank), self.entries, entry_bytes, on_block)
+        written = write_rank_file(draft, rank_file_name(self.rank), self.entries, entry_bytes, on_block)
         entries = [entry._asdict() for entry in self.entries]
         record = {
             "file": written.file.model_dump(),
@@ -127,21 +127,21 @@ def record_name(rank: int) -> str:
     return f"rank-{rank:05d}.note"
 
 
-def _entry(values: dict[str, Any]) -> ShardEntry:
+def _entry(values: dict[str, Any]) -> FileEntry:
     """From JSON, which has no tuples."""
     offsets, sizes = values["tile"] or ((), ())
     tile = (tuple(offsets), tuple(sizes)) if values["tile"] is not None else None
-    return ShardEntry(**{**values, "shape": tuple(values["shape"]), "tile": tile})
+    return FileEntry(**{**values, "shape": tuple(values["shape"]), "tile": tile})
 
 
 class _Gathered:
     """What all ranks have written of one state, `first` of it the one that came first."""
 
-    def __init__(self, first: ShardEntry) -> None:
+    def __init__(self, first: FileEntry) -> None:
         self._first = first
         self._ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Extent]] = {}
 
-    def add(self, entry: ShardEntry, digests: list[str], rank: int, header_bytes: int) -> None:
+    def add(self, entry: FileEntry, digests: list[str], rank: int, header_bytes: int) -> None:
         """A range that `rank` has written behind its header."""
         if (entry.shape, entry.numel, entry.dtype) != (self._first.shape, self._first.numel, self._first.dtype):
             raise self._failed(f"{list(entry.shape)} of {entry.dtype} is not {list(self._first.shape)} of another rank")

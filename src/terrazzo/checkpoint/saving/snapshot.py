@@ -20,7 +20,7 @@ from terrazzo.checkpoint.saving.extra import check_extra, require_alike, text_pr
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
-from terrazzo.checkpoint.storage.shard import ShardEntry, arrange
+from terrazzo.checkpoint.storage.rank_file import FileEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
     Listed,
@@ -46,7 +46,7 @@ class Snapshot:
     job: SaveJob
     tensors: dict[str, Callable[[], Tensor]]
 
-    def entry_bytes(self, entry: ShardEntry) -> memoryview:
+    def entry_bytes(self, entry: FileEntry) -> memoryview:
         """The bytes of an entry, from where they are; from another device or from files, a copy."""
         return bytes_of(self.tensors[entry.key]())
 
@@ -110,7 +110,7 @@ def _check(path: str | os.PathLike[str], extra: dict[str, Any], run: str) -> Non
         raise BadInput(f"run {problem}.")
 
 
-def _check_dtypes(entries: list[ShardEntry]) -> None:
+def _check_dtypes(entries: list[FileEntry]) -> None:
     for entry in entries:
         if entry.dtype not in DTYPES:
             raise BadInput(
@@ -118,7 +118,7 @@ def _check_dtypes(entries: list[ShardEntry]) -> None:
             )
 
 
-def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[ShardEntry, Callable[[], Tensor]]]:
+def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[FileEntry, Callable[[], Tensor]]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
     owned = [(_entry(piece), piece.read) for piece in ModelState(model).pieces(with_optimizer)]
     whole: dict[tuple[str, str], Tensor] = {}
@@ -131,15 +131,15 @@ def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[S
     return owned + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]
 
 
-def _entry(piece: Piece) -> ShardEntry:
+def _entry(piece: Piece) -> FileEntry:
     space = index_space(piece.shape, piece.numel)
     tile = None if piece.tile.sizes == space else (piece.tile.offsets, piece.tile.sizes)
     dtype = name_of(piece.dtype)
-    return ShardEntry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, dtype, tile)
+    return FileEntry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, dtype, tile)
 
 
-def _whole(name: str, kind: str, tensor: Tensor) -> tuple[ShardEntry, Callable[[], Tensor]]:
-    entry = ShardEntry(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), name_of(tensor.dtype))
+def _whole(name: str, kind: str, tensor: Tensor) -> tuple[FileEntry, Callable[[], Tensor]]:
+    entry = FileEntry(name, kind, 0, tensor.numel(), tuple(tensor.shape), tensor.numel(), name_of(tensor.dtype))
     return entry, lambda: tensor.reshape(-1)
 
 

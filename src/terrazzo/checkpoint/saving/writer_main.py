@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from terrazzo.checkpoint.saving.job import FAILED, SaveJob, record_name
-from terrazzo.checkpoint.storage.shard import ShardEntry
+from terrazzo.checkpoint.storage.rank_file import FileEntry
 from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import SaveFailed
 
@@ -59,7 +59,7 @@ def _write(job: SaveJob, draft: CheckpointDraft, staging: int, beat: Callable[[]
     size_bytes = max((entry.offset + entry.count_bytes for entry in job.entries), default=0)
     memory = memoryview(mmap.mmap(staging, size_bytes, prot=mmap.PROT_READ)) if size_bytes else memoryview(b"")
 
-    def entry_bytes(entry: ShardEntry) -> memoryview:
+    def entry_bytes(entry: FileEntry) -> memoryview:
         return memory[entry.offset : entry.offset + entry.count_bytes]
 
     job.write(draft, entry_bytes, beat)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.storage.store import CheckpointStore, step_name, step_of
 
@@ -37,7 +37,7 @@ def run_of(path: str) -> str:
         BadInput: it is of another version, or cannot be read.
     """
     store, name = store_and_name(path)
-    return Checkpoint(store.folder(name)).manifest.run
+    return TerrazzoCheckpoint(store.folder(name)).manifest.run
 
 
 def complete_names(store: CheckpointStore) -> list[str]:

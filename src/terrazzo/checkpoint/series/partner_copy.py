@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from terrazzo.checkpoint.format.manifest import BLOCK_BYTES, MANIFEST, SEAL, File, blocks_of
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.storage.blocks import DigestBlock
 from terrazzo.checkpoint.storage.file_sender import SenderAddress
 from terrazzo.checkpoint.storage.local import LocalDraft, LocalFolder
@@ -74,7 +74,7 @@ class PartnerCopy:
         draft = LocalDraft(self._root, self._name, secrets.token_hex(4))
         draft.begin()
         try:
-            opened = Checkpoint(source if SEAL in self._senders else LocalFolder(folder), sizes=False)
+            opened = TerrazzoCheckpoint(source if SEAL in self._senders else LocalFolder(folder), sizes=False)
             files, blocks = [file for file in opened.manifest.files if file.name in self._senders], opened.blocks()
             folder.mkdir(0o700, exist_ok=True)
             for file in files:
@@ -96,7 +96,7 @@ class PartnerCopy:
         for name in (SEAL, MANIFEST):
             self._receive(draft, name, self._source.size_bytes(name))
         if not self._cancelled.is_set():
-            Checkpoint(draft.folder(), sizes=False)  # as it was written
+            TerrazzoCheckpoint(draft.folder(), sizes=False)  # as it was written
             for name in (SEAL, MANIFEST):
                 os.rename(draft.folder().path / name, folder / name)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.saving.save import save_on_hosts
 from terrazzo.checkpoint.series.listing import complete_checkpoints
@@ -26,7 +26,7 @@ from terrazzo.checkpoint.series.partner_copy import PartnerCopy, file_problem
 from terrazzo.checkpoint.storage.file_sender import FileSender, SenderAddress
 from terrazzo.checkpoint.storage.local import LocalFolder
 from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
-from terrazzo.checkpoint.storage.shard import shard_name
+from terrazzo.checkpoint.storage.rank_file import rank_file_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder, step_name, step_of
 from terrazzo.errors import SaveFailed, TerrazzoError
 from terrazzo.exchange import gather_json, patiently
@@ -106,7 +106,7 @@ class PartnerHosts:
         for path in complete_checkpoints(self._root) if self._root.is_dir() else ():
             folder = LocalFolder(Path(path))
             try:
-                opened = Checkpoint(folder, sizes=False)
+                opened = TerrazzoCheckpoint(folder, sizes=False)
             except TerrazzoError:
                 continue
             if opened.manifest.run != run or (step_of(path) or 0) <= since:
@@ -156,7 +156,7 @@ class PartnerHosts:
         self._copied_step = step
         if self._hosts.is_first:
             before = self._hosts.before
-            names = [shard_name(rank) for rank in self._hosts.ranks[before]]
+            names = [rank_file_name(rank) for rank in self._hosts.ranks[before]]
             self._copy = PartnerCopy(self._root, step_name(step), dict.fromkeys(names, self._addresses[before]))
         return True
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.loading.load import restore
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.series.listing import complete_checkpoints
 from terrazzo.checkpoint.series.retention import set_aside
@@ -87,20 +87,20 @@ def load_newest(
     return None
 
 
-def _open_beside(folder: CheckpointFolder) -> Checkpoint:
-    return together(lambda: Checkpoint(folder), Misuse)
+def _open_beside(folder: CheckpointFolder) -> TerrazzoCheckpoint:
+    return together(lambda: TerrazzoCheckpoint(folder), Misuse)
 
 
-def _open_together(path: str) -> Checkpoint:
+def _open_together(path: str) -> TerrazzoCheckpoint:
     """Open what the first rank sees; others wait for it to come into sight, and say when it does not."""
     store, name = store_and_name(path)
     seen = on_first(lambda: store.occupied(name), Misuse)
     deadline = time.monotonic() + _PATIENCE_S
 
-    def work() -> Checkpoint:
+    def work() -> TerrazzoCheckpoint:
         while seen and not store.occupied(name) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return Checkpoint(store.folder(name))
+        return TerrazzoCheckpoint(store.folder(name))
 
     return together(work, Misuse)
 

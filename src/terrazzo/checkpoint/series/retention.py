@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: old ones removed, damaged and suspect ones renamed, and who may save in a folder."""
+"""Which checkpoints of a run stay: old ones are removed, damaged and suspect ones renamed."""
 
 from __future__ import annotations
 
@@ -6,42 +6,15 @@ import math
 import os
 from collections.abc import Sequence
 
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.series.listing import complete_names
-from terrazzo.checkpoint.storage.local import LocalStore
-from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.storage.store import CheckpointStore, step_of
 from terrazzo.errors import BadInput
 
-__all__ = ["claim", "clear", "prune", "set_aside", "suspect", "suspects"]
+__all__ = ["clear", "prune", "set_aside", "suspect", "suspects"]
 
 _SUSPECT = "suspect"
-
-
-def claim(folder: str | os.PathLike[str], owner: str) -> Lock | None:
-    """Keep other runs from saving in `folder` for as long as this process lives; None behind a URL.
-
-    Raises:
-        BadInput: another run has it; the message says what its `owner` was. Or it cannot be written to.
-    """
-    store = open_store(folder)
-    if not isinstance(store, LocalStore):
-        return None
-    lock = Lock(store.root / ".lock")
-    try:
-        store.root.mkdir(parents=True, exist_ok=True)
-        taken = lock.take(owner)
-    except OSError as error:
-        raise BadInput(
-            f"Checkpoints cannot be saved in '{store.where}': {error.strerror}. Make the folder writable, or name"
-            " another."
-        ) from None
-    if taken is False:
-        raise BadInput(
-            f"Another run saves in '{store.where}': {lock.holder()}. Wait for it, or give this run another folder."
-        )
-    return lock
 
 
 def prune(  # structure: signature fixed by what may be kept
@@ -126,20 +99,20 @@ def suspects(folder: str | os.PathLike[str]) -> list[str]:
     return [name for name in open_store(folder).candidates() if f".{_SUSPECT}-" in name]
 
 
-def _opened(store: CheckpointStore, name: str) -> Checkpoint | None:
+def _opened(store: CheckpointStore, name: str) -> TerrazzoCheckpoint | None:
     try:
-        return Checkpoint(store.folder(name))
+        return TerrazzoCheckpoint(store.folder(name))
     except BadInput:
         return None
 
 
-def _best(checkpoints: Sequence[Checkpoint], most: int) -> list[Checkpoint]:
+def _best(checkpoints: Sequence[TerrazzoCheckpoint], most: int) -> list[TerrazzoCheckpoint]:
     """Those with the lowest metrics of the newest evaluation: of two of them metrics say nothing about each other."""
     judged = [checkpoint for checkpoint in checkpoints if _metric(checkpoint) < math.inf]
     alike = [one for one in judged if one.extra.get("evaluation") == judged[-1].extra.get("evaluation")]
     return sorted(alike, key=_metric)[:most]
 
 
-def _metric(checkpoint: Checkpoint) -> float:
+def _metric(checkpoint: TerrazzoCheckpoint) -> float:
     value = checkpoint.extra.get("metric")
     return float(value) if isinstance(value, int | float) else math.inf

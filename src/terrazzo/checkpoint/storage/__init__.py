@@ -12,7 +12,7 @@ host's files to the others.
 
 Beside these, in reading order:
 
-    shard       one rank's file, written in one pass with a digest of every block
+    rank_file   one rank's file, written in one pass with a digest of every block
     blocks      bytes of a file, read under their digests
     lock        a file that says who is at work
     local       checkpoints in a POSIX folder

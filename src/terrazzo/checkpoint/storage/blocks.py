@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.checkpoint.format.manifest import Extent, Manifest
 from terrazzo.checkpoint.format.runs import Runs
-from terrazzo.checkpoint.storage.shard import checked_block
+from terrazzo.checkpoint.storage.rank_file import checked_block
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged

@@ -13,7 +13,7 @@ from torch import nn
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver, step_of
-from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.config import Config
@@ -83,7 +83,7 @@ class RunCheckpoints:
             TerrazzoError: it cannot be read.
         """
         local = (self._local_folders or {}).get(path)
-        return checkpoint.open_source(path).extra if local is None else Checkpoint(local).extra
+        return checkpoint.open_source(path).extra if local is None else TerrazzoCheckpoint(local).extra
 
     def resume(self, model: nn.Module, optimizer: Any, needed: Collection[str]) -> Resumed:
         """Have model and optimizer be those of the newest whole checkpoint, which there was a moment ago. Collective.

@@ -20,20 +20,20 @@ from terrazzo.checkpoint.storage.store import CheckpointDraft, CheckpointFolder,
 from terrazzo.errors import Damaged
 
 __all__ = [
-    "ShardEntry",
-    "WrittenShard",
+    "FileEntry",
+    "WrittenFile",
     "arrange",
     "checked_block",
     "digest",
+    "rank_file_name",
     "safetensors_header",
-    "shard_name",
-    "write_shard",
+    "write_rank_file",
 ]
 
 _PAGE_BYTES = 4096
 
 
-class ShardEntry(NamedTuple):
+class FileEntry(NamedTuple):
     """Elements `start..stop` of a tile of one state of a tensor, and the byte of the data section where they begin.
 
     Attributes:
@@ -64,14 +64,14 @@ class ShardEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WrittenShard:
+class WrittenFile:
     """What a rank reports of its file: plain values, ready for the manifest."""
 
     file: File
     digests: list[list[str]]
 
 
-def shard_name(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     """Of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
@@ -81,7 +81,7 @@ def digest(data: memoryview | bytes) -> str:
     return blake3(data).hexdigest(length=16)
 
 
-def arrange(entries: Sequence[ShardEntry]) -> list[ShardEntry]:
+def arrange(entries: Sequence[FileEntry]) -> list[FileEntry]:
     """`entries` with their offsets, one after the other; wide elements first, so that each is aligned."""
     offset, placed = 0, []
     for entry in sorted(entries, key=lambda entry: -ITEMSIZES[entry.dtype]):
@@ -90,7 +90,7 @@ def arrange(entries: Sequence[ShardEntry]) -> list[ShardEntry]:
     return placed
 
 
-def header_of(entries: Sequence[ShardEntry]) -> bytes:
+def header_of(entries: Sequence[FileEntry]) -> bytes:
     """The safetensors header of arranged `entries`, its own length in front and blanks at its end."""
     tensors = ((entry.key, entry.dtype, [entry.stop - entry.start]) for entry in entries)
     return safetensors_header("terrazzo", tensors, _PAGE_BYTES)
@@ -111,13 +111,13 @@ def safetensors_header(written_by: str, tensors: Iterable[tuple[str, str, Sequen
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def write_shard(
+def write_rank_file(
     draft: CheckpointDraft,
     name: str,
-    entries: Sequence[ShardEntry],
-    entry_bytes: Callable[[ShardEntry], memoryview],
+    entries: Sequence[FileEntry],
+    entry_bytes: Callable[[FileEntry], memoryview],
     on_block: Callable[[], None] = lambda: None,
-) -> WrittenShard:
+) -> WrittenFile:
     """Write arranged `entries`, whose bytes `entry_bytes` gives, and make sure that they are there.
 
     `on_block` is called after each block.
@@ -132,7 +132,7 @@ def write_shard(
     except BaseException:
         sink.abandon()
         raise
-    written = WrittenShard(
+    written = WrittenFile(
         File(name=name, size_bytes=size_bytes, header_bytes=len(header), header_digest=digest(header)), digests
     )
     with ThreadPoolExecutor(1) as pool:  # reading back does not wait for the disk: let it pass the time
@@ -161,7 +161,7 @@ def _write_block(sink: FileWriter, block: memoryview, on_block: Callable[[], Non
 
 
 def _read_back(
-    folder: CheckpointFolder, written: WrittenShard, entries: Sequence[ShardEntry], on_block: Callable[[], None]
+    folder: CheckpointFolder, written: WrittenFile, entries: Sequence[FileEntry], on_block: Callable[[], None]
 ) -> None:
     buffer = memoryview(bytearray(max(BLOCK_BYTES, written.file.header_bytes)))
     for offset, count_bytes, expected, what in _blocks(written, entries):
@@ -172,7 +172,7 @@ def _read_back(
         on_block()
 
 
-def _blocks(written: WrittenShard, entries: Sequence[ShardEntry]) -> Iterator[tuple[int, int, str, str]]:
+def _blocks(written: WrittenFile, entries: Sequence[FileEntry]) -> Iterator[tuple[int, int, str, str]]:
     header = written.file
     yield 0, header.header_bytes, header.header_digest, "the header"
     for entry, digests in zip(entries, written.digests, strict=True):

@@ -20,10 +20,10 @@ from terrazzo.checkpoint.tensors import bytes_of, dtype_of
 from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import Damaged
 
-__all__ = ["Checkpoint"]
+__all__ = ["TerrazzoCheckpoint"]
 
 
-class Checkpoint(Source):
+class TerrazzoCheckpoint(Source):
     """A folder that Terrazzo wrote. Opening it reads and checks the manifest, and the files' sizes.
 
     Args:
