@@ -146,9 +146,15 @@ def test_a_configuration_that_does_not_fit_is_given_settings_with_which_it_does(
             assert again["fits"] is True
 
 
-@pytest.mark.parametrize("source", [["examples/quickstart.yaml"], ["--params", "7e9", "--gpus", "8"]])
-def test_a_page_is_of_a_named_model(source: list[str]) -> None:
-    assert "named with --model" in refusal(*source, "--html", "a.html")
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (["examples/quickstart.yaml"], "which a configuration decides"),
+        (["--params", "7e9", "--gpus", "8"], "of which a number says nothing"),
+    ],
+)
+def test_a_page_is_of_a_named_model(source: list[str], why: str) -> None:
+    assert f"{why}: give a model by --model," in refusal(*source, "--html", "a.html")
     assert ".html" in refusal(*PLAN, "--html", "a.txt")
 
 

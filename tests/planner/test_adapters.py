@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from terrazzo.errors import BadInput
-from terrazzo.planner import Request, build_setup
+from terrazzo.planner import Estimate, Request, build_setup, estimate
 from terrazzo.planner.choice.emit import train_config
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.memory.peak import memory_of
@@ -106,3 +106,26 @@ def test_a_plan_with_adapters_is_written_for_terrazzo_train() -> None:
 
 def test_the_base_of_a_preset_is_that_of_its_shape() -> None:
     assert build_setup(asked(lora=1)).model.numel == model_shape("llama3-70b").numel + LAYERS * ADAPTER
+
+
+def test_blocks_in_front_of_what_is_trained_run_forward_alone() -> None:
+    """Of 8 B parameters 16 of 32 blocks, which are 3.5 B: their products are a third, their activations none."""
+    half = "model.embed_tokens.*,model.layers.[0-9].*,model.layers.1[0-5].*"
+    options: dict[str, Any] = {"gpu": "h100", "strategy": "zero3", "sequence": 2048, "attention": "flash"}
+    whole, less, through = (
+        estimate(build_setup(Request("llama3-8b", 8, **options, **more)))
+        for more in ({}, {"freeze": half}, {"freeze": half.removeprefix("model.embed_tokens.*,")})
+    )
+
+    def activations(found: Estimate) -> float:
+        return sum(term.value for term in found.memory.near_terms if term.name == "activations")
+
+    assert activations(less) == pytest.approx(activations(whole) / 2)
+    assert activations(through) == activations(whole)
+    assert whole.time and less.time and through.time
+    products = 16 * 218_103_808
+    attention = 16 * 12 * 4096 * 2048
+    fewer = 4 * products + attention * 2 / 3
+    assert whole.time.flops_per_token - less.time.flops_per_token == pytest.approx(fewer)
+    assert whole.time.flops_per_token - through.time.flops_per_token == pytest.approx(2 * products)
+    assert less.time.step_s < through.time.step_s < whole.time.step_s

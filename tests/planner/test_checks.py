@@ -284,12 +284,13 @@ def test_memory_makes_an_unknown_device_usable_but_not_a_misspelt_one() -> None:
         setup_of(gpu="H100-SXM5-80GBs", memory_bytes=64e9)
 
 
-def test_frozen_weights_whose_savings_are_not_counted_are_said() -> None:
+def test_where_gradients_end_and_what_is_not_counted_of_frozen_weights_is_said() -> None:
     def notes(**options: Any) -> str:
         return " ".join(estimate(setup_of(gpus=8, **options)).notes)
 
     assert "in the first 32 of 32 blocks" in notes(freeze="model.*")
-    assert "Nothing is trained" not in notes(freeze="lm_head*") + notes(lora=16)
+    assert "in the first 2 of 32 blocks" in notes(freeze="model.embed_tokens.*,model.layers.[01].*")
+    assert "Nothing is trained" not in notes(freeze="lm_head*") + notes(lora=16) + notes(freeze="model.layers.*")
     assert "along tp and cp" in notes(lora=16, tp=2)
     assert "along tp and cp" not in notes(lora=16) + notes(tp=2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +22,7 @@ from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of, stage_peak
 from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.model.adapters import with_ends, with_frozen
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.recipes import strategy
@@ -223,6 +225,17 @@ def test_traffic_is_exact(name: str, precision: str, plan: str, world: int, accu
 def test_traffic_of_a_partly_frozen_model_is_exact(plan: str, accumulation: str) -> None:
     model = frozen("decoder, untied")
     check_traffic(model, model_shape(frozen("decoder, untied")), plan, "bf16", 8, accumulation)
+
+
+@pytest.mark.parametrize("accumulation", ["one micro-batch", "three"])
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "hybrid_shard"])
+def test_no_weights_come_again_for_blocks_that_no_gradient_goes_back_through(plan: str, accumulation: str) -> None:
+    model, patterns = built("decoder, untied"), ("embed*", "blocks.[01].*")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    shape = with_ends(with_frozen(model_shape(CONFIGS["decoder, untied"]), patterns))
+    assert [(unit.count, unit.forward_only) for unit in shape.blocks] == [(2, True), (1, False)]
+    check_traffic(model, shape, plan, "bf16", 8, accumulation)
 
 
 @pytest.mark.cover(strength=1, turns=2, plan=places)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.gate import objections
@@ -51,7 +49,7 @@ def assemble(
 
 
 def _uncounted(setup: Setup) -> tuple[str, ...]:
-    """What figures leave out: of a model whose blocks are not known its activations, of a frozen one where they end."""
+    """What figures leave out, of a model whose blocks are not known or whose parts are frozen."""
     if setup.model.bare:
         return (BARE,)
     if not setup.model.computes:
@@ -62,13 +60,11 @@ def _uncounted(setup: Setup) -> tuple[str, ...]:
 
 def _in_front_of_trained(setup: Setup) -> tuple[str, ...]:
     """Of blocks that train nothing, behind nothing that does: no gradient goes back through them."""
-    frozen = takewhile(lambda unit: not any(tensor.trainable for tensor in unit.tensors), setup.model.blocks)
-    still = sum(unit.count for unit in frozen)
-    if not setup.freeze or not still:
+    first = sum(unit.count for unit in setup.model.blocks if unit.forward_only)
+    if not first:
         return ()
-    first = f"Nothing is trained in the first {still} of {setup.model.layers} blocks"
-    less = "no gradient goes back through them, and they take less time and memory than is counted here"
-    return (f"{first}. Where the embedding is frozen too, {less}.",)
+    where = f"in the first {first} of {setup.model.layers} blocks or in front of them"
+    return (f"Nothing is trained {where}: they run forward alone, and keep no activations.",)
 
 
 def _shared_and_frozen(setup: Setup) -> tuple[str, ...]:

@@ -175,7 +175,11 @@ def _refuse_options(source: PlanSource, arguments: PlanArguments) -> None:
     if arguments.emit is not None and not isinstance(source, FromModel):
         raise BadInput("--emit writes the configuration of a model that is planned with --model.")
     if arguments.html is not None and not isinstance(source, FromModel):
-        raise BadInput("--html draws the plans of a model that is named with --model.")
+        why = "which a configuration decides" if isinstance(source, FromConfig) else "of which a number says nothing"
+        raise BadInput(
+            f"--html draws other strategies, micro-batches, sequences and checkpointing, {why}: give a model by "
+            "--model, such as a preset or the folder of its config.json."
+        )
 
 
 # -- the outputs ---------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) 
 
 def _saved_bytes(setup: Setup, stage: int) -> float:
     """Activations of one micro-batch on all blocks of a stage that stay on the device."""
-    units = ((unit.block, count) for unit, count in stage_units(setup, stage))
+    units = ((unit.block, count) for unit, count in stage_units(setup, stage) if not unit.forward_only)
     return sum(block_activations(setup, block).stays * count for block, count in units if block is not None)
 
 
@@ -212,7 +212,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     is_last = stage == setup.mesh.pp - 1
     units = []
     for unit, count, own, chunk in rows:
-        activations = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
+        activations = _activations(setup, unit)
         gradient = 0 if unit.is_root and not is_last else unit_states(unit, own).largest_grad
         working = activations.working + gradient + _cast_bytes(setup, unit)
         units.append(StepUnit(unit_events(unit, own), count, activations.stays, working, chunk))
@@ -226,6 +226,12 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         update=max(plain.update, _update_bytes(setup, stage)),
     )
     return peak_of(units, settings)
+
+
+def _activations(setup: Setup, unit: UnitShape) -> BlockActivations:
+    """Of one such unit; of one that no gradient goes back through, what it makes while it runs."""
+    found = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
+    return BlockActivations(0.0, 0.0, found.saved + found.recomputed, 0.0) if unit.forward_only else found
 
 
 def _buffer_bytes(setup: Setup, stage: int) -> float:
@@ -295,7 +301,7 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
     saved = upper = 0.0
     for unit, count in units:
         if unit.block is not None:
-            activations = block_activations(setup, unit.block)
+            activations = _activations(setup, unit)
             saved += activations.stays * count
             upper += (activations.saved_upper - activations.moved) * count
     if saved:

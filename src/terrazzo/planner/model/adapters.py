@@ -6,13 +6,14 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import takewhile
 from typing import Protocol
 
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 
-__all__ = ["ALL_LINEAR", "adapter_rank", "globs", "trained", "with_adapters", "with_frozen"]
+__all__ = ["ALL_LINEAR", "adapter_rank", "globs", "trained", "with_adapters", "with_ends", "with_frozen"]
 
 ALL_LINEAR = "all-linear"
 """All linear layers but the head."""
@@ -45,7 +46,7 @@ def trained(training: Training, shape: ModelShape) -> ModelShape:
     if shape.bare and (adapters is not None or patterns):
         raise BadInput("lora and freeze are of matrices by name, which a number of parameters has not: name a model.")
     shape = shape if adapters is None else with_adapters(shape, adapters)
-    return with_frozen(shape, patterns) if patterns else shape
+    return with_ends(with_frozen(shape, patterns) if patterns else shape)
 
 
 def globs(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -133,6 +134,26 @@ def with_frozen(shape: ModelShape, patterns: tuple[str, ...]) -> ModelShape:
     if not frozen.trainable_numel:
         raise BadInput(f"freeze: {', '.join(patterns)} leave nothing of {shape.name} to train. Freeze less.")
     return frozen
+
+
+@lru_cache(maxsize=64)
+def with_ends(shape: ModelShape) -> ModelShape:
+    """With the blocks told apart that no gradient goes back through: of the first ones, those that train nothing.
+
+    None where something in front of the blocks is trained. Of what belongs to no block the head and norms without
+    `embed` in their names are behind them.
+    """
+    if any(tensor.trainable and not _is_behind(tensor) for tensor in shape.root.tensors):
+        return shape
+    silent = len([*takewhile(lambda unit: not any(tensor.trainable for tensor in unit.tensors), shape.blocks)])
+    units = (replace(unit, forward_only=index < silent) for index, unit in enumerate(shape.blocks))
+    return replace(shape, units=(shape.root, *units)) if silent else shape
+
+
+def _is_behind(tensor: TensorShape) -> bool:
+    """Whether a tensor of no block is used behind all of them."""
+    is_norm = tensor.role == "vector" and not tensor.is_table and ("norm" in tensor.name or "ln_" in tensor.name)
+    return tensor.role == "head" or (is_norm and "embed" not in tensor.name)
 
 
 def _each(shape: ModelShape, freezes: Callable[[str], bool]) -> ModelShape:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -134,7 +134,8 @@ class UnitShape:
     """`count` equal units in a row. The root unit, whose name is empty, holds what belongs to no other.
 
     `block` is what it computes; None of the root, and of units of which that is not known. `buffer_bytes`: of the
-    buffers of one of them, as far as these are known; of the root those that belong to no other unit.
+    buffers of one of them, as far as these are known; of the root those that belong to no other unit. `forward_only`:
+    nothing is trained in it or in front of it, so that no gradient goes back through it.
     """
 
     name: str
@@ -142,6 +143,7 @@ class UnitShape:
     count: int = 1
     block: BlockShape | None = None
     buffer_bytes: int = 0
+    forward_only: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -149,7 +151,7 @@ class UnitShape:
     @cached_property
     def _hash(self) -> int:
         """Computed once: units are looked up for every estimate."""
-        return hash((self.name, self.tensors, self.count, self.block, self.buffer_bytes))
+        return hash((self.name, self.tensors, self.count, self.block, self.buffer_bytes, self.forward_only))
 
     @property
     def is_root(self) -> bool:
@@ -237,6 +239,12 @@ class ModelShape:
     def matmul_numel(self) -> int:
         """Elements of all matrices that a token is multiplied with: the head, but not a mere look-up."""
         return self._matmul_numel(frozen=False)
+
+    @cached_property
+    def forward_only_numel(self) -> int:
+        """Of these, those in blocks that no gradient goes back through."""
+        silent = replace(self, units=(replace(self.root, tensors=()), *(u for u in self.blocks if u.forward_only)))
+        return silent.matmul_numel if self.blocks else 0
 
     @cached_property
     def frozen_matmul_numel(self) -> int:

@@ -59,7 +59,7 @@ class Seconds:
         recompute: what activation checkpointing repeats.
         launch: in which the device waits for the host to launch kernels.
         forward_share: of attention, what forward takes; products_share: of matrix products, more than a third where
-            frozen ones have no weight gradient.
+            frozen ones have no weight gradient; rest_share: of all else, a third.
     """
 
     matmul: float = 0.0
@@ -69,11 +69,19 @@ class Seconds:
     launch: float = 0.0
     forward_share: float = 1 / 3
     products_share: float = 1 / 3
+    rest_share: float = 1 / 3
 
     @property
     def forward(self) -> float:
         products = self.matmul * self.products_share
-        return products + (self.memory + self.launch) / 3 + self.attention * self.forward_share
+        return products + (self.memory + self.launch) * self.rest_share + self.attention * self.forward_share
+
+    @property
+    def forward_alone(self) -> Seconds:
+        """Without backward."""
+        products, rest = self.matmul * self.products_share, self.rest_share
+        attention, memory, launch = self.attention * self.forward_share, self.memory * rest, self.launch * rest
+        return Seconds(products, attention, memory, 0.0, launch, 1.0, 1.0, 1.0)
 
     @property
     def total(self) -> float:
@@ -101,22 +109,27 @@ def flops_per_token(setup: Setup) -> float:
     appendix B), with the window in place of the sequence where a layer looks no further back.
     """
     model = setup.model
-    return 6 * model.matmul_numel - 2 * model.frozen_matmul_numel + _attention_flops(setup)
+    products = 6 * model.matmul_numel - 2 * model.frozen_matmul_numel - 2 * model.forward_only_numel
+    return products + _attention_flops(setup)
 
 
-def _attention_flops(setup: Setup) -> float:
-    return sum(
-        unit.count * 6 * unit.block.heads * (unit.block.head_dim + unit.block.value_dim) * attended(setup, unit.block)
-        for unit in setup.model.blocks
-        if unit.block
-    )
+def _attention_flops(setup: Setup, backward: bool = False) -> float:
+    """`backward`: of the forward of those blocks alone that have a backward."""
+    total = 0.0
+    for unit in setup.model.blocks:
+        if (block := unit.block) is not None:
+            passes = (0 if unit.forward_only else 1) if backward else (1 if unit.forward_only else 3)
+            channels = block.heads * (block.head_dim + block.value_dim)
+            total += unit.count * 2 * passes * channels * attended(setup, block)
+    return total
 
 
 def repeated_flops_per_token(setup: Setup) -> float:
     """Of the forward that checkpointing runs again inside of backward; frozen weights are no reason to leave it out."""
     shares = repeated_shares(setup)
-    products = 2 * (setup.model.matmul_numel - setup.model.logits * setup.model.hidden)
-    attention = _attention_flops(setup) / 3
+    model = setup.model
+    products = 2 * (model.matmul_numel - model.forward_only_numel - model.logits * model.hidden)
+    attention = _attention_flops(setup, backward=True)
     return (products * shares.matmul + attention * shares.attention) / setup.every
 
 
@@ -141,7 +154,8 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
     memory += _decoded_bytes(setup, unit) / memory_rate(device)
     launch = launch_seconds(setup, block) * (4 / 3 if recompute else 1)
     gaps = _gaps(device, launch, matmul + attention + memory + recompute)
-    return Seconds(matmul, attention, memory, recompute, gaps, share, products_share)
+    seconds = Seconds(matmul, attention, memory, recompute, gaps, share, products_share)
+    return seconds.forward_alone if unit.forward_only else seconds
 
 
 def launch_seconds(setup: Setup, block: BlockShape | None = None) -> float:

@@ -53,6 +53,12 @@ def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer
 
     Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
     """
+    for move in _moves_of(setup, unit):
+        if not (unit.forward_only and move.when == "backward"):
+            yield move
+
+
+def _moves_of(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     block = unit.block
     if setup.mesh.tp > 1:
         yield from _TensorMoves(setup).of_root(unit) if block is None else _TensorMoves(setup).of_block(unit, block)

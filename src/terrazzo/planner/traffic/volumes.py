@@ -151,7 +151,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
     for bucket in buckets(unit, placement):
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in When:
-            for move in bucket.collectives(when):
+            for move in bucket.collectives(when) if not (unit.forward_only and when == "backward") else ():
                 group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
