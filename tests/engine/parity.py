@@ -73,7 +73,8 @@ class Case:
             each = ""  # with one micro-batch the three orders are one
         form = self.dtypes.quantized_reduce or "" if self.dtypes else ""
         whole = bool(form) and not {"D", "R" if self.replicas else "S"} & set(self.placed.optim.axes)
-        sums = Sums(self.replicas or 1, self.shards, each, form, whole)
+        feedback = bool(form) and self.dtypes is not None and self.dtypes.error_feedback
+        sums = Sums(self.replicas or 1, self.shards, each, form, whole, feedback)
         gather = self.dtypes.gather or "" if self.dtypes else ""
         run = Recipe(sums, self.variant, self.precision, self.micro_batches, self.steps, self.denominator)
         return replace(run, gather=gather, gathers_frozen=bool(self.placed.weight.axes)) if gather else run
@@ -167,6 +168,8 @@ class Runner:
     def look(self, trace: Trace) -> Trace:
         """Note this rank's parts of all states."""
         for piece in ModelState(self.model).pieces():
+            if piece.kind.startswith("error_feedback"):
+                continue
             if piece.kind == "weight":
                 trace.weights.setdefault(piece.name, []).append((piece.start, piece.tensor.clone()))
             else:

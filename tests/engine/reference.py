@@ -42,6 +42,7 @@ class Sums:
             its own rank first), "S" (the inner one) or "SR" (both). The others come once, at the end of the step.
         form: what gradients of matrices are sent as along the outermost axis, `int8` or `int4`; empty: as they are.
         whole: whether all ranks of that axis get the sum, which is sent so, too.
+        feedback: what codes lose is added to what is sent next.
     """
 
     replicas: int
@@ -49,6 +50,7 @@ class Sums:
     each: str = ""
     form: str = ""
     whole: bool = False
+    feedback: bool = False
 
     @property
     def ranks(self) -> int:
@@ -72,6 +74,35 @@ class Recipe:
     denominator: float | None = None
     gather: str = ""
     gathers_frozen: bool = True
+
+
+@dataclass
+class Owed:
+    """What codes of one parameter's gradients have lost: by the rank along the outermost axis, and of the sum (-1).
+
+    Attributes:
+        kept: behind the last step that was taken.
+        scale: the loss scale of gradients, in none of these.
+    """
+
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+    _next: dict[int, Tensor] = field(default_factory=dict)
+
+    def sent(self, place: int, values: Tensor, form: str) -> Tensor:
+        """What the codes of `values` and of what is owed stand for, in fp32; blocks that are zero stay zero."""
+        before = self._next.get(place, self.kept.get(place, torch.zeros_like(values, dtype=torch.float32)))
+        blocks = nn.functional.pad(values.flatten(), (0, -values.numel() % 256)).view(-1, 256)
+        waiting = (blocks == 0).all(1).repeat_interleave(256)[: values.numel()].view(values.shape)
+        total = torch.where(waiting, 0.0, before * self.scale + values.float())
+        decoded = as_sent(total, form)
+        self._next[place] = torch.where(waiting, before, (total - decoded) / self.scale).bfloat16().float()
+        return decoded
+
+    def settle(self, taken: bool) -> None:
+        if taken:
+            self.kept |= self._next
+        self._next = {}
 
 
 @dataclass
@@ -122,6 +153,7 @@ class Trainer:
     model: nn.Module = field(init=False)
     optimizer: Optimizer = field(init=False)
     stepped: dict[str, nn.Parameter] = field(init=False)
+    owed: dict[str, Owed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.compute, self.sum_dtype, master = CASTS[self.recipe.precision]
@@ -138,7 +170,10 @@ class Trainer:
             parameter.grad = grads[name]
         self.after_backward(self.model)
         kept = {name: p.grad.flatten().clone() for name, p in self.model.named_parameters() if p.grad is not None}
-        if all(bool(torch.isfinite(grad).all()) for grad in kept.values()):
+        taken = all(bool(torch.isfinite(grad).all()) for grad in kept.values())
+        for owed in self.owed.values():
+            owed.settle(taken)
+        if taken:
             self._update()
         else:
             self.skipped_steps += 1
@@ -186,11 +221,21 @@ class Trainer:
         dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
         for name, shape in shapes.items():
             parts = [[grads_of[name] for _, grads_of in micro] for micro in runs]
-            total = add_up(parts, recipe.sums, torch.zeros(shape, dtype=self.sum_dtype))
-            if total is not None:
+            owed = self._owed(name, shape)
+            total = add_up(parts, recipe.sums, torch.zeros(shape, dtype=self.sum_dtype), owed)
+            if total is not None and owed is not None and recipe.sums.whole:
+                grads[name] = (owed.sent(-1, total, recipe.sums.form).to(total.dtype) / denominator).to(dtypes[name])
+            elif total is not None:
                 total = total / denominator
                 grads[name] = (as_sent(total, recipe.sums.form) if recipe.sums.whole else total).to(dtypes[name])
         return losses, grads
+
+    def _owed(self, name: str, shape: torch.Size) -> Owed | None:
+        if not (self.recipe.sums.feedback and in_blocks(torch.empty(shape, device="meta"))):
+            return None
+        owed = self.owed.setdefault(name, Owed())
+        owed.scale = self.scale
+        return owed
 
     def _twin(self) -> nn.Module:
         """The model with the weights that ranks compute with."""
@@ -248,19 +293,21 @@ def _pad(tensor: Tensor) -> Tensor:
     return nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % 64))
 
 
-def add_up(parts: Sequence[Sequence[Tensor | None]], sums: Sums, zero: Tensor) -> Tensor | None:
+def add_up(
+    parts: Sequence[Sequence[Tensor | None]], sums: Sums, zero: Tensor, owed: Owed | None = None
+) -> Tensor | None:
     """The sum of gradients [micro-batch][rank]; None where there is none at all. A missing one counts as zero."""
     if all(part is None for micro in parts for part in micro):
         return None
     if sums.each == "":
         local = [_left_to_right([micro[rank] for micro in parts], zero) for rank in range(sums.ranks)]
-        return _over_replicas(_over_shards(local, sums), sums)
+        return _over_replicas(_over_shards(local, sums, owed), sums, owed)
     filled = [[zero if part is None else part for part in micro] for micro in parts]
-    over_shards = [_over_shards(micro, sums) for micro in filled]
+    over_shards = [_over_shards(micro, sums, owed) for micro in filled]
     if sums.each == "SR":
-        return _over_axis([_over_replicas(micro, sums) for micro in over_shards])
+        return _over_axis([_over_replicas(micro, sums, owed) for micro in over_shards])
     replicas = [_over_axis([micro[replica] for micro in over_shards]) for replica in range(sums.replicas)]
-    return _over_replicas(replicas, sums)
+    return _over_replicas(replicas, sums, owed)
 
 
 def _left_to_right(parts: Sequence[Tensor | None], zero: Tensor) -> Tensor:
@@ -268,20 +315,22 @@ def _left_to_right(parts: Sequence[Tensor | None], zero: Tensor) -> Tensor:
     return _over_axis(present) if present else zero
 
 
-def _over_shards(ranks: Sequence[Tensor], sums: Sums) -> list[Tensor]:
+def _over_shards(ranks: Sequence[Tensor], sums: Sums, owed: Owed | None) -> list[Tensor]:
     """One sum per replica, over its shards in rank order."""
     form = sums.form if sums.replicas == 1 else ""
-    return [_sent(ranks[first : first + sums.shards], form) for first in range(0, sums.ranks, sums.shards)]
+    return [_sent(ranks[first : first + sums.shards], form, owed) for first in range(0, sums.ranks, sums.shards)]
 
 
-def _over_replicas(parts: Sequence[Tensor], sums: Sums) -> Tensor:
-    return _sent(parts, sums.form) if sums.replicas > 1 else parts[0]
+def _over_replicas(parts: Sequence[Tensor], sums: Sums, owed: Owed | None) -> Tensor:
+    return _sent(parts, sums.form, owed) if sums.replicas > 1 else parts[0]
 
 
-def _sent(parts: Sequence[Tensor], form: str) -> Tensor:
+def _sent(parts: Sequence[Tensor], form: str, owed: Owed | None) -> Tensor:
     """Their sum, of matrices in fp32 of what ranks have sent in blocks."""
     if not form or not in_blocks(parts[0]):
         return _over_axis(parts)
+    if owed is not None:
+        return _over_axis([owed.sent(rank, part, form) for rank, part in enumerate(parts)]).to(parts[0].dtype)
     return _over_axis([as_sent(part.float(), form) for part in parts]).to(parts[0].dtype)
 
 

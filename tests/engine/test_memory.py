@@ -29,6 +29,7 @@ PRECISIONS: dict[str, Precision | str] = {
     "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
     "sums in int8": Precision(weight="bf16", compute="bf16", quantized_reduce="int8"),  # type: ignore[arg-type]
     "sums in int4": Precision(gather="int8", reduce="bf16", quantized_reduce="int4"),  # type: ignore[arg-type]
+    "error feedback": Precision(weight="bf16", compute="bf16", quantized_reduce="int4", error_feedback=True),  # type: ignore[arg-type]
     "gathered in fp8": Precision(gather="fp8"),  # type: ignore[arg-type]
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
 }
@@ -67,7 +68,7 @@ def _check_states(model: Any, plan: str, precision: Precision | str) -> None:
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     model, optimizer = tz.shard(model, optimizer, plan, units=["blocks.*"], precision=precision, mesh=mesh(plan))
     bill = engine_of(model).bill
-    at_rest = before + bill.weight_bytes + bill.master_bytes
+    at_rest = before + bill.weight_bytes + bill.master_bytes + bill.feedback_bytes
     assert live_bytes() == at_rest
     loss_of(model, batch()).backward()
     assert live_bytes() == at_rest + bill.grad_bytes

@@ -47,7 +47,7 @@ def test_there_are_no_other_presets() -> None:
 def test_every_dtype_is_chosen_by_name_or_value(field: str, given: Any, dtype: torch.dtype) -> None:
     precision = Precision(**{field: given})
     assert getattr(precision, field) == dtype
-    unset = {"loss_scaling", "rounding", "frozen", "gather", "quantized_reduce"}
+    unset = {"loss_scaling", "rounding", "frozen", "gather", "quantized_reduce", "error_feedback"}
     others = {f.name for f in dataclasses.fields(precision)} - {field, *unset}
     assert {getattr(precision, other) for other in others} == {F32}
 

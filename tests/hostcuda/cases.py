@@ -65,6 +65,7 @@ class Case:
         frozen: in which the blocks' matrices are kept, which are not trained; empty: they are.
         gather: in which matrices are sent as they are gathered; empty: as they are computed with.
         reduce: in which their gradients are sent; empty: in the precision's dtype.
+        feedback: what codes of these lose is added to the next ones.
     """
 
     stage: str = "zero3"
@@ -86,6 +87,7 @@ class Case:
     frozen: str = ""
     gather: str = ""
     reduce: str = ""
+    feedback: bool = False
 
     @property
     def allowed(self) -> bool:
@@ -186,7 +188,7 @@ def sharded(case: Case, device: str, folder: str) -> tuple[nn.Module, Any]:
     plan = tz.Plan.named(case.stage + case.tier)
     offload = tz.Offload(threads=1, step=case.step, path=folder, block_mib=0.0625)
     formats: dict[str, Any] = {"frozen": case.frozen or None, "gather": case.gather or None}
-    formats["quantized_reduce"] = case.reduce or None
+    formats |= {"quantized_reduce": case.reduce or None, "error_feedback": case.feedback}
     options = {"fused": True} if case.optimizer == "fused" else {"foreach": device == "cuda"}
     return tz.shard(
         built(case),

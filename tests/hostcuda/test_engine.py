@@ -83,7 +83,12 @@ def test_matrices_sent_in_8_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -
     check(case, two_ranks, tmp_path)
 
 
-REDUCED = [Case(gather="int8", reduce="int8"), Case("zero0", precision="bf16", micro=2, reduce="int8")]
+REDUCED = [
+    Case(gather="int8", reduce="int8"),
+    Case("zero0", precision="bf16", micro=2, reduce="int8"),
+    Case("zero0", precision="bf16", micro=2, reduce="int8", feedback=True),
+    Case("zero2", "@cpu", reduce="int4", feedback=True),
+]
 
 
 @pytest.mark.parametrize("case", mostly_long(REDUCED, REDUCED[0]), ids=lambda case: case.name)

@@ -43,13 +43,15 @@ class Summed(NamedTuple):
     form: WireFormat | None
 
 
-def summed(axes: dict[str, int], plan: str, rank: int) -> tuple[float, dict[str, Summed]]:
-    """By the name of a bucket's first parameter."""
+def summed(axes: dict[str, int], plan: str, rank: int, feedback: bool) -> tuple[float, list[dict[str, Summed]]]:
+    """For each of two steps, by the name of a bucket's first parameter."""
     model: Any = copy.deepcopy(base("pp" not in axes))
     mesh = tz.mesh(**axes, device="cpu")  # type: ignore[arg-type]
     tz.parallelize(model, mesh, pipeline=tz.Pipeline() if "pp" in axes else None)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = tz.shard(model, optimizer, plan, units=[Block], precision=INT4, mesh=mesh)
+    model, optimizer = tz.shard(
+        model, optimizer, plan, units=[Block], precision=replace(INT4, error_feedback=feedback), mesh=mesh
+    )
     taken: dict[Gradient, list[Tensor]] = {}
     for bucket in engine_of(model).trainable():
         take = bucket.gradient._take_unreduced
@@ -64,55 +66,84 @@ def summed(axes: dict[str, int], plan: str, rank: int) -> tuple[float, dict[str,
     tokens, targets, _ = batches()[0]
     rows, positions = range(rank // axes.get("tp", 1) % readers, ROWS, readers), torch.arange(TOKENS)[None]
     own = [((tokens[row : row + 1], positions), targets[row : row + 1]) for row in rows]
-    tz.step(model, own, loss_of, denominator=targets.numel(), auxiliary=auxiliary_loss)
-    found = {}
-    for bucket in engine_of(model).trainable():
-        data = [axis for axis in bucket.ranks if axis != "tp"]
-        if list(bucket.ranks) != data or len(data) != 1:
-            continue  # summed over further axes, as without blocks
-        finished = bucket.gradient.finished.sum.wait()
-        found[bucket.slots[0].name] = Summed(
-            taken[bucket.gradient],
-            dist.get_process_group_ranks(bucket.sharding.axes.along(data[0]).group),
-            finished.range.start,
-            finished.data.clone(),
-            [(slot.range.start, slot.range.stop) for slot in bucket.slots],
-            bucket.reduce_format,
-        )
+    steps = list[dict[str, Summed]]()
+    for _ in range(2):
+        taken.clear()
+        tz.step(model, own, loss_of, denominator=targets.numel(), auxiliary=auxiliary_loss)
+        found = {}
+        for bucket in engine_of(model).trainable():
+            data = [axis for axis in bucket.ranks if axis != "tp"]
+            if list(bucket.ranks) != data or len(data) != 1:
+                continue  # summed over further axes, as without blocks
+            finished = bucket.gradient.finished.sum.wait()
+            found[bucket.slots[0].name] = Summed(
+                taken[bucket.gradient],
+                dist.get_process_group_ranks(bucket.sharding.axes.along(data[0]).group),
+                finished.range.start,
+                finished.data.clone(),
+                [(slot.range.start, slot.range.stop) for slot in bucket.slots],
+                bucket.reduce_format,
+            )
+        steps.append(found)
+        optimizer.step()
+        optimizer.zero_grad()
     engine_of(model).close()
-    return targets.numel(), found
+    return targets.numel(), steps
 
 
-def blocks_of(part: Tensor) -> Tensor:
-    return pad(part, (0, -part.numel() % 256)).view(1, -1)
+class Sender:
+    """What codes of values stand for; with feedback their loss is added to the next values at the same place."""
+
+    def __init__(self, form: str, feedback: bool) -> None:
+        self._form, self._feedback, self._owed = form, feedback and bool(form), dict[object, Tensor]()
+
+    def sent(self, place: object, values: Tensor) -> Tensor:
+        blocks = pad(values, (0, -values.numel() % 256)).view(-1, 256)
+        if not self._feedback:
+            return as_sent(blocks.view(1, -1), self._form)
+        before = self._owed.get(place, torch.zeros_like(blocks))
+        waiting = (blocks == 0).all(1, keepdim=True)
+        total = torch.where(waiting, 0.0, blocks + before)
+        decoded = as_sent(total.view(1, -1), self._form)
+        self._owed[place] = torch.where(waiting, before, total - decoded.view(-1, 256)).bfloat16().float()
+        return decoded
 
 
 @pytest.mark.parametrize(
-    ("plan", "axes"),
+    ("plan", "axes", "feedback"),
     [
-        ("zero3", {"tp": 2}),
-        ("zero1", {"ep": 2}),
-        pytest.param("zero0", {"tp": 2}, marks=pytest.mark.long),
-        ("zero2", {"pp": 2}),
+        ("zero3", {"tp": 2}, False),
+        ("zero3", {"tp": 2}, True),
+        ("zero1", {"ep": 2}, True),
+        ("zero0", {"tp": 2}, False),
+        ("zero0", {"tp": 2}, True),
+        ("zero2", {"pp": 2}, True),
     ],
     ids=str,
 )
-def test_parts_are_bitwise_the_sums_of_plain_pytorch(plan: str, axes: dict[str, int]) -> None:
+def test_parts_are_bitwise_the_sums_of_plain_pytorch(plan: str, axes: dict[str, int], feedback: bool) -> None:
     base("pp" not in axes), batches()  # drawn here: threads share a random generator
-    ranks = run_in_threads(4, lambda rank: summed(axes, plan, rank), timeout_s=60.0)
+    ranks = run_in_threads(4, lambda rank: summed(axes, plan, rank, feedback), timeout_s=60.0)
     checked = 0
-    for denominator, buckets in ranks:
-        for name, bucket in buckets.items():
-            micro_batches = zip(*(ranks[rank][1][name].own for rank in bucket.group), strict=True)
-            form, terms = bucket.form or "", list(micro_batches)
-            for start, stop in bucket.slots:
-                sums = [add([as_sent(blocks_of(each[start:stop]), form) for each in parts]) for parts in terms]
-                whole = add(sums) / denominator
-                if plan == "zero0":
-                    whole = as_sent(whole, form)
-                first, last = max(start, bucket.start), min(stop, bucket.start + bucket.sums.numel())
-                if first < last:
-                    own = bucket.sums[first - bucket.start : last - bucket.start]
-                    assert torch.equal(own, whole[0, first - start : last - start]), (name, start)
-                    checked += bool(form)
-    assert checked > 8
+    for denominator, steps in ranks:
+        for name, form in ((name, bucket.form or "") for name, bucket in steps[0].items()):
+            sender = Sender(form, feedback)
+            for step, bucket in enumerate(each[name] for each in steps):
+                terms = list(zip(*(ranks[rank][1][step][name].own for rank in bucket.group), strict=True))
+                for start, stop in bucket.slots:
+                    each = [
+                        [sender.sent((place, start), part[start:stop]) for place, part in enumerate(parts)]
+                        for parts in terms
+                    ]
+                    whole = add([add(parts) for parts in each])
+                    if plan == "zero0" and feedback and form:
+                        whole = sender.sent((-1, start), whole[0]) / denominator
+                    else:
+                        whole = whole / denominator
+                        whole = sender.sent((-1, start), whole[0]) if plan == "zero0" else whole
+                    first, last = max(start, bucket.start), min(stop, bucket.start + bucket.sums.numel())
+                    if first < last:
+                        own = bucket.sums[first - bucket.start : last - bucket.start]
+                        assert torch.equal(own, whole[0, first - start : last - start]), (name, start, step)
+                        checked += bool(form)
+    assert checked > 16

@@ -46,6 +46,7 @@ PRECISIONS: dict[str, Precision] = {
     "int8": Precision(weight="bf16", compute="bf16", moments="int8"),  # type: ignore[arg-type]
     "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
     "sums in int4": Precision(weight="bf16", compute="bf16", quantized_reduce="int4"),  # type: ignore[arg-type]
+    "error feedback": Precision(weight="bf16", compute="bf16", quantized_reduce="int4", error_feedback=True),  # type: ignore[arg-type]
     "gathered in fp8": Precision(gather="fp8"),  # type: ignore[arg-type]
     "narrow wire": Precision(weight="bf16", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
 }
@@ -139,6 +140,7 @@ def check_bill(
     assert found == {
         "weights": bill.weight_bytes,
         "gradients": bill.grad_bytes,
+        **({"feedback": bill.feedback_bytes} if precision.error_feedback else {}),
         "master": bill.master_bytes,
         "moments": bill.moments_bytes,
     }

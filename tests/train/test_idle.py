@@ -128,7 +128,7 @@ ALWAYS = """
     launch.restarts launch.threads launch.timeout_s log.* objective.name offload.grad offload.optim offload.weight
     optimizer.lr optimizer.name optimizer.options plan.between plan.grad plan.mesh.* plan.name plan.optim
     plan.sync_every plan.units plan.weight
-    precision.[!gq]* schedule.name schedule.warmup_steps train.activation_checkpointing train.clip
+    precision.[!egq]* schedule.name schedule.warmup_steps train.activation_checkpointing train.clip
     train.compile train.seed train.steps
 """
 """These do something in every run, whatever else is set."""

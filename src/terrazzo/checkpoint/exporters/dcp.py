@@ -33,6 +33,7 @@ from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
 from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, TreePath
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica
+from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
 from terrazzo.errors import BadInput
 
 __all__ = ["export_dcp"]
@@ -164,7 +165,7 @@ def _add_states(writer: _Writer, root: TreePath, source: Source) -> None:
 
 
 def _optimizer_states(info: TensorInfo) -> dict[str, StateInfo]:
-    not_its = (AVERAGE, WEIGHT, BUFFER, OUTER_MOMENTUM)
+    not_its = (AVERAGE, WEIGHT, BUFFER, OUTER_MOMENTUM, OWED, OWED_OF_SUMS)
     return {kind: state for kind, state in info.states.items() if kind not in not_its and not is_of_replica(kind)}
 
 

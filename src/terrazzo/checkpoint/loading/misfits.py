@@ -11,12 +11,13 @@ import torch
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
 from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica, kind_of_replica
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica, kind_of_first, kind_of_replica
+from terrazzo.engine.plan.error_feedback import OWED, OWED_DTYPE, OWED_OF_SUMS
 
 __all__ = ["fitted_groups", "misfits", "unstepped"]
 
 MOST = 3
-_OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM}
+_OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM, OWED, OWED_OF_SUMS}
 
 
 def misfits(
@@ -63,7 +64,8 @@ def _first_of(lines: Iterable[str]) -> Iterator[str]:
 def unstepped(source: Source, listed: Sequence[Listed]) -> list[str]:
     """Parameters of which `source` has an optimizer's states, and which nothing steps here, by their names there."""
     resolved = [source.resolve(each.names) for each in listed if not each.is_stepped]
-    return [name for name in resolved if name is not None and source.tensors[name].states.keys() - _OF_NO_OPTIMIZER]
+    kinds = {name: set(map(kind_of_first, source.tensors[name].states)) for name in resolved if name is not None}
+    return [name for name in kinds if kinds[name] - _OF_NO_OPTIMIZER]
 
 
 def fitted_groups(
@@ -133,6 +135,8 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
             wanted.update((kind_of_replica(kind, replica), state) for kind, state in parameter.states.items())
             if momentum:
                 wanted[OUTER_MOMENTUM] = (parameter.numel, torch.float32)
+            owed = [kind for kind in info.states if kind_of_first(kind) in (OWED, OWED_OF_SUMS)]
+            wanted.update(dict.fromkeys(owed, (parameter.numel, OWED_DTYPE)))
         for kind, (numel, dtype) in wanted.items():
             if (state := info.states.get(kind)) is not None:
                 yield from _misfit(f"{_shown(name)}, {kind}", state, numel, dtype, cast)

@@ -42,6 +42,11 @@ class PrecisionConfig(Named):
         description="gradients on the wire: all in `reduce`, or those of matrices in 8 or 4 bits with a scale for each "
         "256 elements; on a mesh with `dp_replicate` over that axis alone",
     )
+    error_feedback: bool = Field(
+        False,
+        description="what codes of quantized_reduce lose of a gradient is kept, and added to the next one: 4 bytes for "
+        "each element that a rank sends codes of",
+    )
     linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
         "compute",
         description="how linear layers multiply: in `compute`, or in 8 bits with a scale for each matrix or each row",
@@ -53,6 +58,11 @@ class PrecisionConfig(Named):
     def _agrees(self) -> None:
         if self.skip is not None and self.linears == "compute":
             raise ValueError("skip says which linear layers are not in fp8, and linears is 'compute': remove skip")
+        if self.error_feedback and self.quantized_reduce == "none":
+            raise ValueError(
+                "error_feedback keeps what codes of gradients lose, and quantized_reduce is 'none': set it to 'int8' or"
+                " 'int4', or remove error_feedback"
+            )
         if self.frozen is not None and self.linears != "compute":
             raise ValueError(
                 f"frozen '{self.frozen}' is decoded to 'compute', which linears '{self.linears}' would round again:"

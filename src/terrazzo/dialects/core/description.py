@@ -216,6 +216,7 @@ _OFF: dict[str, Any] = {
     "precision.rounding": "nearest",
     "precision.gather": "compute",
     "precision.quantized_reduce": "none",
+    "precision.error_feedback": False,
     "precision.linears": "compute",
     "precision.skip": (),
     "optimizer.options": {},

@@ -132,6 +132,9 @@ class PrecisionSection:
     rounding: Annotated[Setting[str], "of weights that the optimizer updates: nearest or stochastic"] = UNSET
     gather: Annotated[Setting[str], "matrices on the wire as they are gathered: compute, int8 or fp8"] = UNSET
     quantized_reduce: Annotated[Setting[str], "matrices' gradients on the wire: none, int8 or int4"] = UNSET
+    error_feedback: Annotated[Setting[bool], "what codes of quantized_reduce lose is added to the next gradients"] = (
+        UNSET
+    )
     linears: Annotated[Setting[str], "how linear layers multiply: compute, fp8-tensorwise or fp8-rowwise"] = UNSET
     skip: Annotated[Setting[tuple[str, ...]], "globs over names of linear layers that stay in compute"] = UNSET
 

@@ -81,7 +81,7 @@ class Bucket(BucketSpec):
             diloco=sharding.diloco,
         )
         self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, sharding, members, ledger, self.sums, tiers.grad)
+        self.gradient = Gradient(self.space, sharding, members, ledger, self)
         self.moments: dict[str, Resting] = {}
         self.outer: list[Resting] = []
         self._boxes = {member.name: member.box for member in members}

@@ -181,7 +181,7 @@ class Engine:
         return self.tally.ledger.peak_bytes
 
     def state_bytes(self) -> int:
-        """Weights, master weights and optimizer state on the device, measured."""
+        """Weights, master weights, optimizer state and what is owed of codes on the device, measured."""
         buckets = self.buckets()
         nbytes = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
         nbytes += [
@@ -189,6 +189,12 @@ class Engine:
         ]
         on_device = [bucket for bucket in buckets if not bucket.updated_off_device]
         nbytes += [state.nbytes for bucket in on_device for state in (*bucket.moments.values(), *bucket.outer)]
+        nbytes += [
+            residual.nbytes
+            for bucket in buckets
+            if bucket.trainable and bucket.feedback_tier == "device"
+            for residual in bucket.gradient.feedback.residuals
+        ]
         return sum(nbytes) + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:

@@ -153,8 +153,9 @@ class OptimizerDriver:
             return
         self.groups.recut([segment.cut(segment.seen, optimizer) for segment in self.segments])
         self._unpublished = True
-        for bucket in self.buckets:
+        for bucket, own in self._owned.items():
             bucket.gradient.finished.expect_changes()
+            bucket.gradient.feedback.settle(own)
         self.off_device.before_step(optimizer)
         finished = handed_over([segment for segment in self.segments if segment.due])
         self._on_device.matrices.step(optimizer, self.segments, finished, self.off_device)

@@ -6,6 +6,7 @@
     precision      the dtype of every tensor
     weight_wire    what weights are sent as
     diloco         replicas that train by themselves, and their outer step
+    error_feedback what codes of gradients lose, and where it is kept
     moves          one collective or copy, and the sums of a step that these make
     bucket_spec    what follows from all of these for one bucket: its states, their memory, its moves
     bucket_memory  what a bucket allocates and frees at each event of a step

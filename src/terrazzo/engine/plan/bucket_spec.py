@@ -33,6 +33,8 @@ import torch
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.family import BESIDE
 from terrazzo.engine.plan.diloco import DiLoCo
+from terrazzo.engine.plan.error_feedback import OWED_DTYPE, Owed, owed_along
+from terrazzo.engine.plan.layout import tiled_feedback_bytes
 from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
@@ -78,7 +80,7 @@ class Axis(Protocol):
 
 
 class StateBytes(NamedTuple):
-    """A state at rest on one rank: `weight`, `master`, `grad`, `moments` or `outer`."""
+    """A state at rest on one rank: `weight`, `master`, `grad`, `moments`, `outer` or `feedback`."""
 
     state: str
     tier: str
@@ -110,6 +112,7 @@ class BucketSpec:
         update_wire: what new weights are sent as, from where the optimizer's are to where weights rest. If it rounds,
             those at rest are what ranks see of these.
         reduce_format: what its gradients are sent as along `block_axis`, the outermost data axis; None in a dtype.
+        owed: what is kept of the loss of their codes, and `feedback_tier` where: in host memory beside gradients there.
         weight_axes, between_axes, optim_axes: over which the states are split.
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
         has_own_master: whether master weights have memory of their own.
@@ -148,6 +151,9 @@ class BucketSpec:
         self.reduce_format = self.precision.quantized_reduce if in_blocks else None
         data = [axis for axis in self.ranks if axis not in BESIDE]
         self.block_axis = data[-1] if data and self.reduce_format is not None else None
+        block = self.block_axis if self.precision.error_feedback else None
+        self.owed: Sequence[Owed] = () if block is None else owed_along(block, self.optim_axes, self.ranks)
+        self.feedback_tier = "device" if tiers.grad == "device" else "cpu"
         stored = self.stored or self.precision.weight
         self.has_own_master = trainable and not self.shares_memory(stored)
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
@@ -211,6 +217,7 @@ class BucketSpec:
             yield StateBytes("grad", tiers.grad, owned * precision.accumulate.itemsize)
             yield from (StateBytes("moments", tiers.optim, math.ceil(nbytes)) for nbytes in moments)
             yield from (StateBytes("outer", self.outer_tier, nbytes) for nbytes in self.outer_bytes)
+            yield from (StateBytes("feedback", self.feedback_tier, nbytes) for nbytes in self.feedback_bytes)
 
     @property
     def full_bytes(self) -> int:
@@ -322,6 +329,7 @@ class BucketSpec:
         if form is not None and axis == self.block_axis:
             sent, received = form.blocks.size_bytes(full - own), 2 * form.blocks.size_bytes(full)
             received += form.blocks.scratch_bytes(full, self._device_kind)
+            received += tiled_feedback_bytes(full, self._device_kind) if self.owed else 0
         else:
             itemsize = self.precision.reduce.itemsize
             sent, received, form = (full - own) * itemsize, self.ranks[axis].receive_bytes(full * itemsize), None
@@ -349,7 +357,14 @@ class BucketSpec:
         message = first.form.blocks.size_bytes(full)
         held = first.received_bytes + first.sum_bytes
         then = MoveBytes("all_gather", "gradients", axis, first.sent_bytes, held - message, form=first.form)
+        if self.owed:  # of sums before their division
+            return [first._replace(received_bytes=held), then]
         return [first._replace(received_bytes=held, divides=divides), then]
+
+    @property
+    def feedback_bytes(self) -> Sequence[int]:
+        """Of what is owed behind the last step, and of what will be behind the next: a step may be left out."""
+        return [self.numel(each.axes) * OWED_DTYPE.itemsize for each in self.owed for _ in range(2)]
 
     # -- outer steps -------------------------------------------------------------------------------------------
 

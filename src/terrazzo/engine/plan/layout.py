@@ -25,6 +25,7 @@ __all__ = [
     "padded_bytes",
     "round_up",
     "share",
+    "tiled_feedback_bytes",
     "tiled_step_bytes",
     "tiles",
     "travels_in_blocks",
@@ -177,6 +178,11 @@ def tiled_step_bytes(numel: int, device: str) -> int:
     stepped with, and new codes.
     """
     return 32 * min(numel, tile_numel(device))
+
+
+def tiled_feedback_bytes(numel: int, device: str) -> int:
+    """Memory to add to `numel` elements what is owed of their codes: that of a tile in fp32, and the sum."""
+    return 8 * min(numel, tile_numel(device))
 
 
 def travels_in_blocks(shape: Sequence[int]) -> bool:

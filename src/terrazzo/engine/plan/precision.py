@@ -90,6 +90,8 @@ class Precision:
         quantized_reduce: gradients of matrices on the wire, a `WireFormat` (`"int8"`, `"int4"`): each rank sends blocks
             of 256 codes with a scale, and what these stand for is summed in fp32, in rank order. On a mesh with
             `dp_replicate` that axis alone, behind the sums within its groups in `reduce`. None: all in `reduce`.
+        error_feedback: whether what those codes lose of a gradient is kept, and added to the next one before it is
+            encoded: see `plan.error_feedback`.
     """
 
     weight: torch.dtype = torch.float32
@@ -103,6 +105,7 @@ class Precision:
     frozen: FrozenFormat | None = None
     gather: WireFormat | None = None
     quantized_reduce: WireFormat | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
@@ -147,6 +150,13 @@ class Precision:
             raise BadInput(
                 f"precision: quantized_reduce {self.quantized_reduce} of gradients that are kept in fp64, but what is "
                 "sent in blocks is summed in fp32. Leave quantized_reduce out, or accumulate in fp32."
+            )
+        if not isinstance(self.error_feedback, bool):
+            raise BadInput(f"precision: error_feedback is {self.error_feedback!r}; it must be True or False.")
+        if self.error_feedback and self.quantized_reduce is None:
+            raise BadInput(
+                "precision: error_feedback of gradients that are sent in the dtype of reduce: it keeps what codes "
+                "lose. Add quantized_reduce 'int8' or 'int4', or leave error_feedback out."
             )
         if not isinstance(self.loss_scaling, LossScaling | None):
             raise BadInput(
@@ -211,6 +221,7 @@ class Precision:
         frozen = f", frozen matrices {self.frozen}" if self.frozen else ""
         gather = f", gathered in {self.gather}" if self.gather is not None else ""
         reduce = f", gradients sent in {self.quantized_reduce}" if self.quantized_reduce is not None else ""
+        reduce += " with error feedback" if self.error_feedback else ""
         return ", ".join(dtypes) + scaling + rounding + frozen + gather + reduce
 
     def sends_in_blocks(self, trainable: bool) -> bool:

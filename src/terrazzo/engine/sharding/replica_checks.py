@@ -41,6 +41,11 @@ def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, o
             f"diloco with master weights in {DTYPE_NAMES[precision.master]}: outer steps are in fp32. Shard the "
             "model with precision='bf16', which has fp32 masters."
         )
+    if precision.error_feedback:
+        raise BadInput(
+            "diloco with error_feedback, where each replica would owe gradients of its own, and outer steps mix their "
+            "weights. Leave error_feedback out: int8 needs none, and traffic='int8' is of outer steps."
+        )
     if offload.step == "backward" and plan.optim.offloaded:
         raise BadInput(
             "diloco with offload step='backward', which updates weights before optimizer.step() notes those that a "

@@ -26,12 +26,20 @@ from terrazzo.engine.states.pieces import (
     Piece,
     average_pieces,
     copied_pieces,
+    feedback_pieces,
     model_pieces,
     optimizer_pieces,
     outer_pieces,
     require_known_states,
 )
-from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer, restore_outer
+from terrazzo.engine.states.restore import (
+    Read,
+    restore_averages,
+    restore_feedback,
+    restore_model,
+    restore_optimizer,
+    restore_outer,
+)
 from terrazzo.errors import BadInput, RanksApart, listed
 
 __all__ = ["ModelState", "ParameterInfo"]
@@ -133,6 +141,7 @@ class ModelState:
             yield from optimizer_pieces(driver)
         yield from average_pieces(engine.average.buffers) if with_optimizer else ()
         yield from outer_pieces(engine.trainable()) if with_optimizer else ()
+        yield from feedback_pieces(engine.trainable()) if with_optimizer else ()
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
@@ -160,6 +169,7 @@ class ModelState:
             restore_model(engine.buckets(), read)
             restore_averages(engine.average.buffers if with_optimizer else {}, read)
             restore_outer(engine.trainable() if with_optimizer else [], read)
+            restore_feedback(engine.trainable() if with_optimizer else [], read)
             engine.restart_round()
             for driver in engine.drivers:
                 driver.off_device.begin_restoring()

@@ -29,6 +29,7 @@ __all__ = [
     "Piece",
     "average_pieces",
     "copied_pieces",
+    "feedback_pieces",
     "held_pieces",
     "model_pieces",
     "optimizer_pieces",
@@ -151,6 +152,16 @@ def outer_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
         for momentum in bucket.outer[1:]:
             if bucket.is_primary and not bucket.sharding.axes.replica:
                 yield from _pieces(bucket, OUTER_MOMENTUM, momentum, momentum.range)
+
+
+def feedback_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
+    """This rank's share of what is owed of codes: each rank that owes for itself has a kind of its own."""
+    for bucket in buckets:
+        for residual in bucket.gradient.feedback.residuals if bucket.is_primary else ():
+            split = (*residual.axes, *residual.apart)
+            alike = (axis for axis in bucket.sharding.axes.names if axis not in split)
+            share = bucket.space.range((*residual.axes, *alike))
+            yield from _pieces(bucket, kind_of_replica(residual.kind, residual.number), residual.kept, share)
 
 
 def copied_pieces(

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradients.residuals import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, kind_of_replica
+from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
 from terrazzo.engine.plan.layout import Range, Slot
 
-__all__ = ["Read", "reading", "restore_averages", "restore_model", "restore_optimizer", "restore_outer"]
+__all__ = [
+    "Read",
+    "reading",
+    "restore_averages",
+    "restore_feedback",
+    "restore_model",
+    "restore_optimizer",
+    "restore_outer",
+]
 
 Read = Callable[[str, str, int, int], Tensor | None]
 """(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent.
@@ -65,6 +77,38 @@ def restore_outer(buckets: list[Bucket], read: Read) -> None:
                 data.zero_()
             for slot in bucket.slots:
                 _restore(momentum, slot, OUTER_MOMENTUM, momentum.range, read)
+
+
+def restore_feedback(buckets: list[Bucket], read: Read) -> None:
+    """Set what is owed of codes, so that all ranks together owe what they did.
+
+    Of m ranks that owe for themselves, number r takes over the numbers r, r + m, r + 2m and so on, added in that order
+    in fp32; where no sums are encoded here, what is owed of these likewise.
+    """
+    for bucket in buckets:
+        residuals = bucket.gradient.feedback.residuals
+        for residual in residuals:
+            residual.clear()
+            kinds = [residual.kind] if len(residuals) > 1 else [OWED, OWED_OF_SUMS]
+            for slot in bucket.slots:
+                taken = [kind for each in kinds for kind in _numbered(read, slot.name, each, residual)]
+                _restore(residual.kept, slot, residual.kind, residual.kept.range, _total(read, taken))
+
+
+def _numbered(read: Read, name: str, kind: str, residual: Residual) -> list[str]:
+    """The kinds of a parameter's states that a rank takes over."""
+    numbers = itertools.takewhile(lambda n: read(name, kind_of_replica(kind, n), 0, 0) is not None, itertools.count())
+    return [kind_of_replica(kind, number) for number in numbers if number % residual.count == residual.number]
+
+
+def _total(read: Read, kinds: Sequence[str]) -> Read:
+    """The sum of several states of one parameter."""
+
+    def total(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+        parts = [part.float() for each in kinds if (part := read(name, each, start, stop)) is not None]
+        return functools.reduce(torch.add, parts) if parts else None
+
+    return total
 
 
 def _of_replica(read: Read, driver: OptimizerDriver) -> Read:

@@ -107,6 +107,7 @@ def _precision(description: Description, loaded: torch.dtype | None) -> Precisio
         loss_scaling=_loss_scaling(description),
         rounding=description.value("precision.rounding") or "nearest",
         gather={form.value: form for form in WireFormat}.get(description.value("precision.gather")),
+        error_feedback=bool(description.value("precision.error_feedback")),
         quantized_reduce={form.value: form for form in WireFormat}.get(description.value("precision.quantized_reduce")),
     )
 

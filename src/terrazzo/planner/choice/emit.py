@@ -216,8 +216,9 @@ def _precision(precision: Precision) -> dict[str, Any]:
     if precision.gather is not None:
         return _precision(replace(precision, gather=None)) | {"gather": precision.gather.value}
     if precision.quantized_reduce is not None:
-        preset = _precision(replace(precision, quantized_reduce=None))
-        return preset | {"quantized_reduce": precision.quantized_reduce.value}
+        preset = _precision(replace(precision, quantized_reduce=None, error_feedback=False))
+        feedback = {"error_feedback": True} if precision.error_feedback else {}
+        return preset | {"quantized_reduce": precision.quantized_reduce.value} | feedback
     if precision.narrow is not None:
         preset = _precision(replace(precision, moments=precision.master, rounding="nearest"))
         rounding = {"rounding": precision.rounding} if precision.stochastic else {}

@@ -20,7 +20,7 @@ when memory runs out, so more where there is room. From benchmarks/results/alloc
 `python -m benchmarks.allocator` makes, over all rows of the table, with the expandable segments that `terrazzo train`
 asks for: without room the most on the smallest device, and with room the median."""
 
-RESTING = ("weights", "master", "moments", "outer", "gradients")
+RESTING = ("weights", "master", "moments", "outer", "feedback", "gradients")
 RESTING_UPPER, MOVING_UPPER = 0.02, 0.35
 """Of the bytes of these terms, the states, and of all others, what a bound has besides. They come first and stay: they
 are rounded up, and leave no gaps. Of others the allocator keeps 35 % where sequences vary and segments are fixed, as in

@@ -36,6 +36,11 @@ FORMULAS = {
         "and as many for momentum",
         "DiLoCo, arXiv 2311.08105; terrazzo/engine/plan/diloco.py",
     ),
+    "memory.feedback": Formula(
+        "4 bytes x padded elements of matrices / ranks that have split their gradients before these are sent in blocks;"
+        " and where all ranks keep the sum, as many / ranks that add it",
+        "1-bit Adam, arXiv 2102.02888; terrazzo/engine/plan/error_feedback.py",
+    ),
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "
         "every run of parameters that share settings",
@@ -43,7 +48,14 @@ FORMULAS = {
     ),
 }
 
-STATE_OF = {"weights": "weight", "gradients": "grad", "master": "master", "moments": "moments", "outer": "outer"}
+STATE_OF = {
+    "weights": "weight",
+    "gradients": "grad",
+    "master": "master",
+    "moments": "moments",
+    "outer": "outer",
+    "feedback": "feedback",
+}
 """The state that each term counts."""
 
 
@@ -91,6 +103,8 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
     values, rows = dict.fromkeys(STATE_OF, 0.0), placed_units(setup, stage)
     if setup.diloco is None:
         del values["outer"]
+    if not setup.precision.error_feedback:
+        del values["feedback"]
     for unit, count, placement in rows:
         for bucket in buckets(unit, placement):
             for name in values if bucket.trainable or not updated else ():

@@ -52,7 +52,14 @@ FORMULAS = {
     ),
 }
 
-_STATE_OF = {"weights": "weight", "gradients": "grad", "master": "optim", "moments": "optim", "outer": "optim"}
+_STATE_OF = {
+    "weights": "weight",
+    "gradients": "grad",
+    "master": "optim",
+    "moments": "optim",
+    "outer": "optim",
+    "feedback": "grad",
+}
 
 
 def on_device(setup: Setup, stage: int) -> tuple[Term, ...]:

@@ -34,6 +34,7 @@ LABELS = {
     "master": "master weights",
     "moments": "optimizer moments",
     "outer": "outer weights and momentum",
+    "feedback": "error feedback",
     "gathered": "gathered weights",
     "unreduced": "unreduced gradients",
     "receive": "receive buffers",
@@ -183,7 +184,7 @@ def blocker(memory: MemoryFigures) -> str:
     )
 
 
-STATES = ("weights", "master", "moments", "outer", "gradients")
+STATES = ("weights", "master", "moments", "outer", "feedback", "gradients")
 PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}
 
 

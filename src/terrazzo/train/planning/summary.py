@@ -62,7 +62,7 @@ def summarize(
         for name, count in exchanges_of(session.config, estimate.setup, session.ranks.rank).items():
             sent[name] = sent.get(name, 0) + count
     return {
-        "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes + bill.outer_bytes,
+        "state_bytes_promised": bill.total_bytes - bill.grad_bytes - bill.transient_bytes,
         "state_bytes_measured": engine.state_bytes(),
         "transient_bytes_promised": bill.transient_bytes,
         "transient_bytes_measured": engine.peak_transient_bytes,

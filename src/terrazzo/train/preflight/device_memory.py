@@ -28,12 +28,19 @@ from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
 __all__ = ["AvailableMemory", "available", "check_plan"]
 
 CERTAIN = (
-    "weights", "master", "moments", "outer", "gradients", "gathered", "unreduced", "receive", "buffers", "sums",
-    "disk buffers",
+    "weights", "master", "moments", "outer", "feedback", "gradients", "gathered", "unreduced", "receive", "buffers",
+    "sums", "disk buffers",
 )  # fmt: skip
 """Terms that follow from the plan alone. The others depend on the kernels that torch takes."""
 
-_STATE_OF = {"weights": "weight", "master": "optim", "moments": "optim", "outer": "optim", "gradients": "grad"}
+_STATE_OF = {
+    "weights": "weight",
+    "master": "optim",
+    "moments": "optim",
+    "outer": "optim",
+    "feedback": "grad",
+    "gradients": "grad",
+}
 """The states of a plan that terms are of."""
 
 DOUBT = 1.3

@@ -273,7 +273,7 @@ _RULES = (
 
 _OF_ONE_SUMMING = (
     _Rule(
-        "precision.quantized_reduce",
+        "precision.quantized_reduce precision.error_feedback",
         lambda config: True,
         "no two ranks see different data, so no gradients of matrices are summed over ranks",
         "start more",

@@ -250,12 +250,13 @@ def _bill_text(session: Session) -> str:
 
 def _precision(config: Config) -> str:
     """Its name, and the dtypes that were given in place of its own."""
-    others = {"name", "linears", "skip", "rounding", "gather", "quantized_reduce"}
+    others = {"name", "linears", "skip", "rounding", "gather", "quantized_reduce", "error_feedback"}
     dtypes = config.precision.model_dump(exclude=others, exclude_none=True)
     rounding = ["stochastic rounding"] if config.precision.rounding == "stochastic" else []
     gather = [f"gathered in {config.precision.gather}"] if config.precision.gather != "compute" else []
     if config.precision.quantized_reduce != "none":
-        gather.append(f"gradients sent in {config.precision.quantized_reduce}")
+        feedback = " with error feedback" if config.precision.error_feedback else ""
+        gather.append(f"gradients sent in {config.precision.quantized_reduce}{feedback}")
     linears = [f"linears {config.precision.linears}"] if config.precision.recipe else []
     return ", ".join(
         [config.precision.name, *(f"{state} {dtype}" for state, dtype in dtypes.items()), *rounding, *gather, *linears]

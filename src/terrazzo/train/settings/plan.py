@@ -130,7 +130,7 @@ def build_precision(config: Config) -> Precision:
     base = Precision.named(config.precision.name)
     own = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
     dtypes: dict[str, Any] = {key: own[key] or getattr(base, key) for key in DTYPE_FIELDS}
-    further: dict[str, Any] = {key: getattr(config.precision, key) for key in ("rounding", "frozen")}
+    further: dict[str, Any] = {key: getattr(config.precision, key) for key in ("rounding", "frozen", "error_feedback")}
     for key, plain in (("gather", "compute"), ("quantized_reduce", "none")):
         value = getattr(config.precision, key)
         further[key] = None if value == plain else WireFormat(value)

@@ -92,7 +92,9 @@ REMOVED: Mapping[str, Removed] = {
         _7, "MiCS (shards within a group, replicas over groups)", "plan hybrid_shard with dp_shard of that size"
     ),
     f"{_ZERO}.mics_hierarchical_params_gather": Removed(_7, "MiCS's two-step gather", "remove it"),
-    f"{_ZERO}.zeropp_loco_param": Removed(_8, "LoCo's error feedback for quantised gradients", "remove it"),
+    f"{_ZERO}.zeropp_loco_param": Removed(
+        _8, "LoCo's error feedback for quantised gradients", "Terrazzo's precision.error_feedback"
+    ),
 }
 """By key; whatever is below it is meant as well."""
 

@@ -27,6 +27,7 @@ PATH_OF: Mapping[str, str] = {
     "precision.rounding": "precision.rounding",
     "precision.gather": "precision.gather",
     "precision.quantized_reduce": "precision.quantized_reduce",
+    "precision.error_feedback": "precision.error_feedback",
     "precision.linears": "precision.linears",
     "precision.skip": "precision.skip",
     "launch.ranks": "mesh.world",

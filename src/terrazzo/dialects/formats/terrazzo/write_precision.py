@@ -24,6 +24,7 @@ def write_precision(draft: TerrazzoDraft) -> None:
     draft.carry("precision.rounding")
     draft.carry("precision.gather")
     draft.carry("precision.quantized_reduce")
+    draft.carry("precision.error_feedback")
     draft.carry("precision.linears")
     draft.carry("precision.skip")
     _follows(draft, "output", "compute")

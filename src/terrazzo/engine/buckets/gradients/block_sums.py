@@ -6,6 +6,8 @@ in rank order. A block that is not finite on one rank is not finite in the sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,15 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, outlives_chain
 from terrazzo.engine.formats.block_format import BlockCodes
 
-__all__ = ["gather_sums", "sum_everywhere", "sum_scattered"]
+__all__ = ["encode_all", "gather_sums", "sum_everywhere", "sum_scattered"]
+
+Encode = Callable[[Tensor, BlockCodes, Tensor], None]
+"""Replaces blocks, the last argument, by those of values, the first: `encode_all`, or with error feedback."""
 
 
-def sum_scattered(along: Collectives, values: Tensor, blocks: BlockCodes, dtype: torch.dtype) -> Moves[Tensor]:
+def sum_scattered(
+    along: Collectives, values: Tensor, blocks: BlockCodes, dtype: torch.dtype, encode: Encode
+) -> Moves[Tensor]:
     """This rank's chunk of the sum of every rank's `values`, as a new tensor.
 
     Args:
@@ -24,7 +31,7 @@ def sum_scattered(along: Collectives, values: Tensor, blocks: BlockCodes, dtype:
         dtype: of the sum, which is rounded to it once.
     """
     sent = _empty(values, values.numel(), blocks)
-    _encode(values, blocks, sent)
+    encode(values, blocks, sent)
     received = torch.empty_like(sent)
     each = [sent.numel() // along.size] * along.size
     yield from along.all_to_all(sent, each, received, each, "reduce_scatter")
@@ -37,17 +44,17 @@ def sum_scattered(along: Collectives, values: Tensor, blocks: BlockCodes, dtype:
 def sum_everywhere(along: Collectives, values: Tensor, blocks: BlockCodes) -> Moves[None]:
     """Replace `values`, 1-D, fp32, of whole blocks, by the sum of every rank's; all take the same blocks."""
     rows = values.new_empty(along.size, blocks.size_bytes(values.numel()), dtype=torch.uint8)
-    _encode(values, blocks, rows[along.rank])
+    encode_all(values, blocks, rows[along.rank])
     if along.size > 1:
         yield from along.all_gather(rows.view(-1))
     _add_decoded(rows, blocks, values)
 
 
-def gather_sums(along: Collectives, own: Tensor, blocks: BlockCodes) -> Moves[Tensor]:
+def gather_sums(along: Collectives, own: Tensor, blocks: BlockCodes, encode: Encode) -> Moves[Tensor]:
     """Every rank's `own` in one new tensor of the same dtype. All ranks have what the blocks stand for."""
     numel = own.numel() * along.size
     message = _empty(own, numel, blocks)
-    _encode(own, blocks, message.view(along.size, -1)[along.rank])
+    encode(own, blocks, message.view(along.size, -1)[along.rank])
     yield from along.all_gather(message, "all_reduce")
     whole = outlives_chain(lambda: own.new_empty(numel))
     for part, packed in blocks.tiles(whole):
@@ -55,7 +62,8 @@ def gather_sums(along: Collectives, own: Tensor, blocks: BlockCodes) -> Moves[Te
     return whole
 
 
-def _encode(values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
+def encode_all(values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
+    """Replace the blocks `into` by those of `values`, a tile at a time."""
     for part, packed in blocks.tiles(values):
         blocks.encode(values[part], into[packed])
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.gradients.block_sums import gather_sums, sum_scattered
 from terrazzo.engine.buckets.gradients.finished import FinishedGradient
+from terrazzo.engine.buckets.gradients.residuals import ErrorFeedback
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.gradients.unreduced import UnreducedGradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Space, StateStore
@@ -34,8 +35,9 @@ from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves, Released, converted, next_stream, outlives_chain, tail
 from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
+from terrazzo.engine.plan.moves import MoveBytes, Reduction
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.device import HOST
@@ -53,23 +55,25 @@ class Gradient:
     Args:
         members: the parameters.
         ledger: counts transient memory.
-        sums: how gradients are summed over ranks.
-        tier: where sums rest.
+        spec: says how gradients are summed over ranks, where sums rest, and what is owed of codes.
 
     Attributes:
         seen: for each parameter, whether it has received a gradient since the last `zero`: on this rank, and from
             `agree_on_seen` on, on any rank.
         finished: the finished gradient.
+        feedback: what codes have lost, and the next ones make up for.
     """
 
     _store: StateStore  # from `build` on
 
     def __init__(
-        self, space: Space, sharding: ShardingSpec, members: Sequence[Member], ledger: Ledger, sums: Sums, tier: str
+        self, space: Space, sharding: ShardingSpec, members: Sequence[Member], ledger: Ledger, spec: BucketSpec
     ) -> None:
-        self.space, self.sharding, self.ledger, self._sums, self._tier = space, sharding, ledger, sums, tier
+        self.space, self.sharding, self.ledger = space, sharding, ledger
+        self._sums, self._tier = spec.sums, spec.tiers.grad
         self.seen = [False] * len(members)
-        self.finished = FinishedGradient(space, sharding, sums.last.axes, tier)
+        self.finished = FinishedGradient(space, sharding, self._sums.last.axes, self._tier)
+        self.feedback = ErrorFeedback(space, spec)
         self._numels = [math.prod(member.shape) for member in members]
         first = sharding.axes.is_first(sharding.axes.summed_beside)
         self._counts = [first or member.record is None or not member.record.replicated for member in members]
@@ -81,6 +85,7 @@ class Gradient:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
         self.finished.build(store)
+        self.feedback.build(store)
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 
@@ -244,9 +249,12 @@ class Gradient:
             if move.form is not None:
                 with self.ledger.holding(move.received_bytes):
                     if move.kind == "reduce_scatter":
-                        data = divide((yield from sum_scattered(along, data, move.form.blocks, dtype)), divisor)
+                        encode = functools.partial(self.feedback.encode, False)
+                        summed = yield from sum_scattered(along, data, move.form.blocks, dtype, encode)
+                        data = divide(summed, divisor)
                     else:
-                        data = yield from gather_sums(along, data, move.form.blocks)
+                        encode = functools.partial(self.feedback.encode, True)
+                        data = yield from gather_sums(along, data, move.form.blocks, encode)
             elif move.kind == "reduce_scatter":
                 data = yield from along.reduce_scatter(data.to(wire), dtype)
             else:
@@ -290,6 +298,7 @@ class Gradient:
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
         self.drop_unfinished()
+        self.feedback.forget()
         if set_to_none or not self.finished.exists:
             self.finished.forget()
             self.seen = [False] * len(self.seen)
@@ -298,7 +307,8 @@ class Gradient:
 
     def zero_some(self, indices: Iterable[int], set_to_none: bool = True) -> None:
         """Do as `zero` does, for some of the parameters: the others keep theirs."""
-        slots = self.space.layout.slots
+        slots, indices = self.space.layout.slots, list(indices)
+        self.feedback.forget(indices)
         for index in indices:
             if self._unreduced is not None:
                 self._unreduced.forget(index)
