@@ -300,6 +300,8 @@ def test_where_gradients_end_and_what_is_not_counted_of_frozen_weights_is_said()
     [
         ("bf16,moments=int8", "bf16,moments=int8"),
         ("bf16, gather=int8,quantized_reduce=int4", "bf16,gather=int8,quantized_reduce=int4"),
+        ("bf16,error_feedback=true,quantized_reduce=int4", "bf16,quantized_reduce=int4,error_feedback=true"),
+        ("bf16,error_feedback=false", "bf16"),
         ("bf16-pure,moments=int8,rounding=stochastic", "bf16-pure,moments=int8,rounding=stochastic"),
         ("bf16,weight=fp32,master=fp32", "fsdp2"),
         ("fp32,reduce=bfloat16", "fp32,reduce=bf16"),

@@ -189,7 +189,8 @@ class PlanArguments:
         "--precision NAME[,KEY=VALUE]...",
         "bf16 (default; fp16 before Ampere), bf16-pure, fp16, fp32, fp8, fp8-rowwise, fsdp2, zero; behind it keys of a "
         "configuration's precision: weight, compute, reduce, accumulate, master, moments, rounding, frozen (nf4, "
-        "nf4-double), gather and quantized_reduce (int8 and others), linears; such as bf16,gather=int8,moments=int8",
+        "nf4-double), gather and quantized_reduce (int8 and others), error_feedback, linears; such as "
+        "bf16,gather=int8,moments=int8",
         "precision",
         beside=PARAMS,
     )

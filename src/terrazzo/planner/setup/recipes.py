@@ -44,7 +44,7 @@ matrix or for each row of one, keeps the states of `bf16`; `fsdp2` shards fp32
 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
 1910.02054)."""
 
-KEYS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "linears")
+KEYS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "error_feedback", "linears")
 """What of a precision may be another than its name says, by the keys of the section `precision` of a configuration."""
 
 _KEYS_ARE = f"Keys are {', '.join(KEYS)}, as in bf16,gather=int8."
@@ -54,6 +54,8 @@ LINEARS = {"fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-rowwise"}
 
 _UNSET = {"frozen": "none", "gather": "compute", "quantized_reduce": "none", "linears": "compute"}
 """What a key is where nothing is kept or sent in less than a dtype."""
+
+_YES_OR_NO = {"true": True, "false": False}
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Of matrix products, by the dtype that is computed in; others multiply as fp32."""
@@ -92,6 +94,8 @@ def precision(name: str) -> tuple[Precision, str]:
         return recipe, matmul
     linears = own.pop("linears", "")
     values: dict[str, Any] = {key: None if value == _UNSET.get(key) else value for key, value in own.items()}
+    if "error_feedback" in values:
+        values["error_feedback"] = _YES_OR_NO.get(values["error_feedback"], values["error_feedback"])
     changed = replace(recipe, **values)
     plain = matmul != "fp8" if not linears else linears not in LINEARS
     return changed, _FORMATS.get(changed.compute, "fp32") if plain else "fp8"
@@ -120,7 +124,8 @@ def _own(chosen: Precision, base: str) -> Iterator[str]:
     for key in KEYS[:-1]:
         value = getattr(chosen, key)
         if value != getattr(RECIPES[base][0], key):
-            yield f"{key}={_UNSET[key] if value is None else MOMENTS_NAMES.get(value, value)}"
+            text = _UNSET[key] if value is None else str(value).lower() if value in (True, False) else value
+            yield f"{key}={MOMENTS_NAMES.get(text, text)}"
 
 
 def _parts(name: str) -> tuple[str, dict[str, Any]]:
