@@ -117,8 +117,7 @@ class BucketSpec:
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
         has_own_master: whether master weights have memory of their own.
         resident: whether modules see the resting weights themselves.
-        keeps_full: whether full weights stay from forward to backward.
-        regathered: whether backward gathers weights again that forward has put down.
+        keeps_full, regathered: whether full weights stay from forward to backward, or backward gathers them again.
         updated_off_device: whether the optimizer steps it away from the device.
         moments_apart: whether what the optimizer keeps for each element is not tensors of its own, but the bucket's.
         gathers_apart: whether new weights are gathered in device memory of their own, on their way to where they rest.
@@ -161,9 +160,8 @@ class BucketSpec:
         self.resident = self.resident and self.packed is None
         self.update_wire = self.wire if self._rounds_updates else DtypeWire(self.weight_dtype)
         fetched_again = self.between_axes == self.weight_axes and not on_device
-        self.keeps_full = self.between_axes == () and not fetched_again and self.packed is None
-        if self.keep is not None:
-            self.keeps_full = self.keep
+        keeps_full = self.between_axes == () and not fetched_again and self.packed is None
+        self.keeps_full = keeps_full if self.keep is None else self.keep
         self.regathered = not self.resident and not self.keeps_full
         self.updated_off_device = trainable and tiers.optim != "device"
         self.moments_apart = self.updated_off_device or (trainable and self.precision.narrow is not None)
