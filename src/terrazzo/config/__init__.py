@@ -22,7 +22,7 @@ To add a key:
    nothing, a rule in `train.preflight.idle_settings`; where both cannot be, a check in `train.preflight`.
 3. In `dialects.formats.terrazzo`, for a neutral setting, a row in `paths`, or code in `read` and `write` where a row
    does not do. Other keys are carried over as they are; `read` has what a conversion to another library says of them.
-4. In `tests/dialects/test_hub.py`, a value that is not the default, and what the key needs beside it.
+4. In `tests/dialects/test_terrazzo.py`, a value that is not the default, and what the key needs beside it.
 5. `python -m tools.reference_pages` gives it its row in docs/reference/train-config.md.
 """
 
