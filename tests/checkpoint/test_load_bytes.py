@@ -15,7 +15,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.format.manifest import BLOCK_BYTES
-from terrazzo.checkpoint.storage import shard
+from terrazzo.checkpoint.storage import rank_file
 from terrazzo.checkpoint.storage.local import LocalFolder
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -60,13 +60,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Bytes that each rank has compared with their digests."""
     found: Counter[int] = Counter()
-    real = shard.digest
+    real = rank_file.digest
 
     def counted(data: memoryview) -> str:
         found[dist.get_rank()] += len(data)
         return real(data)
 
-    monkeypatch.setattr(shard, "digest", counted)
+    monkeypatch.setattr(rank_file, "digest", counted)
     return found
 
 

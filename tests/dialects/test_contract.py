@@ -95,6 +95,7 @@ def assert_promises(source: Dialect, document: dict[str, Any], context: ReadingC
 
 
 NO_DTYPES = (
+    "error_feedback",
     "loss_scaling",
     "static_loss_scale",
     "autocast",
