@@ -7,13 +7,14 @@ import os
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from terrazzo.engine import Offload, Plan, Precision
+from terrazzo.engine import LossScaling, Offload, Plan, Precision
 from terrazzo.errors import BadInput
 from tests.helpers.launched import launched
 
@@ -171,6 +172,14 @@ def test_an_effect_that_is_lost_on_the_way_to_deepspeed_is_named(
         assert asked().setup(CPU, 2).clip == 1.0
 
 
+@pytest.mark.parametrize("version", ["3", "", "[1]"])
+def test_a_version_of_fsdp_that_is_none_is_refused_by_its_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
+    with pytest.raises(BadInput, match=r"fsdp_config\.fsdp_version"):
+        asked().setup(CPU, 2)
+
+
 def test_a_file_of_deepspeeds_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "/nowhere/ds.json")
@@ -244,6 +253,54 @@ def test_fp16_scales_as_its_handler_says() -> None:
     scaling = setup.precision.loss_scaling
     assert scaling is not None
     assert (scaling.init, scaling.interval, setup.precision.compute) == (1024.0, 10, torch.float32)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_under_fsdp_too_fp16_scales_as_its_handler_says(version: int) -> None:
+    handler = GradScalerKwargs(init_scale=1024.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=10)
+
+    def scaling(mixed: str, *handlers: Any) -> LossScaling | None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        found = asked(mixed_precision=mixed, fsdp_plugin=plugin, kwargs_handlers=list(handlers))
+        return found.setup(torch.device("cuda"), 2).precision.loss_scaling
+
+    assert scaling("fp16", handler) == LossScaling(1024.0, 4.0, 0.25, 10)
+    assert scaling("fp16") == LossScaling()
+    assert scaling("bf16", handler) is None
+
+
+def deepspeed_plugin() -> Any:
+    """What this integration reads of Accelerate's plugin, which cannot be made without DeepSpeed."""
+    return SimpleNamespace(deepspeed_config={"train_micro_batch_size_per_gpu": 1})
+
+
+BESIDE_DEEPSPEED: list[tuple[dict[str, Any], str]] = [
+    ({"parallelism_config": ParallelismConfig(sp_size=2)}, "parallelism_config_sp_size is 2 beside DeepSpeed"),
+    ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config_dp_shard_size is 2"),
+    ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "FSDP is asked for beside DeepSpeed"),
+    ({"kwargs_handlers": [GradScalerKwargs(init_scale=1024.0)]}, "GradScalerKwargs beside DeepSpeed"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), BESIDE_DEEPSPEED)
+def test_what_deepspeeds_configuration_would_hide_is_refused(given: dict[str, Any], words: str) -> None:
+    given = {name: value() if isinstance(value, type) else value for name, value in given.items()}
+    with pytest.raises(BadInput, match=words):
+        asked(deepspeed_plugin=deepspeed_plugin(), **given)
+
+
+def test_a_mesh_of_the_launchers_beside_deepspeed_is_refused_unless_its_sizes_are_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
+    assert asked(deepspeed_plugin=deepspeed_plugin()).setup(CPU, 2).plan.name == "zero0"
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    with pytest.raises(BadInput, match="parallelism_config_sp_size is 2"):
+        asked(deepspeed_plugin=deepspeed_plugin())
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(BadInput, match="parallelism_config_sp_size is 2"):
+        asked()
 
 
 def test_fp8_is_linear_layers_in_eight_bits_on_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

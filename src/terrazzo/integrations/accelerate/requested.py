@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from torch import nn
 
-from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.description import Description, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.formats.accelerate.launch_environment import (
     DYNAMO,
@@ -35,6 +35,7 @@ __all__ = ["RequestedSetup", "hidden"]
 
 DEFAULT_PLAN = "zero2"
 """Where nothing names a plan. Weights stay whole, so that what a script for replicas does with them still works."""
+_SCALING = "precision.loss_scaling"
 _RECIPES = ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")
 _REFUSED = {
     "megatron_lm_plugin": "it is another engine",
@@ -75,7 +76,7 @@ class RequestedSetup:
             self.document |= {"distributed_type": kind, "parallelism_config": parallelism_section(sizes)}
         self.deepspeed = self.plugin is not None or self.document.get("distributed_type") == "DEEPSPEED"
         self.compile = _compile(arguments)
-        self.scaling = LossScaling()
+        self.scaling: LossScaling | None = None
         for handler in arguments.get("kwargs_handlers") or ():
             self._take(handler)
         self._refuse(arguments, alone)
@@ -99,6 +100,11 @@ class RequestedSetup:
         if isinstance(handler, GradScalerKwargs):
             if not handler.enabled:
                 raise BadInput("GradScalerKwargs.enabled is False: fp16 needs loss scaling. Remove it, or use bf16.")
+            if self.deepspeed:
+                raise BadInput(
+                    "GradScalerKwargs beside DeepSpeed, whose section fp16 has the loss scale: leave it out, and "
+                    "say initial_scale_power and loss_scale_window there."
+                )
             growth, backoff = handler.growth_factor, handler.backoff_factor
             self.scaling = LossScaling(handler.init_scale, growth, backoff, handler.growth_interval)
 
@@ -107,6 +113,8 @@ class RequestedSetup:
         for name, why in _REFUSED.items():
             if arguments.pop(name, None) is not None:
                 raise BadInput(f"{name} cannot be honoured: {why}. Leave it out.")
+        if self.plugin is not None or "deepspeed_config" in self.document:
+            self._refuse_beside_deepspeed()
         lost = os.environ.get("MIXED_PRECISION", "no").lower() if "NPROC" in os.environ else "no"
         if lost not in ("no", "fp8" if self.float8 else self.mixed):
             raise BadInput(
@@ -125,6 +133,17 @@ class RequestedSetup:
                 f"precision={words.precision!r} was given, and mixed_precision ({self.mixed}, from the argument, the "
                 "launcher or DeepSpeed's configuration) says a precision, too: leave out one of them."
             )
+
+    def _refuse_beside_deepspeed(self) -> None:
+        """What else decides how ranks share a model: DeepSpeed's configuration is all that is read then."""
+        if "fsdp_config" in self.document:
+            raise BadInput("FSDP is asked for beside DeepSpeed (a plugin, or the launcher's switches): leave out one.")
+        for key, size in self.document.get("parallelism_config", {}).items():
+            if key.endswith("_size") and size not in (None, 1):
+                raise BadInput(
+                    f"{key} is {size} beside DeepSpeed, whose configuration alone says here which ranks share what: "
+                    "set it to 1, or leave parallelism_config out."
+                )
 
     # -- built -------------------------------------------------------------------------------------------------------
 
@@ -155,7 +174,16 @@ class RequestedSetup:
             )
         if loaded is torch.float16:
             raise BadInput("The model's parameters are fp16, and updating them there loses steps: load it in fp32.")
-        return Precision(*(loaded,) * 6, self.scaling if self.mixed == "fp16" else None)
+        scaling = (self.scaling or LossScaling()) if self.mixed == "fp16" else None
+        return Precision(
+            weight=loaded,
+            compute=loaded,
+            reduce=loaded,
+            accumulate=loaded,
+            master=loaded,
+            moments=loaded,
+            loss_scaling=scaling,
+        )
 
     def _description(self, world: int) -> Description | None:
         """What the documents say; None where there are none."""
@@ -166,7 +194,10 @@ class RequestedSetup:
         if not self.document:
             return None
         document = self.document | {"mixed_precision": self.mixed}
-        return honour("accelerate", document, context, "Accelerate's configuration")
+        description = honour("accelerate", document, context, "Accelerate's configuration")
+        if self.scaling is None or description.value(_SCALING) is None:
+            return description
+        return description.replace({_SCALING: Setting(self.scaling, "derived", "GradScalerKwargs")})
 
 
 def _one_plugin(arguments: dict[str, Any]) -> Any:

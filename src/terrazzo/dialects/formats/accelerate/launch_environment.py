@@ -37,8 +37,8 @@ DYNAMO = "ACCELERATE_DYNAMO_"
 """How the variables of torch.compile begin."""
 _PARALLELISM = "parallelism_config_"
 _OTHER_VERSION = {
-    1: ("fsdp_reshard_after_forward",),
-    2: ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_forward_prefetch"),
+    "1": ("fsdp_reshard_after_forward",),
+    "2": ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_forward_prefetch"),
 }
 """What a version of FSDP passes over; the launcher sets both versions' variables."""
 _DEEPSPEED_NAMES = {
@@ -80,9 +80,10 @@ def _fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
     section = _section(environment, "FSDP_", "fsdp_")
     if classes := section.pop("fsdp_transformer_cls_to_wrap", None):
         section["fsdp_transformer_layer_cls_to_wrap"] = classes
-    return {
-        name: value for name, value in section.items() if name not in _OTHER_VERSION[section.get("fsdp_version", 1)]
-    }
+    passed_over = _OTHER_VERSION.get(
+        str(section.get("fsdp_version", 1)), ()
+    )  # another version is the dialect's to refuse
+    return {name: value for name, value in section.items() if name not in passed_over}
 
 
 def _deepspeed(environment: Mapping[str, str]) -> dict[str, Any]:
