@@ -49,6 +49,7 @@ class Loop:
 
     accelerator: Any
     clip: float | None = None
+    value: float | None = None
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -67,6 +68,8 @@ class Loop:
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and self.clip:
                     self.losses.append(float(accelerator.clip_grad_norm_(self.model.parameters(), self.clip)))
+                if accelerator.sync_gradients and self.value:
+                    accelerator.clip_grad_value_(self.model.parameters(), self.value)
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
@@ -77,10 +80,16 @@ class Loop:
         return {name.removeprefix("module."): values.clone() for name, values in full.items()}
 
 
-def train(make: Callable[..., Any], clip: float | None = None, epochs: int = 2, **arguments: Any) -> Any:
+def train(
+    make: Callable[..., Any],
+    clip: float | None = None,
+    epochs: int = 2,
+    value: float | None = None,
+    **arguments: Any,
+) -> Any:
     """Losses and norms, final weights, and learning rate."""
     fresh_state()
-    loop = Loop(make(cpu=True, **arguments), clip)
+    loop = Loop(make(cpu=True, **arguments), clip, value)
     for _ in range(epochs):
         loop.epoch()
     return loop.losses, loop.weights(), loop.scheduler.get_last_lr()

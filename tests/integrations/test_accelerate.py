@@ -57,6 +57,18 @@ def test_clipping_trains_as_ddp(two_processes: Pool) -> None:
     )  # the norm is summed in another order
 
 
+def _clipped_by_value() -> list[float]:
+    theirs, ours = _classes()
+    reference = train(theirs, value=1e-3)
+    results = [train(ours, value=1e-3, plan=plan) for plan in ("zero1", "zero3")]
+    assert distance(reference, train(theirs)) > 1e-4 or not reference[1]  # it clips
+    return [distance(reference, result) for result in results if result[1]]
+
+
+def test_clipping_by_value_trains_as_ddp_to_the_bit(two_processes: Pool) -> None:
+    assert two_processes.run(_clipped_by_value)[0] == [0.0, 0.0]
+
+
 def _autocast_and_split_batches() -> list[float]:
     from accelerate import DataLoaderConfiguration
 
@@ -288,7 +300,6 @@ def _refusals() -> dict[str, str]:
         "foreign": lambda: accelerator.prepare_optimizer(torch.optim.SGD(other.parameters())),
         "two": lambda: accelerator.prepare(other, *(torch.optim.SGD(other.parameters()) for _ in range(2))),
         "part": lambda: accelerator.clip_grad_norm_(parameters[:3], 1.0),
-        "value": lambda: accelerator.clip_grad_value_(parameters, 1.0),
         "join": lambda: accelerator.join_uneven_inputs([model]).__enter__(),
         "local": lambda: LocalSGD(accelerator, model, 8),
         "compiled": lambda: accelerator.prepare(torch.compile(other)),
@@ -313,7 +324,6 @@ def test_what_cannot_be_honoured_is_refused(two_processes: Pool) -> None:
         "foreign": "parameters of 0 prepared models",
         "two": "is a second optimizer",
         "part": "3 parameters were given to be clipped",
-        "value": "use accelerator.clip_grad_norm_",
         "join": "join_uneven_inputs cannot work",
         "local": "every 8 steps; ranks of a sharded model step together",
         "compiled": "dynamo_backend='inductor'",

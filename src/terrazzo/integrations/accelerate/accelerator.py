@@ -204,13 +204,6 @@ class Accelerator(accelerate.Accelerator):
                 )
         return tensors, None
 
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Refused for a sharded model, as by Accelerate under FSDP and DeepSpeed."""
-        tensors, model = self._owned(parameters)
-        if model is not None:
-            raise Misuse("clip_grad_value_ is not there for sharded models: use accelerator.clip_grad_norm_.")
-        super().clip_grad_value_(tensors, clip_value)
-
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Nothing is to be done: gradients are never seen scaled."""
 
