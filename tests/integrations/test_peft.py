@@ -206,6 +206,34 @@ def test_adapters_on_the_meta_device_begin_as_pefts_do(two_processes: Pool, tmp_
             assert not narrow, name  # peft's is uniform up to 1 / sqrt(16)
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")  # it is the bias that is tested
+def test_each_adapter_on_the_meta_device_begins_as_its_own_config_says() -> None:
+    with torch.device("meta"):
+        model = adapted(base_model(), lora_bias=True)
+        gaussian = peft.LoraConfig(r=2, target_modules=TARGETS, init_lora_weights="gaussian")
+        model.add_adapter("second", gaussian)
+    prepare_adapters(model)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    for part in (layer.lora_A, layer.lora_B):
+        for module in part.to_empty(device="cpu").values():
+            for parameter in module.parameters():
+                nn.init.ones_(parameter)
+            torch.manual_seed(5)
+            module.reset_parameters()
+    assert not any(parameter.any() for parameter in layer.lora_B.parameters())
+    assert layer.lora_B["default"].bias is not None
+    for module, fill in zip(
+        layer.lora_A.values(),
+        (lambda weight: nn.init.kaiming_uniform_(weight, a=5**0.5), lambda weight: nn.init.normal_(weight, std=1 / 2)),
+        strict=True,
+    ):
+        torch.manual_seed(5)
+        assert torch.equal(module.weight, fill(torch.empty_like(module.weight)))
+    model.peft_config["second"].init_lora_weights = False
+    with pytest.raises(BadInput, match="adapter 'second' is another"):
+        prepare_adapters(model)
+
+
 def refusals(folder: Path) -> list[str]:
     """One rank: what each thing that cannot be done says."""
     said = []
@@ -260,6 +288,24 @@ def test_a_base_in_4_bits_is_merged_in_the_dtype_of_its_other_weights(tmp_path: 
     assert {value.dtype for value in merged.values()} == {precision.weight}
     wanted = rounded(layer.base_layer.weight.detach(), "nf4") + layer.get_delta_weight("default").detach()
     torch.testing.assert_close(merged["model.layers.1.mlp.down_proj.weight"], wanted.to(precision.weight))
+
+
+def test_one_of_several_adapters_is_merged(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    start = adapted(base_model(), init_lora_weights=False)
+    start.add_adapter("second", peft.LoraConfig(r=2, target_modules=["up_proj", "q_proj"], init_lora_weights=False))
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(copy.deepcopy(start), None, "zero3")
+        save_merged(model, tmp_path / "merged", "second")
+        with pytest.raises(BadInput, match="no adapter 'third'"):
+            save_merged(model, tmp_path / "other", "third")
+
+    on_ranks(2, body, timeout_s=60.0)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, value in start.merge_and_unload(adapter_names=["second"]).state_dict().items():
+        assert torch.equal(merged[name], value), name
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])

@@ -17,6 +17,9 @@ from terrazzo.integrations.peft.names import BASE_LAYER, base_model, base_name, 
 
 __all__ = ["save_merged"]
 
+_PARTS = ("lora_A", "lora_embedding_A")
+"""Where a layer has its adapters by name."""
+
 
 def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") -> None:
     """Write the base with a LoRA adapter added to its weights as a model folder; the model stays as it is. Collective.
@@ -64,6 +67,8 @@ def _mergeable(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
 
     shared = [names for names in parameter_names(model) if len(names) > 1]
     for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and not any(adapter in getattr(module, part) for part in _PARTS):
+            continue  # of other adapters alone: its base stays as it is
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             plain = isinstance(module, LoraLayer) and adapter in module.lora_A
             weight = getattr(module.get_base_layer(), "weight", None) if plain else None

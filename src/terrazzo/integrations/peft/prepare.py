@@ -42,12 +42,13 @@ def _initialise_as_peft(model: nn.Module, base: nn.Module) -> None:
     """Give the adapters on the meta device their own initial values, instead of the base model's."""
     from peft.tuners.lora import LoraLayer
 
-    config, own = next(iter(peft_model(model).peft_config.values())), set()
-    if config.peft_type.value != "LORA" or config.init_lora_weights not in (True, "gaussian") or config.use_dora:
-        raise BadInput(
-            "On the meta device only plain LoRA adapters with init_lora_weights True or 'gaussian' can be initialised. "
-            "Build the model on a real device for others."
-        )
+    configs, own = peft_model(model).peft_config, set()
+    for name, config in configs.items():
+        if config.peft_type.value != "LORA" or config.init_lora_weights not in (True, "gaussian") or config.use_dora:
+            raise BadInput(
+                "On the meta device only plain LoRA adapters with init_lora_weights True or 'gaussian' can be "
+                f"initialised, and adapter {name!r} is another. Build the model on a real device."
+            )
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             if layer.lora_embedding_A:
@@ -57,7 +58,7 @@ def _initialise_as_peft(model: nn.Module, base: nn.Module) -> None:
             for name, down in layer.lora_A.items():
                 up, std = layer.lora_B[name], 1 / layer.r[name]
                 up.reset_parameters = _filling(up, nn.init.zeros_)
-                if config.init_lora_weights == "gaussian":
+                if configs[name].init_lora_weights == "gaussian":
                     down.reset_parameters = _filling(down, functools.partial(nn.init.normal_, std=std))
                 own |= {id(up), id(down)}
     drawn: Any = getattr(base, "_init_weights", None)
@@ -71,11 +72,12 @@ def _initialise_as_peft(model: nn.Module, base: nn.Module) -> None:
 
 
 def _filling(module: nn.Module, fill: Callable[[Tensor], object]) -> Callable[[], None]:
-    """`fill` on the module's weight, to come: it is still on the meta device."""
+    """`fill` on the module's parameters, to come: they are still on the meta device."""
     reference = weakref.ref(module)
 
     def reset_parameters() -> None:
         live: Any = reference()
-        fill(live.weight)
+        for parameter in live.parameters(recurse=False):
+            fill(parameter)
 
     return reset_parameters
