@@ -61,6 +61,11 @@ def test_a_file_may_have_comments(tmp_path: Path) -> None:
         ({"managed_gradient_accumulation": False}, "set_gradient_accumulation_boundary"),
         ({"managed_gradient_accumulation": "FALSE"}, "set_gradient_accumulation_boundary"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
+        ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto'"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": 0.1}}},
+            "warmup_min_lr is 'auto'",
+        ),
         ({"train_batch_size": 9}, "train_batch_size"),
         ({"scheduler": {"type": "Warmup"}}, "WarmupLR"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme_path"),

@@ -15,7 +15,8 @@ from terrazzo.dialects.core.agreement import extras_by_key
 from terrazzo.dialects.core.description import Description, Setting
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.dotted_keys import split
-from terrazzo.dialects.formats.deepspeed.keys import TABLE
+from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
+from terrazzo.dialects.formats.deepspeed.keys import STRICT, TABLE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
@@ -99,7 +100,7 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device:
     errors = [f"{each.key}: {each.text}" if each.key else each.text for each in findings if each.level == "error"]
     if reading.values.get("managed_gradient_accumulation") is False:
         errors.append(_UNMANAGED)
-    errors += _open(reading.description)
+    errors += _open(reading)
     refuse(f"'{loaded.path}'", errors)
     description, notes = _without_activations(reading.description)
     renamed = {verdict.key for verdict in reading.verdicts if verdict.kind == "renamed"}
@@ -119,9 +120,12 @@ def _loaded(config: str | os.PathLike[str] | Mapping[str, Any]) -> Loaded:
     return load(Path(config))
 
 
-def _open(description: Description) -> Iterator[str]:
-    """Keys that say "auto" and stay open: only Hugging Face's libraries fill them in."""
-    keys = [setting.key for _, setting in description.items() if setting.origin == "auto" and setting.value is None]
+def _open(reading: Reading) -> Iterator[str]:
+    """Keys that say "auto" and stay open: only Hugging Face's libraries fill them in. Some sections drop the word."""
+    settings = [setting for _, setting in reading.description.items() if setting.origin == "auto"]
+    keys = [setting.key for setting in settings if setting.value is None]
+    autos = [verdict.key for verdict in reading.verdicts if verdict.value == AUTO and verdict.kind != "refused"]
+    keys += [key for key in autos if key not in LITERAL and key.rpartition(".")[0] not in STRICT]
     for key in dict.fromkeys(keys):
         yield f"{key} is 'auto', which Hugging Face's libraries fill in, and DeepSpeed does not: put a value"
 
