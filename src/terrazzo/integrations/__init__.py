@@ -13,13 +13,14 @@ Each `__init__` lists its modules in one order:
     Taken and refused  what the user's objects, files and environment say becomes a document, which is read by the
                        library's dialect: nothing else decides what a key means. `shared.honour` refuses what cannot be
                        done of it, or names it in a warning. `shared.from_description` makes an `EngineSetup` of the
-                       rest.
+                       rest. Not so in `lightning`, where a strategy of Terrazzo's own takes the arguments of `tz.shard`
+                       and reads Lightning's `precision` by a table of its own; nor in `peft`.
     Built              the other library's classes, on which its loop goes on. `EngineSetup.shard` shards the model.
     Translated         the loop's own calls, and its checkpoints (`shared.checkpoints`).
     Changed            of the other library's, of the user's objects or of the process; and how long it stays so.
 
-All of them shard a model in place, as `tz.shard` does, and give a model of transformers on which ranks share weights a
-`generate` of its own (`shared.generation`).
+All but `peft`, which comes before `tz.shard`, shard a model in place, as that does, and give a model of transformers on
+which ranks share weights a `generate` of its own (`shared.generation`).
 
 To add one: a folder of these four, with the other library's names, and its place in the list above. Its test is a loop
 of the other library's, which has to give that library's losses.

@@ -28,8 +28,8 @@ Changed, for good:
     on import               "terrazzo" in the strategy registries of the Trainer and of Fabric
     when processes start    the rank that Lightning's `rank_zero_only` goes by (`sharded_strategy`)
     of Trainer and Fabric   the precision plugin, which is replaced by one that casts and scales nothing (`precision`)
-    of a LightningModule    `_terrazzo_sharded` in its `__dict__`, the sharded root around it; `forward`, which then
-                            goes through that (`trainer.root`)
+    of a LightningModule    `_terrazzo_sharded` in its `__dict__`, True once it is sharded, by which another Trainer
+                            refuses it; `forward`, which then goes through the sharded root (`trainer.root`)
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
