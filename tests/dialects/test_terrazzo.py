@@ -281,6 +281,11 @@ def test_an_explicit_null_survives(key: str) -> None:
     assert_the_same_run(nested({key: None}))
 
 
+def test_a_decay_of_null_is_the_fifth_that_nothing_is() -> None:
+    schedule = {"schedule": {"name": "wsd", "decay_steps": None}, "train": {"steps": 50}}
+    assert OURS.read(schedule).description.value("schedule.decay_steps") == 10
+
+
 def test_saving_as_it_pays_survives_and_is_no_number_to_others() -> None:
     description = assert_the_same_run({"checkpoint": {"every": "auto", "mtbf_hours": 1e4}})
     assert description.value("saving.every") is None

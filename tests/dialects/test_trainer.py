@@ -196,6 +196,12 @@ def test_gone_fields_are_explained() -> None:
     assert "eval_strategy" in outcomes["evaluation_strategy"].why
 
 
+def test_a_least_rate_that_is_null_leaves_it_to_its_share() -> None:
+    options = {"min_lr": None, "min_lr_rate": 0.1}
+    document = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": options, "max_steps": 10}
+    assert described("trainer", document).value("schedule.final_fraction") == 0.1
+
+
 def test_a_schedule_without_warmup_ignores_it() -> None:
     outcomes = verdicts("trainer", {"lr_scheduler_type": "constant", "warmup_steps": 10})
     assert outcomes["warmup_steps"].kind == "refused"

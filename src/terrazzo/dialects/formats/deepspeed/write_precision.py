@@ -32,8 +32,6 @@ def write_precision(draft: DeepSpeedDraft, stage: int, optimizer_on_cpu: bool) -
         _quantized(draft, path, stage)
     if draft.value("precision.error_feedback"):
         draft.lossy("precision.error_feedback", "DeepSpeed forgets what codes of gradients lose")
-    elif draft.is_set("precision.error_feedback"):
-        draft.implied("precision.error_feedback")
     _rest(draft, wanted, brought)
 
 

@@ -11,7 +11,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.formats.lightning.precision import precision_row
-from terrazzo.dialects.formats.lightning.read_loop import read_loop
+from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import (
     ARGUMENTS,
     DDP_CLASSES,
@@ -36,10 +36,10 @@ class _Read:
     """One document under way."""
 
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
-        self.prefix = "trainer." if isinstance(document.get("trainer"), Mapping) else ""
+        self.trainer = arguments_of(document)
+        self.prefix = "" if self.trainer is document else "trainer."
         opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
         self.reader = Reader(document, "Lightning", opaque, ROWS)
-        self.trainer = document["trainer"] if self.prefix else document
         self.context = context
 
     def reading(self) -> Reading:
@@ -57,9 +57,8 @@ class _Read:
         if strategy.kind != "DeepSpeedStrategy":
             row = precision_row(strategy.kind, word)
             settings |= _chosen(strategy, row, strategy_reading.settings)
-        reader.verdicts.update(
-            {verdict.key: verdict for verdict in strategy_reading.verdicts if verdict.key in reader.flat}
-        )
+        for verdict in strategy_reading.verdicts:
+            reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
         _keep_others(reader, self.prefix, strategy)
         _name_class(strategy, settings)
         prefixed = {path: self._prefixed(setting) for path, setting in settings.items()}

@@ -11,7 +11,7 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import number
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 
-__all__ = ["read_loop"]
+__all__ = ["arguments_of", "read_loop"]
 
 
 def read_loop(reader: Reader, prefix: str) -> SettingsByPath:

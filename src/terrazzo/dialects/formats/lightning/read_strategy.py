@@ -15,7 +15,7 @@ from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, load_name
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
-__all__ = ["Strategy", "StrategyReading", "read_strategy", "strategy_document"]
+__all__ = ["ARGUMENTS", "DDP_CLASSES", "Strategy", "StrategyReading", "read_strategy", "strategy_document"]
 
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 _ACTIVATIONS = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
@@ -110,7 +110,6 @@ def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> Strate
         for path in SHARDING:
             settings[path] = replace(settings[path], origin="file", key=strategy.name)
     verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.in_document]
-    reader.verdicts.update({verdict.key: verdict for verdict in verdicts})
     _keep_shared(reader, strategy)
     return StrategyReading(
         {**settings, **_state(reader, section), **_recomputed(reader, section)}, verdicts, list(nested.extras)

@@ -245,10 +245,10 @@ def _followed(settings: Mapping[str, Setting[Any]], context: ReadingContext) -> 
     at_once = micro.value * (ranks or 0) // apart
     if at_once and whole.value % at_once == 0:
         derived_settings["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
-    if settings["schedule.name"].value == "wsd" and not settings["schedule.decay_steps"].key:
-        derived_settings["schedule.decay_steps"] = Setting(
-            max(1, settings["schedule.total_steps"].value // 5), "default"
-        )
+    decay = settings["schedule.decay_steps"]
+    if settings["schedule.name"].value == "wsd" and decay.value is None:
+        a_fifth = max(1, settings["schedule.total_steps"].value // 5)
+        derived_settings["schedule.decay_steps"] = Setting(a_fifth, "default", decay.key)
     return derived_settings
 
 

@@ -79,11 +79,10 @@ def _shape(reader: TrainerReader, word: str, options: Mapping[str, Any]) -> Sett
     peak = reader.take("learning_rate").value or FIELDS["learning_rate"].default
     final = "schedule.final_fraction"
     if word == "cosine_with_min_lr":
+        if options.get("min_lr") is None:
+            return {final: number("min_lr_rate", 0.0)}
         lowest = number("min_lr", 0.0)
-        share = (
-            Setting(lowest.value / peak, lowest.origin, lowest.key) if "min_lr" in options else number("min_lr_rate", 0)
-        )
-        return {final: share}
+        return {final: Setting(lowest.value / peak, lowest.origin, lowest.key)}
     if word == "polynomial" and number("power", 1.0).value == 1.0:
         end = number("lr_end", _POLYNOMIAL_END)
         line = Setting("linear", "file", "lr_scheduler_type")
