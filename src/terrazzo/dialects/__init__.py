@@ -38,6 +38,7 @@ by keys of their own.
 
 Open to other packages:
 
-    core, registry, verbs                                           as above
-    formats.accelerate.launch_environment, formats.deepspeed.keys   what integrations read besides a file
+    core, registry, verbs                            as above
+    formats.accelerate.launch_environment            what integrations read besides a file
+    formats.deepspeed.auto, formats.deepspeed.keys   what integrations ask of a key
 """
