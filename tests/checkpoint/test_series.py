@@ -206,6 +206,13 @@ def test_retention_keeps_last_every_and_best_of_its_own_run(folder: str) -> None
     assert names(folder) == []
 
 
+def test_retention_keeps_the_newest_that_is_sure_also_at_step_0(tmp_path: Path) -> None:
+    save_steps(tmp_path, 0, 1, 2)
+    assert checkpoint.prune(tmp_path, keep_last=1, sure=0, dry_run=True) == ["step-00000001"]
+    assert checkpoint.prune(tmp_path, keep_last=1, sure=1, dry_run=True) == ["step-00000000"]
+    assert checkpoint.prune(tmp_path, keep_last=1) == ["step-00000000", "step-00000001"]
+
+
 def test_the_best_are_those_of_the_newest_evaluation(tmp_path: Path) -> None:
     """Losses on other data say nothing about these."""
     save_steps(tmp_path, 1, 2, metrics={1: 0.5, 2: 0.4})

@@ -58,7 +58,8 @@ def prune(  # structure: signature fixed by what may be kept
         checkpoint.where for checkpoint in own if keep_every and not (step_of(checkpoint.where) or 0) % keep_every
     }
     staying |= {checkpoint.where for checkpoint in _best(own, keep_best)}
-    staying |= {each.where for each in [each for each in own if (step_of(each.where) or 0) <= (sure or -1)][-1:]}
+    if sure is not None:
+        staying |= {each.where for each in [each for each in own if (step_of(each.where) or 0) <= sure][-1:]}
     gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in staying]
     for name in gone if not dry_run else ():
         store.remove(name)
