@@ -19,7 +19,13 @@ from torch.distributed.fsdp import fully_shard
 
 from terrazzo.checkpoint.exporters import dcp as exporter
 from terrazzo.checkpoint.exporters.dcp import export_dcp
-from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
+from terrazzo.checkpoint.importers import open_foreign
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
+from terrazzo.checkpoint.importers.parts.values import LoadedTensor
+from terrazzo.checkpoint.operations.describe import lost
+from terrazzo.checkpoint.source import AVERAGE, OptimizerInfo, Source, StateInfo, TensorInfo
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
+from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
 from terrazzo.errors import BadInput, SaveFailed
 from tests.helpers.processes import Pool
 
@@ -196,6 +202,37 @@ def test_a_model_alone_and_states_of_another_optimizer(tmp_path: Path) -> None:
     export_dcp(source, tmp_path / "model")
     entries = dcp.FileSystemReader(tmp_path / "model").read_metadata().state_dict_metadata
     assert entries.keys() == {"model.weight", "model.bias"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (AVERAGE, "the average of the weights"),
+        (OUTER_MOMENTUM, "the momentum of the outer step"),
+        ("momentum_buffer@1", "states of all replicas but the first"),
+        (OWED, "what codes of gradients have lost"),
+        (f"{OWED}@1", "what codes of gradients have lost"),
+        (OWED_OF_SUMS, "what codes of sums of gradients have lost"),
+    ],
+)
+def test_states_that_the_format_does_not_have_are_said_to_be_lost(tmp_path: Path, kind: str, words: str) -> None:
+    source = StateDictSource("a checkpoint")
+    source.optimizer = OptimizerInfo("SGD", [{"params": ["w"], "lr": 0.1}])
+    for each in ("weight", "momentum_buffer"):
+        source.add("w", each, LoadedTensor(torch.ones(2, 3), each))
+    assert lost(source, "dcp") == [] and lost(source, "hf") == ["the optimizer's state"]
+    source.add("w", kind, LoadedTensor(torch.ones(2, 3), kind))
+    export_dcp(source, tmp_path / "out")
+    assert open_foreign(tmp_path / "out").tensors["w"].states.keys() == {"weight", "momentum_buffer"}
+    [line] = lost(source, "dcp")
+    assert words in line and lost(source, "terrazzo") == []
+    assert lost(source, "hf") == ["the optimizer's state", *([line] if "momentum_buffer" not in kind else [])]
+
+
+def test_the_loss_scaler_is_said_to_be_lost() -> None:
+    source = StateDictSource("a checkpoint")
+    source.optimizer = OptimizerInfo("SGD", [], {"scale": 1024.0})
+    assert lost(source, "dcp") == ["the counters of the loss scaler"] and lost(source, "terrazzo") == []
 
 
 def test_pieces_are_stored_alone_and_one_element_is_not_a_number(

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
 
+from terrazzo.checkpoint.importers import dcp as importer
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.imported import Layer, Net, RunsCode, assert_same, names_of, states_of, train, trained
@@ -141,6 +142,24 @@ def test_layouts_that_programs_make_up(tmp_path: Path) -> None:
     assert_same(source, expected, kinds=["weight"])
     assert source.optimizer is None
     assert "Open the checkpoint with the model" in source.notes[0]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_equals_a_trained_weight_in_samples_alone_is_no_tie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """As a frozen copy of an embedding, of which training has changed the rows that were looked up."""
+    monkeypatch.setattr(importer, "PIECE_BYTES", 4096)
+    reference = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    trained_table = reference.clone()
+    if not copies:
+        trained_table[20] += 1.0
+    group = {"params": ["table"], "lr": 0.1, "momentum": 0.9}
+    optimizer = {"state": {"table": {"momentum_buffer": torch.ones(64, 128)}}, "param_groups": [group]}
+    state = {"model": {"table": trained_table, "reference": reference}, "optim": optimizer}
+    source = open_foreign(save_alone(state, tmp_path / "c"))
+    assert source.aliases == ({"reference": "table"} if copies else {})
+    assert copies or torch.equal(source.whole("reference", "weight"), reference)
 
 
 def test_memory_formats_other_than_rows_first(tmp_path: Path) -> None:

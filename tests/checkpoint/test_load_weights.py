@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
+from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.train.model.causal_lm import build_model
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -42,3 +44,23 @@ def test_a_pretrained_hugging_face_model_is_loaded_shard_by_shard(tmp_path: Path
             assert torch.equal(model(tokens).logits, expected)
 
     run_in_threads(2, body)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "lm_head.weight"])
+def test_a_plain_model_takes_a_tied_weight_under_any_of_its_names(tmp_path: Path, name: str) -> None:
+    model, weight = Tied(), torch.arange(24.0).view(6, 4)
+    torch.save({name: weight}, tmp_path / "weights.pt")
+    checkpoint.load_weights(model, tmp_path / "weights.pt")
+    assert torch.equal(model.embed.weight, weight) and model.lm_head.weight is model.embed.weight
+    weights = weights_for(model, tmp_path / "weights.pt")
+    assert [*weights] == ["embed.weight", "lm_head.weight"] and len(weights) == 2
+    torch.save({name: weight, "other": weight + 1}, tmp_path / "more.pt")
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
+        checkpoint.load_weights(model, tmp_path / "more.pt")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.checkpoint import exporters
-from terrazzo.checkpoint.exporters import huggingface
+from terrazzo.checkpoint.exporters import huggingface, new_folder
 from terrazzo.engine import whole_weights
 from terrazzo.engine.buckets.resting.buffer import Buffer, Space
 from tests.engine.toys import EVERY_PLAN, Net, assert_equal, full_parameters, on_ranks, sharded, train
@@ -200,4 +199,4 @@ def test_what_cannot_be_written_is_refused_on_every_rank(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(huggingface, "new_file", fails)
     refused_on_all(llama(), tmp_path / "e", tz.SaveFailed, "No space left")
-    assert {each.name for each in tmp_path.iterdir()} == {"b"} and exporters.new_file is not fails
+    assert {each.name for each in tmp_path.iterdir()} == {"b"} and new_folder.new_file is not fails

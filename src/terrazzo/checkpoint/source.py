@@ -15,16 +15,34 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.format.runs import Runs
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, kind_of_first
+from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
 from terrazzo.engine.plan.layout import PAGE_BYTES, Range
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput
 
-__all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "by_runs"]
+__all__ = [
+    "AVERAGE",
+    "BUFFER",
+    "OF_NO_OPTIMIZER",
+    "PIECE_BYTES",
+    "WEIGHT",
+    "OptimizerInfo",
+    "Source",
+    "StateInfo",
+    "TensorInfo",
+    "by_runs",
+    "is_of_optimizer",
+]
 
 WEIGHT, BUFFER, AVERAGE = "weight", "buffer", "average"
-"""The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one, `average` is
-what `tz.EMA` keeps of it.
-"""
+"""Kinds of state. `weight` is the master weight where there was one, `average` is what `tz.EMA` keeps of it."""
+
+OF_NO_OPTIMIZER = frozenset({WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM, OWED, OWED_OF_SUMS})
+"""The kinds of state that are not the optimizer's own."""
+
+PIECE_BYTES = 32 << 20
+"""How much of a tensor is in memory at a time, for what reads whole checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +176,11 @@ class Source(ABC):
         info = self.tensors[name]
         values = self.read(name, kind, 0, info.states[kind].numel)
         return values.view(info.shape) if values.numel() == info.numel else values
+
+
+def is_of_optimizer(kind: str) -> bool:
+    """Whether a state is the optimizer's own, of whichever replica."""
+    return kind_of_first(kind) not in OF_NO_OPTIMIZER
 
 
 def by_runs(read: Callable[[int, int], Tensor], shape: tuple[int, ...], part: Rectangle, dtype: torch.dtype) -> Tensor:

@@ -29,11 +29,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
+from terrazzo.checkpoint.exporters.new_folder import new_file, new_folder
 from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, TreePath
-from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, StateInfo, TensorInfo
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica
-from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.checkpoint.source import (
+    BUFFER,
+    PIECE_BYTES,
+    WEIGHT,
+    OptimizerInfo,
+    Source,
+    StateInfo,
+    TensorInfo,
+    is_of_optimizer,
+)
+from terrazzo.engine.plan.diloco import is_of_replica
 from terrazzo.errors import BadInput
 
 __all__ = ["export_dcp"]
@@ -165,8 +173,8 @@ def _add_states(writer: _Writer, root: TreePath, source: Source) -> None:
 
 
 def _optimizer_states(info: TensorInfo) -> dict[str, StateInfo]:
-    not_its = (AVERAGE, WEIGHT, BUFFER, OUTER_MOMENTUM, OWED, OWED_OF_SUMS)
-    return {kind: state for kind, state in info.states.items() if kind not in not_its and not is_of_replica(kind)}
+    """Of replicas that train by themselves those of the first: the format has one optimizer."""
+    return {kind: state for kind, state in info.states.items() if is_of_optimizer(kind) and not is_of_replica(kind)}
 
 
 def _reader(source: Source, name: str, kind: str) -> Callable[[int, int], Tensor]:

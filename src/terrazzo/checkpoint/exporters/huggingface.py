@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
+from terrazzo.checkpoint.exporters.new_folder import new_file, new_folder
 from terrazzo.checkpoint.format.manifest import DTYPES
 from terrazzo.checkpoint.hub_names import HubTensor
 from terrazzo.checkpoint.importers.safetensors import INDEX_FILE, MODEL_FILE
-from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
+from terrazzo.checkpoint.source import BUFFER, PIECE_BYTES, WEIGHT, Source
 from terrazzo.checkpoint.storage.rank_file import safetensors_header
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput

@@ -17,8 +17,8 @@ from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, DcpEntry, 
 from terrazzo.checkpoint.importers.parts.archive import Archive, ArchivedChunk, PlainValues
 from terrazzo.checkpoint.importers.parts.optimizer import add_program
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
-from terrazzo.checkpoint.importers.parts.values import Chunked
-from terrazzo.checkpoint.source import WEIGHT
+from terrazzo.checkpoint.importers.parts.values import Chunked, Values
+from terrazzo.checkpoint.source import PIECE_BYTES, WEIGHT
 from terrazzo.errors import BadInput
 
 __all__ = ["DcpCheckpoint", "read_dcp", "recognises", "tie"]
@@ -68,7 +68,11 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
 
 def tie(source: StateDictSource) -> None:
-    """Make aliases of weights that no param group has and that equal, in samples, one that has been trained."""
+    """Make aliases of weights that no param group has and that equal one that has been trained.
+
+    Samples tell most apart. What is alike in these is compared whole: it may be a copy of a table from before training,
+    of which few rows have changed since.
+    """
     if source.optimizer is None:
         return
     grouped = {name for group in source.optimizer.groups for name in group["params"]}
@@ -78,7 +82,9 @@ def tie(source: StateDictSource) -> None:
     samples = {_sample(source, name): name for name in trained}
     shapes = {source.tensors[name].shape for name in trained}
     for name in alone:
-        if source.tensors[name].shape in shapes and (sample := _sample(source, name)) is not None and sample in samples:
+        if source.tensors[name].shape not in shapes or (sample := _sample(source, name)) is None:
+            continue
+        if sample in samples and _equal(source.values(name, WEIGHT), source.values(samples[sample], WEIGHT)):
             source.drop(name, alias_of=samples[sample])
 
 
@@ -91,6 +97,15 @@ def _sample(source: StateDictSource, name: str) -> tuple[object, ...] | None:
     if bool((elements == elements[:1]).all()):
         return None
     return values.shape, values.dtype, elements.numpy().tobytes()
+
+
+def _equal(one: Values, other: Values) -> bool:
+    """Whether two weights of one shape and dtype have the same bits."""
+    step = PIECE_BYTES // one.dtype.itemsize
+    pieces = ((start, min(start + step, one.numel)) for start in range(0, one.numel, step))
+    return all(
+        torch.equal(one.read(*piece).view(torch.uint8), other.read(*piece).view(torch.uint8)) for piece in pieces
+    )
 
 
 def _leaf(place: TreePath, entry: DcpEntry, values: PlainValues) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
-from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
+from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo, is_of_optimizer
 from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica, kind_of_first, kind_of_replica
 from terrazzo.engine.plan.error_feedback import OWED, OWED_DTYPE, OWED_OF_SUMS
@@ -17,7 +17,6 @@ from terrazzo.engine.plan.error_feedback import OWED, OWED_DTYPE, OWED_OF_SUMS
 __all__ = ["fitted_groups", "misfits", "unstepped"]
 
 MOST = 3
-_OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM, OWED, OWED_OF_SUMS}
 
 
 def misfits(
@@ -64,8 +63,7 @@ def _first_of(lines: Iterable[str]) -> Iterator[str]:
 def unstepped(source: Source, listed: Sequence[Listed]) -> list[str]:
     """Parameters of which `source` has an optimizer's states, and which nothing steps here, by their names there."""
     resolved = [source.resolve(each.names) for each in listed if not each.is_stepped]
-    kinds = {name: set(map(kind_of_first, source.tensors[name].states)) for name in resolved if name is not None}
-    return [name for name in kinds if kinds[name] - _OF_NO_OPTIMIZER]
+    return [name for name in resolved if name is not None and any(map(is_of_optimizer, source.tensors[name].states))]
 
 
 def fitted_groups(
@@ -122,7 +120,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
         if info.shape != parameter.shape:
             continue
         wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (parameter.numel, parameter.dtype)}
-        there = {kind for kind in info.states.keys() - _OF_NO_OPTIMIZER if not is_of_replica(kind)}
+        there = {kind for kind in info.states if is_of_optimizer(kind) and not is_of_replica(kind)}
         if parameter.name in averaged:
             wanted[AVERAGE] = (parameter.numel, parameter.dtype)
             if AVERAGE not in info.states and parameter.numel:  # of what has no elements none is saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,15 +113,19 @@ class StackedValues(Values):
 class SourceWeights(Mapping[str, Tensor]):
     """The full weights and buffers of a checkpoint as a mapping; each look-up reads one tensor.
 
-    `shared` lists groups of names of one tensor: what is there under one of them is found under all.
+    Args:
+        groups: all names of each tensor of a model. What the checkpoint has under one of them is there under all. What
+            it has beside these is there under its own name.
     """
 
-    def __init__(self, source: Source, shared: list[list[str]] | None = None) -> None:
+    def __init__(self, source: Source, groups: Iterable[Sequence[str]]) -> None:
         self._source = source
-        self._listed = {name: name for name in source.tensors} | dict(source.aliases)
-        for names in shared or ():
+        self._listed: dict[str, str] = {}
+        for names in groups:
             if (resolved := source.resolve(names)) is not None:
-                self._listed |= {name: resolved for name in names if name not in self._listed}
+                self._listed |= {name: source.resolve([name]) or resolved for name in names}
+        wanted = set(self._listed.values())
+        self._listed |= {name: name for name in source.tensors if name not in wanted}
 
     def __getitem__(self, name: str) -> Tensor:
         listed = self._listed[name]
@@ -132,7 +136,7 @@ class SourceWeights(Mapping[str, Tensor]):
         return name in self._listed  # the mixin's would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._source.tensors)
+        return iter(self._listed)
 
     def __len__(self) -> int:
-        return len(self._source.tensors)
+        return len(self._listed)

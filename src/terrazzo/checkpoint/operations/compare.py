@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.exporters import PIECE_BYTES
-from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
+from terrazzo.checkpoint.source import BUFFER, PIECE_BYTES, WEIGHT, OptimizerInfo, Source
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 

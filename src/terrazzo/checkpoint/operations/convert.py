@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from terrazzo.checkpoint.exporters import PIECE_BYTES
 from terrazzo.checkpoint.format.manifest import DTYPES, head
 from terrazzo.checkpoint.saving.job import SaveJob
-from terrazzo.checkpoint.source import Source
+from terrazzo.checkpoint.source import PIECE_BYTES, Source
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
 from terrazzo.checkpoint.storage.rank_file import FileEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from terrazzo.checkpoint.loading.load import open_source, own_folder
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
-from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
+from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, is_of_optimizer
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.tensors import name_of
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica, kind_of_first
+from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
 from terrazzo.errors import BadInput
 
 __all__ = ["describe", "expand", "listing", "lost", "tensors", "total_bytes"]
 
 _LARGEST = 5
+
+_NOWHERE_ELSE = {
+    AVERAGE: "the average of the weights (tz.EMA)",
+    OUTER_MOMENTUM: "the momentum of the outer step (DiLoCo)",
+    OWED: "what codes of gradients have lost (error feedback)",
+    OWED_OF_SUMS: "what codes of sums of gradients have lost (error feedback)",
+}
+"""The kinds of state that Terrazzo's own checkpoints alone have, in words."""
 
 
 def describe(source: Source) -> dict[str, Any]:
@@ -84,13 +94,27 @@ def listing(folder: str, paths: Sequence[str]) -> dict[str, Any]:
 def lost(source: Source, to: str) -> list[str]:
     """What a conversion to `terrazzo`, `hf` or `dcp` leaves behind, a line each."""
     lines = list(source.notes)
-    if to == "hf" and source.optimizer is not None:
-        lines.append("the optimizer's state")
-    if to != "terrazzo" and source.extra:
-        lines.append(f"extra: {', '.join(source.extra)}")
+    if to != "terrazzo":
+        kinds = {kind for info in source.tensors.values() for kind in info.states}
+        lines += _lost_of_optimizer(source, kinds, to)
+        lines += [words for kind, words in _NOWHERE_ELSE.items() if kind in map(kind_of_first, kinds)]
+        if source.extra:
+            lines.append(f"extra: {', '.join(source.extra)}")
     if source.ranks:
         lines.append("the states of the ranks' random generators")
     return lines
+
+
+def _lost_of_optimizer(source: Source, kinds: Set[str], to: str) -> Iterator[str]:
+    if source.optimizer is None:
+        return
+    if to == "hf":
+        yield "the optimizer's state"
+        return
+    if any(is_of_optimizer(kind) and is_of_replica(kind) for kind in kinds):
+        yield "the optimizer's states of all replicas but the first (DiLoCo)"
+    if source.optimizer.scaler:
+        yield "the counters of the loss scaler"
 
 
 def _entry(path: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.checkpoint.exporters import new_folder
+from terrazzo.checkpoint.exporters.new_folder import new_folder
 from terrazzo.engine import ModelState, whole_weights
 from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
 from terrazzo.exchange import together

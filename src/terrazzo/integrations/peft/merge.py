@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.exporters import new_folder
+from terrazzo.checkpoint.exporters.new_folder import new_folder
 from terrazzo.engine import engine_of, parameter_names, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed, listed
 from terrazzo.exchange import together
