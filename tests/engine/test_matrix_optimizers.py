@@ -21,6 +21,7 @@ from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.template import matrix_needs
 from terrazzo.errors import BadInput
+from terrazzo.optim.matrix_selection import HEADS
 from tests.engine.offload.runs import MOMENTS, SMALL_BLOCK, assert_reference, on_tiers, plan_id, train
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
 from tests.engine.reference import Step, Trainer
@@ -455,6 +456,13 @@ def test_hidden_matrices_leave_tables_heads_and_vectors_to_adamw() -> None:
     matrices, others = tz.optim.hidden_matrices(Model())
     assert [name for name, _ in matrices] == [f"blocks.{i}.{way}.weight" for i in range(3) for way in ("up", "down")]
     assert {"embed.weight", "conv.weight", "lm_head.weight", "blocks.0.up.bias"} <= {name for name, _ in others}
+
+
+def test_hidden_matrices_calls_heads_so_when_the_default_globs_are_given() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(3, 5), "lm_head": nn.Linear(5, 7, bias=False)})
+    for globs in (HEADS, list(HEADS)):
+        assert tz.optim.hidden_matrices(model, adamw=globs).reasons["lm_head.weight"] == "heads"
+    assert tz.optim.hidden_matrices(model, adamw=["lm_head*"]).reasons["lm_head.weight"] == "named by `adamw`"
 
 
 def test_hidden_matrices_of_berts_layers_are_muons_whatever_they_are_called() -> None:

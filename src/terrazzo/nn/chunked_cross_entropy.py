@@ -42,7 +42,7 @@ MANY_LOGITS = 1 << 24
 def chunk_rows(tokens: int, vocabulary: int) -> int:
     """Tokens of a chunk of `tokens` with so many logits each, by default: a power of two.
 
-    It depends on nothing else: sums come out the same on any number of ranks.
+    It depends on nothing else: chunks are the same on any number of ranks along `tp`, which all have the same tokens.
     """
     rows = max(LEAST_ROWS, LEAST_LOGITS // vocabulary, min(tokens // CHUNKS, MOST_LOGITS // vocabulary))
     return 1 << (rows.bit_length() - 1)

@@ -20,9 +20,10 @@ def _with_forward(kind: type[nn.Module], forward: Any, methods: dict[str, Any]) 
         reduced: Any = kind.__reduce_ex__(self, protocol)
         return _unpickled, (kind, forward, methods), *reduced[2:]
 
-    if (made := _MADE.get((kind, forward))) is None:
+    key = kind, forward, frozenset(methods.items())
+    if (made := _MADE.get(key)) is None:
         namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": reduce}
-        made = _MADE[kind, forward] = type(kind.__name__, (kind,), {**namespace, "forward": forward, **methods})
+        made = _MADE[key] = type(kind.__name__, (kind,), {**namespace, "forward": forward, **methods})
     return made
 
 
@@ -32,5 +33,5 @@ def _unpickled(kind: type[nn.Module], forward: Any, methods: dict[str, Any]) -> 
     return made.__new__(made)
 
 
-_MADE: dict[tuple[type, Any], type] = {}
-"""One class for all modules of a class and a forward: units are found by classes."""
+_MADE: dict[tuple[type, Any, frozenset[tuple[str, Any]]], type] = {}
+"""One class for all modules of a class that get the same forward and methods: units are found by classes."""

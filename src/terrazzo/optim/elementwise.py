@@ -21,7 +21,7 @@ class _Elementwise(Optimizer):
     """Each element is updated from its own values alone, each parameter for itself."""
 
     elementwise = True
-    _averages: ClassVar[int]
+    _beta_count: ClassVar[int]
     """How many betas there are."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
@@ -36,9 +36,9 @@ class _Elementwise(Optimizer):
     def _check(self, settings: ParamGroup) -> None:
         low = [key for key, value in settings.items() if key != "betas" and not value >= 0]
         betas = tuple(settings["betas"])
-        if low or len(betas) != self._averages or not all(0 <= each < 1 for each in betas):
+        if low or len(betas) != self._beta_count or not all(0 <= each < 1 for each in betas):
             key, edit = (
-                (low[0], "0 or more") if low else ("betas", f"{self._averages}, each at least 0 and less than 1")
+                (low[0], "0 or more") if low else ("betas", f"{self._beta_count}, each at least 0 and less than 1")
             )
             raise BadInput(f"tz.optim.{type(self).__name__}: {key} is {settings[key]!r}; give {edit}.")
 
@@ -71,7 +71,7 @@ class Lion(_Elementwise):
         BadInput: for negative settings, and betas that are not from 0 to 1.
     """
 
-    _averages = 2
+    _beta_count = 2
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
@@ -106,7 +106,7 @@ class AdEMAMix(_Elementwise):
         BadInput: for negative settings, and betas that are not from 0 to 1.
     """
 
-    _averages = 3
+    _beta_count = 3
 
     def __init__(  # structure: signature fixed by the paper's settings
         self,

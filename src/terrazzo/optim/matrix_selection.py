@@ -136,7 +136,7 @@ def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] 
         if any(fnmatch.fnmatchcase(name, glob) for glob in muon):
             reason = ""
         elif any(fnmatch.fnmatchcase(name, glob) for glob in adamw):
-            reason = VECTOR if parameter.ndim < 2 else HEAD if adamw is HEADS else NAMED
+            reason = VECTOR if parameter.ndim < 2 else HEAD if tuple(adamw) == HEADS else NAMED
         else:
             reason = VECTOR if parameter.ndim < 2 else reasons.get(id(parameter), UNKNOWN)
         if reason:
