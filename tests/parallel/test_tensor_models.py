@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import engine_of, record_of
 from terrazzo.parallel import Column, VocabularyLoss
+from terrazzo.parallel.tensor.styles import Enter, Logits, Row, Style
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 
@@ -203,6 +204,14 @@ def test_a_loss_of_routers_is_not_computed_of_a_part_of_each_sequence() -> None:
     config.output_router_logits = True
     base = transformers.AutoModelForCausalLM.from_config(config)
     refused(base, "split around model.layers.0.mlp.experts, .*Set output_router_logits=False in the model's config")
+
+
+@pytest.mark.parametrize("style", [Column(), Row(), Enter(), Logits(8), Style()])
+def test_a_style_of_another_class_is_refused(style):
+    """Nothing would be exchanged of it: what is cut and exchanged goes by the class."""
+    own = style if type(style) is Style else type("Own", (type(style),), {})(**vars(style))
+    base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    refused(base, f"'0' is of the class {type(own).__name__}, which.* not know: give one of Column,", tensor={"0": own})
 
 
 def refused(base, match, tp=2, error=tz.BadInput, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -48,20 +48,26 @@ class AxisRanks:
     All that they exchange goes through the engine's collectives, which count it.
 
     Args:
-        group: of these ranks; collectives for it are made at the first exchange. None: this one is alone.
-        collectives: along the axis of these ranks, where the engine has them already; then `group` is not asked.
+        collectives: along the axis of these ranks. None: this one is alone.
 
     Attributes:
         traffic: what this rank has sent them: `all_gather`, `all_to_all`, `send` to the next rank, and `control`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, collectives: Collectives | None = None) -> None:
-        self._group, self._known = group, collectives
+    def __init__(self, collectives: Collectives | None) -> None:
+        self._known = collectives
+        self._group: dist.ProcessGroup | None = None
         if collectives is not None:
             self.size, self.rank, self.traffic = collectives.size, collectives.rank, collectives.traffic
         else:
-            self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
-            self.traffic = Traffic()
+            self.size, self.rank, self.traffic = 1, 0, Traffic()
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Self:
+        """The ranks of a process group; collectives for it are made at the first exchange."""
+        ranks = cls(None)
+        ranks._group, ranks.size, ranks.rank = group, group.size(), group.rank()
+        return ranks
 
     def gathered(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""

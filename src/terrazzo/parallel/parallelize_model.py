@@ -24,10 +24,11 @@ from terrazzo.parallel.mesh import once_for
 from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, line_of, take_stages
 from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
-from terrazzo.parallel.tensor.apply_plan import TensorCuts, cut_matrices
+from terrazzo.parallel.tensor.apply_plan import cut_matrices
 from terrazzo.parallel.tensor.model_plans import own_plan
 from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of, matching
 from terrazzo.parallel.tensor.styles import SplitSequence, style_named
+from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["parallelize"]
 

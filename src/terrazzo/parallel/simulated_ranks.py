@@ -54,7 +54,7 @@ class SimulatedContext(Context):
 
 class _SimulatedRanks(AxisRanks):
     def __init__(self, size: int) -> None:
-        super().__init__(None, _SimulatedCollectives(size, rank=0))
+        super().__init__(_SimulatedCollectives(size, rank=0))
 
 
 def cut_simulated(
@@ -80,7 +80,7 @@ class _SimulatedTensorRanks(TensorRanks):
     is_simulated = True
 
     def __init__(self, ranks: int) -> None:
-        self._join(_SimulatedCollectives(ranks, rank=ranks - 1))
+        super().__init__(_SimulatedCollectives(ranks, rank=ranks - 1))
 
 
 class _SimulatedCollectives(Collectives):

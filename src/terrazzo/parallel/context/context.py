@@ -63,7 +63,10 @@ class Context:
         balance: str = "head_tail",
         tp: int = 1,
     ) -> None:
-        self._ranks = group if isinstance(group, AxisRanks) else AxisRanks(group)
+        if group is None:
+            self._ranks = AxisRanks(None)
+        else:
+            self._ranks = group if isinstance(group, AxisRanks) else AxisRanks.of_group(group)
         self.mode: Mode = _one_of("context mode", mode, MODES)
         self.chunks = Chunks(self._ranks.size, _one_of("context balance", balance, BALANCES))
         self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp

@@ -56,8 +56,7 @@ class ExpertRanks(AxisRanks):
     """
 
     def __init__(self, axes: Axes, counts: Mapping[str, int]) -> None:
-        self._along = axes.along("ep")
-        super().__init__(None, self._along)
+        super().__init__(axes.along("ep"))
         self.axes = axes
         self.traffic.reset()
         self._modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values(), default=0)
@@ -102,7 +101,7 @@ class ExpertRanks(AxisRanks):
         numbers[0] = label.code
         if counts is not None:
             numbers[1 : 1 + counts.numel()] = counts
-        rows = self._along.gather_rows(numbers)
+        rows = self._collectives(HOST).gather_rows(numbers)
         place = replace(label, names=(*self._units, *self._modules))
         for rank, code in enumerate(rows[:, 0].tolist()):
             if code != label.code:

@@ -7,7 +7,7 @@ run in rank order, ((r0 + r1) + r2) + ..., and those of 16-bit values in fp32. A
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
 
     It owns threads and connections, which models share.
     """
-    return once_for(mesh, TensorRanks)
+    return once_for(mesh, TensorRanks.of_mesh)
 
 
 class TensorRanks(AxisRanks):
@@ -39,19 +39,24 @@ class TensorRanks(AxisRanks):
 
     Attributes:
         is_simulated: there are no other ranks, and tensors have no values.
+        axes: of the ranks along `tp` alone; simulated ranks have none.
     """
 
     is_simulated = False
+    axes: Axes
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.axes = Axes(mesh["tp"], Tally())
-        self._join(self.axes.along("tp"))
-
-    def _join(self, collectives: Collectives) -> None:
-        super().__init__(None, collectives)
-        self._sums = collectives
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives)
         # No part of compiled graphs, whose compiler would run it to see what it does; to import that takes a second.
         self._exchange: Callable[[Tensor, Move, Move], Tensor] = torch.compiler.disable(exchange)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Self:
+        """The ranks along `tp` of a mesh, with threads and connections of their own. Collective."""
+        axes = Axes(mesh["tp"], Tally())
+        ranks = cls(axes.along("tp"))
+        ranks.axes = axes
+        return ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self
@@ -106,12 +111,12 @@ class TensorRanks(AxisRanks):
         flat = part.reshape(-1)
         padding = -flat.numel() % self.size
         flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat.clone()
-        total = _finished(self._sums.all_reduce(flat, _sum_dtype(part), 1))
+        total = _finished(self._collectives(flat.device).all_reduce(flat, _sum_dtype(part), 1))
         return total[: part.numel()].view(part.shape).to(part.dtype)
 
     def _scatter_sum(self, part: Tensor) -> Tensor:
         chunks = torch.stack(part.chunk(self.size, SEQUENCE))
-        total = _finished(self._sums.reduce_scatter(chunks.view(-1), _sum_dtype(part)))
+        total = _finished(self._collectives(part.device).reduce_scatter(chunks.view(-1), _sum_dtype(part)))
         return total.view(chunks.shape[1:]).to(part.dtype)
 
     def _gather(self, own: Tensor, dim: int, numel: int | None = None) -> Tensor:

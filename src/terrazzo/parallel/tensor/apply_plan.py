@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from terrazzo.engine import Record, leave_record, stages_of
+from terrazzo.engine import leave_record
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
-from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.direct_weight_use import watch_direct_use
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.embedding_rows import look_up_part
@@ -23,71 +21,10 @@ from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
 from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs
 from terrazzo.parallel.tensor.same_inputs import watch_alike
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit, split_between
-from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style
+from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Style
+from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
-__all__ = ["TensorCuts", "cut_matrices"]
-
-
-@dataclass
-class TensorCuts:
-    """What a plan changes of one model.
-
-    Attributes:
-        styles: the style of each module that has one, by name.
-        split: whether sequences are split in modules of style `sequence`. If not, they are whole everywhere.
-        records: one for each parameter, by the name of its module and its own.
-        rows: by module, the half-open interval of outputs that this rank computes of a matrix that it has whole.
-    """
-
-    model: nn.Module
-    ranks: TensorRanks
-    styles: dict[str, Style]
-    split: bool
-    records: dict[tuple[str, str], Record] = field(default_factory=dict)
-    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def named(self, *kinds: type[Style]) -> Iterator[tuple[str, Any, Style]]:
-        """Name, module and style of the modules of these kinds, of all without any, in the order of registration."""
-        for name, module in self.model.named_modules():
-            style = self.styles.get(name)
-            if isinstance(style, kinds or Style):
-                yield name, module, style
-
-    def inside(self, name: str, kind: type[Style]) -> bool:
-        """Whether a module has a style of that kind, or a module around it has."""
-        parts = name.split(".")
-        return any(isinstance(self.styles.get(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
-
-    def enters(self, name: str) -> bool:
-        """Whether a module's input is put together, for each rank to use in its own way."""
-        where = self.styles[name].enters
-        return where == "always" or (where == "alone" and not self.inside(name, Enter))
-
-    def splits(self, name: str) -> bool:
-        """Whether sequences are split around a module."""
-        return self.split and self.inside(name, SplitSequence)
-
-    def of_this_rank(self) -> TensorCuts:
-        """The cuts in the stages that this rank runs; all of them where the model has no stages."""
-        if (stages := stages_of(self.model)) is None:
-            return self
-        runs = stages.runs
-        records = {each: record for each, record in self.records.items() if self._has(*each)}
-        styles = {name: style for name, style in self.styles.items() if runs(name)}
-        rows = {name: interval for name, interval in self.rows.items() if runs(name)}
-        return replace(self, styles=styles, records=records, rows=rows)
-
-    def _has(self, name: str, attribute: str) -> bool:
-        """Whether this rank has a parameter. It may have a tied one of a module that it does not run."""
-        return self.model.get_submodule(name)._parameters.get(attribute) is not None
-
-    def runs_split(self) -> list[list[tuple[str, nn.Module]]]:
-        """The modules of style `sequence`, stage by stage, since stages send whole sequences."""
-        by_stage: dict[int, list[tuple[str, nn.Module]]] = {}
-        stages = stages_of(self.model)
-        for name, module, _ in self.named(SplitSequence) if self.split else ():
-            by_stage.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append((name, module))
-        return list(by_stage.values())
+__all__ = ["cut_matrices"]
 
 
 def cut_matrices(cuts: TensorCuts) -> None:
@@ -129,41 +66,40 @@ def _add_exchanges(cuts: TensorCuts) -> None:
         if cuts.enters(name):
             enter(module, split, cuts.splits(name), name, takes_weights=isinstance(style, Logits))
         if type(style) in _EXCHANGES:
-            _EXCHANGES[type(style)](cuts, name, module, split)
+            _EXCHANGES[type(style)](cuts, name, module, style, split)
     _watch_whole_uses(cuts)
 
 
-def _of_column(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
+def _of_column(cuts: TensorCuts, name: str, module: Any, style: Column, split: SequenceSplit) -> None:
     if name in cuts.rows:
         compute_rows(module, cuts.rows[name])
-    elif cuts.styles[name].completes:
+    elif style.completes:
         gather_outputs(module, cuts.ranks, module.out_features)
 
 
-def _of_row(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
-    if cuts.styles[name].takes_part:
+def _of_row(cuts: TensorCuts, name: str, module: Any, style: Row, split: SequenceSplit) -> None:
+    if style.takes_part:
         split_inputs(module, cuts.ranks)
     sum_outputs(module, split, cuts.splits(name))
 
 
-def _of_embedding(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
+def _of_embedding(cuts: TensorCuts, name: str, module: Any, style: Embedding, split: SequenceSplit) -> None:
     box = cuts.records[name, "weight"].box
     start = box.rectangles[0].offsets[0]
     look_up_part(module, split, start, start + module.weight.shape[0], box.shape[0])
 
 
-def _of_logits(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
-    style = cast(Logits, cuts.styles[name])
+def _of_logits(cuts: TensorCuts, name: str, module: Any, style: Logits, split: SequenceSplit) -> None:
     if style.gathered:
         gather_outputs(module, cuts.ranks, style.numel)
 
 
-def _of_enter(cuts: TensorCuts, name: str, module: Any, split: SequenceSplit) -> None:
-    for attribute, value in cast(Enter, cuts.styles[name]).changed:
+def _of_enter(cuts: TensorCuts, name: str, module: Any, style: Enter, split: SequenceSplit) -> None:
+    for attribute, value in style.changed:
         setattr(module, attribute, value)
 
 
-_EXCHANGES: dict[type[Style], Callable[[TensorCuts, str, Any, SequenceSplit], None]] = {
+_EXCHANGES: dict[type[Style], Callable[[TensorCuts, str, Any, Any, SequenceSplit], None]] = {
     Column: _of_column,
     Row: _of_row,
     Embedding: _of_embedding,

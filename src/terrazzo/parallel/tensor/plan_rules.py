@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from terrazzo.errors import BadInput, listed
-from terrazzo.parallel.tensor.apply_plan import TensorCuts
-from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Style, Uncut
+from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Uncut
+from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["check_regions"]
 
@@ -27,13 +27,13 @@ def check_regions(cuts: TensorCuts) -> None:
 def _check_entered(cuts: TensorCuts) -> None:
     """Check the modules of style `enter`."""
     for name, _, _ in cuts.named(Enter):
-        inner = [style for each, style in cuts.styles.items() if each.startswith(f"{name}.")]
-        if not all(any(isinstance(style, kind) for style in inner) for kind in (Column, Row)):
+        inner = {each: style for each, style in cuts.styles.items() if each.startswith(f"{name}.")}
+        if not all(any(isinstance(style, kind) for style in inner.values()) for kind in (Column, Row)):
             raise BadInput(
                 f"The tensor-parallel plan has {name!r} as 'enter', but no 'column' and 'row' inside of it: its ranks' "
                 "parts would never be summed. Give the matrices inside their styles."
             )
-        whole = [each for each, style in cuts.styles.items() if each.startswith(f"{name}.") and _gathers(style)]
+        whole = [each for each, style in inner.items() if isinstance(style, Column) and style.gathered]
         with_parameters = _with_parameters(cuts.model, name)
         uncut = [each for each in with_parameters if not isinstance(cuts.styles.get(each), Column | Row)]
         if whole and uncut:
@@ -98,10 +98,6 @@ def _check_split(cuts: TensorCuts) -> None:
                 "would see a part of each sequence alone. Give it a style ('uncut', if it computes each position by "
                 "itself), or pass sequence=False to tz.parallelize."
             )
-
-
-def _gathers(style: Style) -> bool:
-    return isinstance(style, Column) and style.gathered
 
 
 def _with_parameters(model: nn.Module, name: str) -> list[str]:

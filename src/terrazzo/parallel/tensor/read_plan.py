@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,10 +19,10 @@ from terrazzo.parallel.local_parameters import check_replaceable
 from terrazzo.parallel.peft_adapters import with_adapters
 from terrazzo.parallel.sharing_rules import shares_heads, shares_key_heads
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, runs_of
-from terrazzo.parallel.tensor.apply_plan import TensorCuts
 from terrazzo.parallel.tensor.float8_scales import check_scales
 from terrazzo.parallel.tensor.plan_rules import check_regions
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, Style, Uncut, style_named
+from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["TensorPlan", "cuts_of", "matching", "style_of"]
 
@@ -104,7 +104,7 @@ def _read_cuts(cuts: TensorCuts) -> None:
             )
         for attribute in ("weight",) if module._parameters.get("bias") is None else ("weight", "bias"):
             check_replaceable(name, module, attribute)
-        _READS[type(style)](cuts, name, module)
+        _READS[type(style)](cuts, name, module, style)
 
 
 def _has_torchs_forward(module: nn.Module) -> bool:
@@ -112,12 +112,12 @@ def _has_torchs_forward(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Float8Linear.forward) and "forward" not in vars(module)
 
 
-def _read_row(cuts: TensorCuts, name: str, module: Any) -> None:
+def _read_row(cuts: TensorCuts, name: str, module: Any, style: Row) -> None:
     runs = [[run] for run in _parts(cuts, name, module.weight.shape[1], "inputs")]
     cuts.records[name, "weight"] = _cut(cuts, module.weight, 1, runs)
 
 
-def _read_embedding(cuts: TensorCuts, name: str, module: Any) -> None:
+def _read_embedding(cuts: TensorCuts, name: str, module: Any, style: Embedding) -> None:
     if module.max_norm is not None or module.scale_grad_by_freq:
         raise BadInput(
             f"{name!r} is an embedding with max_norm or scale_grad_by_freq, which need all rows of a look-up: give its "
@@ -127,8 +127,7 @@ def _read_embedding(cuts: TensorCuts, name: str, module: Any) -> None:
     cuts.records[name, "weight"] = _cut(cuts, module.weight, 0, runs)
 
 
-def _read_column(cuts: TensorCuts, name: str, module: Any) -> None:
-    style = cast(Column, cuts.styles[name])
+def _read_column(cuts: TensorCuts, name: str, module: Any, style: Column) -> None:
     numel, size = module.weight.shape[0], cuts.ranks.size
     parts = style.parts or (numel,)
     heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
@@ -167,7 +166,7 @@ def _read_column(cuts: TensorCuts, name: str, module: Any) -> None:
             cuts.records[name, attribute] = _cut(cuts, parameter, 0, runs)
 
 
-_READS: dict[type[Style], Callable[[TensorCuts, str, Any], None]] = {
+_READS: dict[type[Style], Callable[[TensorCuts, str, Any, Any], None]] = {
     Column: _read_column,
     Row: _read_row,
     Embedding: _read_embedding,

@@ -1,7 +1,8 @@
 """How one module takes part in tensor parallelism.
 
-To add a style: its class here, with what the checks ask of it; in `read_plan` which parameters it cuts, if any; in
-`apply_plan` what its modules exchange; a name in `STYLES`.
+To add a style: its class here, with what the checks ask of it: a `ClassVar` where that is the same for every module of
+the style, a property where its fields say so; the class in `_KINDS`; in `read_plan` which parameters it cuts, if any;
+in `apply_plan` what its modules exchange; a name in `STYLES`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import ClassVar, Literal
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["STYLES", "Column", "Embedding", "Enter", "Logits", "Row", "SplitSequence", "Style", "Uncut", "style_named"]
+
+
+Where = Literal["always", "alone", "never"]
 
 
 class Style:
@@ -25,7 +29,7 @@ class Style:
         wrong_where_split: what the module would do wrong with a part of each sequence; empty where that is nothing.
     """
 
-    enters: ClassVar[Literal["always", "alone", "never"]] = "never"
+    enters: ClassVar[Where] = "never"
 
     @property
     def completes(self) -> bool:
@@ -56,7 +60,7 @@ class Column(Style):
     parts: tuple[int, ...] | None = None
     gathered: bool = False
 
-    enters = "alone"
+    enters: ClassVar[Where] = "alone"
 
     @property
     def completes(self) -> bool:
@@ -78,7 +82,7 @@ class Row(Style):
 
     splits: bool = False
 
-    completes = True
+    completes: ClassVar[bool] = True
 
     @property
     def takes_part(self) -> bool:
@@ -94,8 +98,10 @@ class Row(Style):
 class Embedding(Style):
     """A table of which each rank has a part of the rows. Outputs are summed, as one rank alone has each row."""
 
-    completes = True
-    wrong_where_split = "'embedding' where sequences are split: it would add up rows for other positions of each rank"
+    completes: ClassVar[bool] = True
+    wrong_where_split: ClassVar[str] = (
+        "'embedding' where sequences are split: it would add up rows for other positions of each rank"
+    )
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,10 @@ class Logits(Style):
     numel: int
     gathered: bool = True
 
-    enters = "alone"
-    wrong_where_split = "logits where sequences are split: it would hand on whole ones in the place of a part"
+    enters: ClassVar[Where] = "alone"
+    wrong_where_split: ClassVar[str] = (
+        "logits where sequences are split: it would hand on whole ones in the place of a part"
+    )
 
     @property
     def completes(self) -> bool:
@@ -128,7 +136,7 @@ class Enter(Style):
 
     changed: tuple[tuple[str, int], ...] = ()
 
-    enters = "always"
+    enters: ClassVar[Where] = "always"
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ class Uncut(Style):
     after_sum: bool = False
 
 
+_KINDS = (Column, Row, Embedding, Logits, Enter, SplitSequence, Uncut)
+
 STYLES: dict[str, Style] = {
     "column": Column(),
     "column_gathered": Column(gathered=True),
@@ -164,9 +174,14 @@ def style_named(name: object, glob: str) -> Style:
     """The style that a plan gives for `glob`.
 
     Raises:
-        BadInput: one that is unknown.
+        BadInput: one that is unknown, or of another class: what is cut and exchanged goes by the classes here.
     """
     if isinstance(name, Style):
+        if type(name) not in _KINDS:
+            raise BadInput(
+                f"The tensor-parallel style of {glob!r} is of the class {type(name).__name__}, which this version does "
+                f"not know: give one of {', '.join(kind.__name__ for kind in _KINDS)} itself, and no class made of it."
+            )
         return name
     if not isinstance(name, str) or name not in STYLES:
         near = did_you_mean(name, STYLES) if isinstance(name, str) else ""

@@ -1,0 +1,77 @@
+"""What a plan of tensor parallelism changes of a model: between `read_plan`, which finds out, and `apply_plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from terrazzo.engine import Record, stages_of
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
+from terrazzo.parallel.tensor.styles import Enter, SplitSequence, Style
+
+__all__ = ["TensorCuts"]
+
+
+@dataclass
+class TensorCuts:
+    """What a plan changes of one model.
+
+    Attributes:
+        styles: the style of each module that has one, by name.
+        split: whether sequences are split in modules of style `sequence`. If not, they are whole everywhere.
+        records: one for each parameter, by the name of its module and its own.
+        rows: by module, the half-open interval of outputs that this rank computes of a matrix that it has whole.
+    """
+
+    model: nn.Module
+    ranks: TensorRanks
+    styles: dict[str, Style]
+    split: bool
+    records: dict[tuple[str, str], Record] = field(default_factory=dict)
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def named(self, *kinds: type[Style]) -> Iterator[tuple[str, Any, Style]]:
+        """Name, module and style of the modules of these kinds, of all without any, in the order of registration."""
+        for name, module in self.model.named_modules():
+            style = self.styles.get(name)
+            if isinstance(style, kinds or Style):
+                yield name, module, style
+
+    def inside(self, name: str, kind: type[Style]) -> bool:
+        """Whether a module has a style of that kind, or a module around it has."""
+        parts = name.split(".")
+        return any(isinstance(self.styles.get(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
+
+    def enters(self, name: str) -> bool:
+        """Whether a module's input is put together, for each rank to use in its own way."""
+        where = self.styles[name].enters
+        return where == "always" or (where == "alone" and not self.inside(name, Enter))
+
+    def splits(self, name: str) -> bool:
+        """Whether sequences are split around a module."""
+        return self.split and self.inside(name, SplitSequence)
+
+    def of_this_rank(self) -> TensorCuts:
+        """The cuts in the stages that this rank runs; all of them where the model has no stages."""
+        if (stages := stages_of(self.model)) is None:
+            return self
+        runs = stages.runs
+        records = {each: record for each, record in self.records.items() if self._has(*each)}
+        styles = {name: style for name, style in self.styles.items() if runs(name)}
+        rows = {name: interval for name, interval in self.rows.items() if runs(name)}
+        return replace(self, styles=styles, records=records, rows=rows)
+
+    def _has(self, name: str, attribute: str) -> bool:
+        """Whether this rank has a parameter. It may have a tied one of a module that it does not run."""
+        return self.model.get_submodule(name)._parameters.get(attribute) is not None
+
+    def runs_split(self) -> list[list[tuple[str, nn.Module]]]:
+        """The modules of style `sequence`, stage by stage, since stages send whole sequences."""
+        by_stage: dict[int, list[tuple[str, nn.Module]]] = {}
+        stages = stages_of(self.model)
+        for name, module, _ in self.named(SplitSequence) if self.split else ():
+            by_stage.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append((name, module))
+        return list(by_stage.values())
