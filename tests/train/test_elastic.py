@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
+from terrazzo.telemetry import FlightRecorder
 from terrazzo.train.launch.launcher.rank_slots import RankSlots, slots_of
 from terrazzo.train.launch.launcher.restart_policy import LaunchSpec, RestartPoint, RestartPolicy
 from terrazzo.train.launch.launcher.run_end import RunEnd
+from terrazzo.train.launch.launcher.start_ranks import launch_with_restarts
+from terrazzo.train.launch.launcher_pipe import LauncherPipe
 from terrazzo.train.launch.machine import ranks_to_start
+from terrazzo.train.launch.rank.rank_process import RankProcess
+from terrazzo.train.launch.stopping.notices import Notices
+from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.preflight import check_fewer
+from terrazzo.train.settings.run_command import RunCommand
+from terrazzo.train.trainer_rank import _RankOfRun
 from tests.helpers import programs
 from tests.train.test_again import LAUNCHER, killed_by
 from tests.train.test_loop import command, curve, environment, metrics
@@ -154,6 +164,48 @@ def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.
     assert capsys.readouterr().err == (
         "\nNot started again: rank 1 of 2 fails at its start again, and 2 ranks are the least (launch.ranks).\n"
     )
+
+
+FAILS = """
+import os, sys
+for said in ("begun", "claimed", "training", *sys.argv[1:]):
+    os.write(int(os.environ["TERRAZZO_REPORT"]), b'{"%s": true}\\n' % said.encode())
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (["stepped"], "launch.restarts is 2"),
+        ([], "rank 0 of 1 fails at its start again, and 1 rank are the least (launch.ranks)"),
+    ],
+    ids=["later", "at its start"],
+)
+def test_a_rank_alone_is_where_it_was_if_it_has_ended_a_step(
+    tmp_path: Path, said: list[str], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody looks after one rank, so that it records nothing that its launcher could read."""
+    (tmp_path / "rank.py").write_text(FAILS)
+    words = [str(tmp_path / "rank.py"), *said]
+    saved = map(RestartPoint, itertools.count(1), itertools.repeat("a checkpoint"))
+    slots = RankSlots([1, 2], lambda: 1, named=False)
+    policy = RestartPolicy(2, lambda: next(saved), lambda point: words, lambda line: None, slots)
+    assert launch_with_restarts(LaunchSpec(1, words), policy, Notices("", str), None) == 7
+    assert f"\nNot started again: {why}.\n" in capfd.readouterr().err
+
+
+def test_the_first_step_that_a_rank_ends_is_told_to_its_launcher_once(tmp_path: Path) -> None:
+    told, recorded = tmp_path / "told", []
+    process = RankProcess(0)
+    rank = _RankOfRun(process, Path(), [], RunCommand(), cast(StopRequest, None), launched=True)
+    recorder = SimpleNamespace(events=SimpleNamespace(step_done=recorded.append))
+    step_ended = rank._step_end(cast(FlightRecorder, recorder))
+    with told.open("wb") as file:
+        process._reporter = LauncherPipe(file.fileno())
+        for step in (5, 6):
+            step_ended(step)
+    assert (told.read_text(), recorded) == ('{"stepped": true}\n', [5, 6])
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------

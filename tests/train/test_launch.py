@@ -216,6 +216,7 @@ class Ended(NamedTuple):
     ended_ns: int = 0
     ended_by_us: bool = False
     stopped: bool = False
+    stepped: bool = False
     at: str = ""
     step: int | None = None
 

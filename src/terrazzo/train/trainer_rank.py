@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,7 @@ class _RankOfRun:
         with open_session(config, ranks, notes, restart, lambda: self._claim_folders(config)) as session:
             self._announce_steps(session)
             with _looked_after(session, flight_recorder):
-                code = TrainingLoop(session, self.stop, self.command, flight_recorder.events.step_done).run()
+                code = TrainingLoop(session, self.stop, self.command, self._step_end(flight_recorder)).run()
         dist.destroy_process_group()
         return code
 
@@ -116,6 +116,15 @@ class _RankOfRun:
         self.process.announce_claim(session.config.log.folder, lambda: session.step)
         self.process.announce_training()
         self.stop.trains = True
+
+    def _step_end(self, flight_recorder: FlightRecorder) -> Callable[[int], None]:
+        """What is called behind each step: it is recorded, and whoever has started this rank hears of the first."""
+
+        def step_ended(step: int) -> None:
+            flight_recorder.events.step_done(step)
+            self.process.announce_step()
+
+        return step_ended
 
 
 def _stay_stopped(ranks: Ranks) -> int:

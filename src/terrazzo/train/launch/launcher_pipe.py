@@ -51,6 +51,9 @@ class Reporter:
     def training(self) -> None:
         """The run is set up, and takes steps."""
 
+    def stepped(self) -> None:
+        """This rank has ended a step since it was started."""
+
     def fail(self, failure: Failure, error: BaseException) -> None:
         """This rank ends so."""
         print(failure.text, file=sys.stderr)
@@ -74,6 +77,9 @@ class LauncherPipe(Reporter):
 
     def training(self) -> None:
         self._send({"training": True})
+
+    def stepped(self) -> None:
+        self._send({"stepped": True})
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         self._send({"failure": asdict(failure)})

@@ -45,6 +45,7 @@ class LocalRank:
     Attributes:
         claimed: the run's folders are its own.
         trains: the run is set up, and takes steps.
+        stepped: it has ended a step since it was started.
         stopped: it stood still, by a signal such as SIGSTOP, when another one had failed.
     """
 
@@ -57,7 +58,8 @@ class LocalRank:
         recording: Recording | None = None,
     ) -> None:
         self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
-        self.stopped, self.claimed, self.trains, self._recording = False, False, False, recording
+        self.stopped, self.claimed, self.trains, self.stepped = False, False, False, False
+        self._recording = recording
         self.code: int | None = None
         self.ended_ns: int | None = None
         self.failure: Failure | None = None
@@ -147,6 +149,7 @@ class LocalRank:
         self.begun = self.begun or "begun" in message
         self.claimed = self.claimed or "claimed" in message
         self.trains = self.trains or "training" in message
+        self.stepped = self.stepped or "stepped" in message
         if isinstance(failure := message.get("failure"), dict):
             self.failure = Failure(**failure)
 

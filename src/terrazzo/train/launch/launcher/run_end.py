@@ -98,7 +98,7 @@ class RanksAtEnd:
     def ended_by_failure(self, failure: Failure, why: str, reason: str = "") -> RunEnd:
         """The end of a run whose first failure this is; `why` in a line."""
         rank = self.ranks[failure.rank]
-        unbegun = None if rank.at else failure.rank
+        unbegun = None if rank.stepped else failure.rank
         lasts = failure.lasts or self.any_is_left
         return RunEnd(failure.exit_code, why, lasts, unbegun, failure.rank, rank.step, reason)
 

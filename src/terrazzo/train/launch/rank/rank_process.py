@@ -35,6 +35,7 @@ class RankProcess:
         self._rank = rank
         self._reporter: Reporter = Reporter()
         self._folder: Path | None = None  # of the run, once it is its own
+        self._has_stepped = False
         self._step: Callable[[], int | None] = lambda: None
 
     def run(self, work: Callable[[], int]) -> NoReturn:
@@ -70,6 +71,12 @@ class RankProcess:
     def announce_training(self) -> None:
         """Tell the process that started this rank that the run is set up, and takes steps."""
         self._reporter.training()
+
+    def announce_step(self) -> None:
+        """Tell the process that started this rank, once, that it has ended a step."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._reporter.stepped()
 
     def note_interrupted(self) -> None:
         """Note that this process is about to end at once, as somebody has asked for, where nobody else can."""
