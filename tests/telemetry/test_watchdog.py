@@ -17,8 +17,9 @@ from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import RingRecorder
-from terrazzo.telemetry.flight.ring import EventKind, Ring, Tail
+from terrazzo.telemetry.flight.ring import CAPACITY, EventKind, Ring, Tail
 from terrazzo.telemetry.watchdog.rank_progress import LEFT, RankProgress
+from terrazzo.telemetry.watchdog.recording import Recording
 from terrazzo.telemetry.watchdog.stall import ProcessFacts, Stall, find_stall
 from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.watchdog import Patience, System, Watchdog
@@ -137,6 +138,25 @@ def test_a_wait_whose_end_was_written_over_is_forgotten(ranks: Ranks) -> None:
     assert [key[-1] for key in progress.waits] == [90]
     progress.take(ranks.tails[0].table, records[ended + 1 :])
     assert [key[-1] for key in progress.waits] == [91]
+
+
+def test_the_newest_step_is_known_though_the_next_has_left_no_room_for_its_record() -> None:
+    recording = Recording()
+    try:
+        ring = Ring(recording.descriptors[0])
+        recorder = RingRecorder(ring, 0, 1)
+        assert (recording.step, recording.at) == (None, "")
+        recorder.step_done(0)  # one that was left out
+        assert recording.step == 0
+        recorder.step_done(811)
+        for _ in range(CAPACITY + 1):
+            ring.write(EventKind.DONE, 0)
+        assert not any(told.kind == EventKind.STEP for told in recording.tail.flight().records)
+        assert (recording.step, recording.at) == (811, ", in step 812")
+        recorder.phase("backward")
+        assert recording.at == ", in phase backward of step 812"
+    finally:
+        recording.close()
 
 
 def test_while_one_is_at_work_others_that_do_nothing_are_not_blamed(ranks: Ranks) -> None:

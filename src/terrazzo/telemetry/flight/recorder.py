@@ -97,6 +97,7 @@ class RingRecorder(Recorder):
         if (now := now_ns()) - self._resident_at >= _RESIDENT_NS:
             self._resident, self._resident_at = resident_bytes() or 0, now
         self._write(STEP, 0, (step, 0, self._resident), self._ledger.live_bytes)
+        self._ring.note_step(step)
         self._ring.micro = 0
 
     # -- what the engine reports ------------------------------------------------------------------------------------

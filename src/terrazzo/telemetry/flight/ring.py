@@ -51,7 +51,8 @@ _BATCH = 128
 _MAGIC, _VERSION = b"TZFLIGHT", 1
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of a record, capacity
 _PLACE = struct.Struct("<Q")  # of the table: where it is, and how long
-_PLACE_AT, _PAGE, _TABLE_BYTES = 64, 4096, 512 << 10
+_STEPS = struct.Struct("<Q")  # one more than the number of the newest step; 0 before the first
+_PLACE_AT, _STEPS_AT, _PAGE, _TABLE_BYTES = 64, 128, 4096, 512 << 10
 _RECORDS_AT = _PAGE + 2 * _TABLE_BYTES
 _RECORD = struct.Struct("<QQQQQQIIBBBBHH")
 pack, now_ns = _RECORD.pack_into, time.monotonic_ns
@@ -157,6 +158,10 @@ class Ring:
         self._memory[start : start + len(text)] = text
         _PLACE.pack_into(self._memory, _PLACE_AT, start << 32 | len(text))
 
+    def note_step(self, step: int) -> None:
+        """Put down the newest step that has ended, where no record takes its place."""
+        _STEPS.pack_into(self._memory, _STEPS_AT, step + 1)
+
     def write(
         self,
         kind: int,
@@ -210,6 +215,12 @@ class Tail:
             except ValueError:
                 continue
         return {}
+
+    @property
+    def step(self) -> int | None:
+        """The newest step that has ended, though its record may be there no more; None before the first."""
+        (steps,) = _STEPS.unpack_from(self._memory, _STEPS_AT)
+        return int(steps) - 1 if steps else None
 
     def new(self) -> list[FlightEvent]:
         """The events since the last call, as far as they are still there, oldest first."""

@@ -51,19 +51,16 @@ class Recording:
     @property
     def at(self) -> str:
         """Where it was last, in words that follow a sentence; empty before the first step."""
-        progress = self._progress()
-        return f", in phase {progress.phase} of step {progress.step + 1}" if progress.steps else ""
+        if (step := self.step) is None:
+            return ""
+        progress = RankProgress()
+        progress.take(self.tail.table, self.tail.flight().records)
+        return f", in {f'phase {progress.phase} of ' if progress.phase else ''}step {step + 1}"
 
     @property
     def step(self) -> int | None:
         """The newest step that it has ended; None before the first."""
-        progress = self._progress()
-        return progress.step if progress.steps else None
-
-    def _progress(self) -> RankProgress:
-        progress = RankProgress()
-        progress.take(self.tail.table, self.tail.flight().records)
-        return progress
+        return self.tail.step
 
     def save(self) -> None:
         """Put what it has recorded into the run's folder."""
