@@ -39,7 +39,7 @@ from terrazzo.planner.timing.calibration import (
 from terrazzo.planner.timing.measured import fitted_pace
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.train.calibration.calibrate import calibrate, record_of
-from terrazzo.train.calibration.trial import Trial
+from terrazzo.train.calibration.trial import Trial, _with_half
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.run_estimate import estimate_run
 from tests.helpers import programs
@@ -334,6 +334,17 @@ def test_steps_on_a_device_with_figures_give_a_pace(
         time = time_of(setup_of(config, 2), calibration=record)
         assert isinstance(time, TimeFigures) and time.calibrated
         assert time.step_s == pytest.approx(times[0], rel=0.01)
+
+
+@pytest.mark.parametrize(("cp", "length", "lengths"), [(2, 36, []), (2, 32, [16]), (1, 36, [18]), (1, 1, [])])
+def test_sequences_of_half_the_length_are_tried_where_ranks_can_share_them(
+    cp: int, length: int, lengths: list[int]
+) -> None:
+    """Two ranks along cp hold two chunks each: 36 tokens divide by four, and 18 do not."""
+    batch = {"global_batch": 4, "micro_batch": 2, "sequence_length": length}
+    config = config_from_dict({**TINY, "batch": batch, "plan": {"name": "zero3", "mesh": {"cp": cp}}})
+    assert config.parallel.context.balance == "head_tail"
+    assert [half.batch.sequence_length for half in _with_half(config)] == lengths
 
 
 def forked(words: list[str], *, env: dict[str, str], **options: Any) -> Any:

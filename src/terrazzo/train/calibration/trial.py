@@ -1,8 +1,9 @@
 """A few timed steps of a configuration, as `terrazzo train` would make them: what a calibration is made of.
 
 `python -m terrazzo.train.calibration.trial CONFIG OUT [section.key=value ...]` starts the ranks of the configuration.
-Each opens a run, makes steps, and does it again with sequences half as long, so that what grows with the tokens can be
-told from what does not. Rank 0 writes both trials to OUT. Nothing is printed, logged or saved.
+Each opens a run, makes steps, and does it again with sequences half as long, where ranks can share these, so that what
+grows with the tokens can be told from what does not. Rank 0 writes the trials to OUT. Nothing is printed, logged or
+saved.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from terrazzo.config import Config, load_config
 from terrazzo.engine import engine_of
 from terrazzo.engine.runtime import device as devices
+from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json
 from terrazzo.telemetry import PeakMemory
 from terrazzo.train.launch.environment import is_rank
@@ -27,6 +29,7 @@ from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.rank.process_group import join
 from terrazzo.train.launch.rank.rank_process import RankProcess
+from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import backward_on, update
@@ -39,12 +42,12 @@ LEAST_STEPS, MOST_STEPS, ENOUGH_S = 4, 20, 3.0
 
 @dataclass(frozen=True)
 class Trial:
-    """Medians over `steps` optimizer steps, as means over the ranks.
+    """What `steps` optimizer steps took. Seconds are medians of the steps, in the mean over ranks.
 
     Attributes:
         wait_s: that a rank stood waiting for collectives in a step; None on CUDA, where the device waits.
-        traffic_bytes: sent in a step.
-        peak_bytes: the highest memory use since the process began; see `PeakMemory`.
+        traffic_bytes: that this rank sent in a step.
+        peak_bytes: this rank's highest memory use since its process began; see `PeakMemory`.
     """
 
     sequence_length: int
@@ -56,16 +59,25 @@ class Trial:
 
 
 def _run_trials(config: Config) -> list[Trial]:
-    """Join the run, and measure with sequences of full and, where they can be cut, of half length."""
+    """Join the run, and measure with sequences of full length and, where there are such, of half that."""
     ranks = join(config.launch)
     trials = []
-    for length in (config.batch.sequence_length, config.batch.sequence_length // 2):
-        if length > 1:
-            batch = config.batch.model_copy(update={"sequence_length": length})
-            with open_session(config.model_copy(update={"batch": batch}), ranks) as session:
-                trials.append(_measure(session))
+    for each in (config, *_with_half(config)):
+        with open_session(each, ranks) as session:
+            trials.append(_measure(session))
     dist.destroy_process_group()
     return trials
+
+
+def _with_half(config: Config) -> list[Config]:
+    """The configuration with sequences half as long; empty where its ranks could not share those."""
+    length = config.batch.sequence_length // 2
+    half = config.model_copy(update={"batch": config.batch.model_copy(update={"sequence_length": length})})
+    try:
+        check_axes(half)
+    except BadInput:
+        return []
+    return [half] if length > 1 else []
 
 
 def _measure(session: Session) -> Trial:
