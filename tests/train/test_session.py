@@ -20,6 +20,8 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
+from terrazzo.train import loop
+from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import ByteTokenizer, load_data
 from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
 from terrazzo.train.launch.stopping.stop_request import StopRequest
@@ -204,7 +206,7 @@ def test_a_resumed_run_names_what_differs_and_which_value_is_used(
 def test_a_checkpoint_of_another_model_is_refused_in_a_few_words_with_the_way_on(tmp_path: Path) -> None:
     trained(config_in(tmp_path, train={"steps": 1}))
     with pytest.raises(BadInput) as caught:
-        trained(config_in(tmp_path, model={"dim": 32}))
+        trained(config_in(tmp_path, model={"dim": 32, "dropout": 0.25, "rope_theta": 500.0}))
     said = str(caught.value)
     assert len(said) < 1200
     assert said.count(" in the model") == 3
@@ -499,6 +501,22 @@ def test_a_hugging_face_folder_is_written_at_the_end(tmp_path: Path) -> None:
     again = {"save_format": "hf", "folder": str(tmp_path / "another run's")}
     with pytest.raises(BadInput, match="exists already: move it away"):
         check(config_in(tmp_path, checkpoint=again), 1)
+
+
+def test_no_other_run_may_take_the_folder_while_a_checkpoint_in_it_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(config: Config, checkpoints: RunCheckpoints, *_: Any, trained: bool) -> Path:
+        assert latest(checkpoints.folder) is not None and trained
+        with pytest.raises(BadInput, match="Another run saves in"):
+            checkpoint.claim(checkpoints.folder, "me")
+        return tmp_path / "exported"
+
+    monkeypatch.setattr(loop, "export", export)
+    saved = {"save_format": "hf", "background": True, "every": None}
+    assert trained(config_in(tmp_path, checkpoint=saved)) == 0
+    assert (lock := checkpoint.claim(tmp_path / "run" / "checkpoints", "me")) is not None
+    lock.drop()
 
 
 def test_a_finished_run_with_a_hugging_face_folder_goes_on(tmp_path: Path) -> None:

@@ -120,10 +120,11 @@ class TrainingLoop:
         with self.phases.during("save"):
             if session.checkpoints.lacks(session.step):  # it was gone back to, and is on this machine alone
                 self.report.checkpoint(session.save())
-            session.checkpoints.finish()
+            session.checkpoints.wait()
             if session.step == session.config.train.steps and session.config.checkpoint.save_format == "hf":
                 path = export(session.config, session.checkpoints, session.model, session.step, trained=trained)
                 self.report.export(path)
+            session.checkpoints.finish()  # others may remove what was exported
             self.report.end(stopped=stopped)
 
     @property

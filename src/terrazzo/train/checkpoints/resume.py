@@ -27,9 +27,16 @@ __all__ = [
 ]
 
 COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "objective", "batch")
-BUILT = ("model", "lora", "objective", "data.tokenizer", "optimizer.name")
+BUILT = {
+    *("model.kind", "model.vocab_size", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn_dim"),
+    *("model.tie_embeddings", "model.experts.count", "model.experts.ffn_dim", "model.experts.shared"),
+    *("model.experts.balance", "lora.rank", "lora.target_modules", "lora.bias", "objective.name", "data.tokenizer"),
+    *("optimizer.name", "optimizer.muon.matrices", "optimizer.muon.others"),
+}
 """What decides which tensors a run has, and which states an optimizer keeps of them."""
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
+_MOST_FILES = 256
+_NOT_TRAINED_ON = ("data.cache", "data.validation_source")
 
 
 def resume_from(config: Config, local: Collection[str] | None = None) -> str | None:
@@ -100,7 +107,7 @@ def _rebuilt(config: Config, folder: str) -> list[str]:
     if not isinstance(saved, dict) or not saved:
         return []
     changed = _differing(config, saved)
-    return [f"{key} ({before} → {now})" for key, now, before in changed if key.startswith(BUILT)]
+    return [f"{key} ({before} → {now})" for key, now, before in changed if key in BUILT]
 
 
 def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
@@ -188,10 +195,6 @@ def _from_weights(config: Config, step: int) -> str:
     convert = f"{terrazzo_command()} checkpoint convert {shlex.join([newest, weights])} --to hf"
     settings = ["model.kind=huggingface", f"model.path={weights}", "model.weights=pretrained", *folders]
     return f"{convert}, then the same command with {shlex.join(settings)}"
-
-
-_MOST_FILES = 256
-_NOT_TRAINED_ON = ("data.cache", "data.validation_source")
 
 
 def _note(key: str, now: str, before: str) -> str:
