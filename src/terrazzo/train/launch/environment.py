@@ -43,7 +43,7 @@ def local_rank() -> int:
 
 
 def is_rank() -> bool:
-    """Whether this process was started as one rank of a run by torchrun, Slurm or this module."""
+    """Whether this process was started as one rank of a run by torchrun, Slurm or Terrazzo's launcher."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -55,7 +55,7 @@ def adopt_slurm() -> None:
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "0")
     tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
     env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], tasks, env.get("SLURM_LOCALID", "0")
-    per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", tasks))
     env["LOCAL_WORLD_SIZE"] = str(per_node[int(env["SLURM_NODEID"])] if len(set(per_node)) > 1 else per_node[0])
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
     env.setdefault("MASTER_ADDR", first_host(nodes))
@@ -67,7 +67,7 @@ def _port(job: str, step: str) -> int:
     return 10_000 + (7 * int(job) + int(step)) % 20_000
 
 
-def tasks_per_node(text: str) -> list[int]:
+def _tasks_per_node(text: str) -> list[int]:
     """Slurm's short form, node by node: `4(x2),1` → `[4, 4, 1]`."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
