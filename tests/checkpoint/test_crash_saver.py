@@ -52,6 +52,7 @@ class ForkedWriter:
     def __init__(self, root: Path, fault: faults.Fault, command: list[str]) -> None:
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
         self.returncode: int | None = None
+        self._reaping = threading.Lock()
         staging = int(command[-2])
         passed = os.dup(staging)  # as pass_fds does: a fork closes what its parent's Saver has
 
@@ -71,14 +72,19 @@ class ForkedWriter:
         self.stdin, self.stdout = os.fdopen(ours_out, "wb", 0), os.fdopen(ours_in, "rb", 0)
 
     def poll(self) -> int | None:
-        if self.returncode is None and os.waitpid(self.pid, os.WNOHANG)[0]:
-            self.returncode = -signal.SIGKILL
-        return self.returncode
+        with self._reaping:  # one thread may wait while another looks
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self.returncode = faults.reap(self.pid, timeout or SLOW_S)
-        return self.returncode
+        deadline = time.monotonic() + (timeout or SLOW_S)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("writer", timeout or SLOW_S)
+            time.sleep(0.0005)
+        return code
 
     def kill(self) -> None:
         if self.returncode is None:
@@ -324,12 +330,15 @@ def test_a_file_system_that_does_not_answer(root: Path, forked: Forked, monkeypa
         saver.save(step_path(root, 2), {"step": 2})
         with pytest.raises(SaveFailed, match="no progress for 1 s"):
             saver.wait()
+        saver._patience_s = SLOW_S
         forked(faults.harmless)
         for _ in range(2):
             with pytest.raises(SaveFailed, match=r"still waiting for the file system.*another checkpoint folder"):
                 saver.save(step_path(root, 3), {"step": 3})
         answers.set()
-        time.sleep(0.5)
+        for thread in threading.enumerate():
+            if thread.name == "terrazzo-saver":
+                thread.join(SLOW_S)
         saver.save(step_path(root, 3), {"step": 3})
         saver.close()
         assert witness.sees() == [1, 3]

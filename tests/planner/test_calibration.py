@@ -336,7 +336,7 @@ def test_steps_on_a_device_with_figures_give_a_pace(
         assert time.step_s == pytest.approx(times[0], rel=0.01)
 
 
-@pytest.mark.parametrize(("cp", "length", "lengths"), [(2, 36, []), (2, 32, [16]), (1, 36, [18]), (1, 1, [])])
+@pytest.mark.parametrize(("cp", "length", "lengths"), [(2, 36, []), (2, 32, [16]), (1, 36, [18]), (1, 3, [])])
 def test_sequences_of_half_the_length_are_tried_where_ranks_can_share_them(
     cp: int, length: int, lengths: list[int]
 ) -> None:

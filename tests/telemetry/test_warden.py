@@ -133,10 +133,9 @@ def test_a_killed_rank_is_named_and_leaves_its_records(tmp_path: Path) -> None:
     assert re.search(r"Rank 1 \(host .+, pid \d+\) has ended\. Last in phase forward, step 3\.", first.stderr), first
     assert steps_of(tmp_path) == [[1, 2], [1, 2]]
     note = json.loads((tmp_path / "exit.json").read_text())
-    code = STALLED if first.returncode == STALLED else FAILED  # rank 0 is ended where it does not hear of it by itself
-    assert (note["code"], note["reason"], note["rank"], note["step"]) == (code, "died", 1, 2) and "has ended" in note[
-        "cause"
-    ]
+    # Rank 0 is ended where it does not hear of it by itself, and may hear of it while it is being ended.
+    assert note["code"] in ({STALLED} if first.returncode == STALLED else {FAILED, STALLED})
+    assert (note["reason"], note["rank"], note["step"]) == ("died", 1, 2) and "has ended" in note["cause"]
 
 
 def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import INTERRUPTED
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.train import loop
-from terrazzo.train.data import IGNORED, SequenceDataset
+from terrazzo.train.data import IGNORED, Loader
 from terrazzo.train.data import load as load_module
 from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.launch.stopping import stop_request as stop_signals
@@ -203,15 +204,25 @@ def test_empty_rows_are_told_of_and_refused_where_routers_would_count_them(tmp_p
 
 
 def test_slow_data_are_waited_for_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SequenceDataset.batch
+    """What is read ahead comes 0.2 s after the loop has asked for it, however long the step before has taken."""
+    read, next_step = Loader.read, Loader.next_step
+    reads, asked = itertools.count(1), threading.Semaphore(0)
 
-    def slow(dataset: SequenceDataset, indices: Any) -> Any:
-        time.sleep(0.2)
-        return real(dataset, indices)
+    def slow(loader: Loader, cursor: Any) -> Any:
+        if next(reads) <= 3:  # nobody asks for the one behind the last step
+            asked.acquire()
+            time.sleep(0.2)
+        return read(loader, cursor)
 
-    monkeypatch.setattr(SequenceDataset, "batch", slow)
+    def asks(loader: Loader) -> Any:
+        asked.release()
+        return next_step(loader)
+
+    monkeypatch.setattr(Loader, "read", slow)
+    monkeypatch.setattr(Loader, "next_step", asks)
     assert trained(config_in(tmp_path, train={"steps": 3}, checkpoint={"every": None})) == 0
-    assert [line["data_wait"] > 0.5 for line in metrics(tmp_path)] == [True] * 3
+    waited = [line["data_wait"] * line["step_s"] for line in metrics(tmp_path)]
+    assert [seconds > 0.199 for seconds in waited] == [True] * 3, waited
 
 
 def test_a_rank_that_makes_the_token_cache_keeps_no_other_waiting_in_one_collective(

@@ -515,7 +515,8 @@ def test_no_other_run_may_take_the_folder_while_a_checkpoint_in_it_is_exported(
     monkeypatch.setattr(loop, "export", export)
     saved = {"save_format": "hf", "background": True, "every": None}
     assert trained(config_in(tmp_path, checkpoint=saved)) == 0
-    assert (lock := checkpoint.claim(tmp_path / "run" / "checkpoints", "me")) is not None
+    lock = checkpoint.claim(tmp_path / "run" / "checkpoints", "me")
+    assert lock is not None
     lock.drop()
 
 
