@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine import engine_of
+from terrazzo.engine import engine_of, unused_gradients
 from tests.engine.toys import (
     EVERY_PLAN,
     Net,
@@ -440,6 +441,21 @@ def test_what_sums_are_divided_by_outlives_the_engine() -> None:
         del model
         gc.collect()
         assert schedule._reductions._denominator() == 3.0
+
+
+def test_backwards_that_no_step_uses_leave_nothing_that_holds_the_model() -> None:
+    with fake_group(1):
+        model, optimizer = sharded(Net(), "zero2", 1)
+        with unused_gradients(engine_of(model)):
+            loss_of(model, batch(0, 0)).backward()
+        gone = weakref.ref(engine_of(model))
+        gc.collect()
+        gc.disable()
+        try:
+            del model, optimizer
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])

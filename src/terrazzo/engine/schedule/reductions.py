@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.runnable import Runnable
 
 __all__ = ["Divisor", "Reductions"]
@@ -35,8 +36,8 @@ class Reductions:
 
     def __init__(self, denominator: Divisor) -> None:
         self._denominator = denominator
-        self._on_finished: Callable[[int], None] = lambda unit: None
-        self._on_dropped: Callable[[int], None] = lambda unit: None
+        self._on_finished: Callable[[int], None] = do_nothing
+        self._on_dropped: Callable[[int], None] = do_nothing
         self._sums: list[_Sum] = []
 
     def on_finished(self, call: Callable[[int], None]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.forward import ForwardPass
 from terrazzo.engine.schedule.gathered import GatheredWeights
@@ -94,6 +95,7 @@ class Schedule:
             yield
         finally:
             self.set_pass(before)
+            self._reductions.on_dropped(do_nothing)  # `call` may hold what holds this
 
     # -- forward -----------------------------------------------------------------------------------------------
 
