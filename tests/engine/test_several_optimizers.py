@@ -194,6 +194,29 @@ def test_what_no_optimizer_has_keeps_its_gradient_as_in_torch() -> None:
         assert norms == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_another_denominator_waits_for_the_step_of_each_that_has_gradients(plan: str) -> None:
+    def body(rank: int) -> None:
+        model, (by_generator, by_judge) = sharded_gan(Gan(), plan, 2)
+
+        def backward(of: str) -> None:
+            fake = model("generate", noise(0, [rank], 3))
+            (fake if of == "generator" else model("judge", fake)).sum().backward()
+
+        for of, ends in (("both", by_judge.step), ("both", by_judge.zero_grad), ("generator", by_generator.step)):
+            model.set_gradient_denominator(4)
+            backward(of)
+            if of == "both":
+                by_generator.step()
+                with pytest.raises(tz.Misuse, match=r"had been divided by 4 already.* of each optimizer"):
+                    model.set_gradient_denominator(6)
+            ends()
+            model.set_gradient_denominator(6)
+            model.zero_grad()
+
+    on_ranks(2, body)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 

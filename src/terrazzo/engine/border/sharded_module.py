@@ -104,14 +104,16 @@ class ShardedModule(nn.Module):
 
         Raises:
             BadInput: what is not one positive and finite number.
-            Misuse: between the last micro-batch's backward, which has divided by the one before, and the step.
+            Misuse: between the last micro-batch's backward, which has divided by the one before, and the step; of
+                several optimizers that of each whose parameters have gradients.
         """
         if denominator is not None and not _is_positive(denominator):
             raise BadInput(
                 f"The gradient denominator is {denominator!r}; it must be one positive and finite number, or None for "
                 "the number of data ranks."
             )
-        self._terrazzo.progress.denominator.choose(None if denominator is None else float(denominator))
+        chosen, gradients = None if denominator is None else float(denominator), self._terrazzo.gradients
+        self._terrazzo.progress.denominator.choose(chosen, in_use=gradients.await_step)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors by name, one at a time: each rank keeps its own ranges. Collective.

@@ -20,35 +20,32 @@ class Denominator:
         ranks: over which gradients are summed.
         chosen: by the user, in place of their number; None where that is meant.
         loss_scale: what gradients have been multiplied by on their way in.
-        used: whether gradients have been divided that no step has taken yet.
     """
 
     ranks: int
     chosen: float | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
-    used: bool = False
 
-    def choose(self, chosen: float | None) -> None:
+    def choose(self, chosen: float | None, in_use: bool) -> None:
         """Set what the user chooses.
 
+        Args:
+            in_use: whether there are gradients that have been divided, and that no step has taken yet.
+
         Raises:
-            Misuse: where gradients have been divided by another one already.
+            Misuse: where these have been divided by another one.
         """
-        if self.used and chosen != self.chosen:
+        if in_use and chosen != self.chosen:
             raise Misuse(
                 f"The gradient denominator was set to {chosen!r} when gradients had been divided by {self.unscaled:g} "
-                "already, in the last micro-batch's backward. Call set_gradient_denominator before that backward, or "
-                "behind optimizer.step() or zero_grad() for the next step."
+                "already, in the last micro-batch's backward. Call set_gradient_denominator before that backward, or, "
+                "for the next step, behind step() or zero_grad() of each optimizer whose parameters have gradients."
             )
         self.chosen = chosen
 
     def scale_by(self, loss_scale: LossScale) -> None:
         """Divide by this loss scale, too, from now on."""
         self.loss_scale = loss_scale
-
-    def forget_use(self) -> None:
-        """No gradients are left that have been divided: another denominator may be chosen."""
-        self.used = False
 
     @property
     def unscaled(self) -> float:
@@ -66,7 +63,6 @@ class Denominator:
         return {"denominator": self.unscaled, **scaling}
 
     def __call__(self) -> float:
-        self.used = True
         return self.unscaled * self.loss_scale.scale
 
 
@@ -119,12 +115,10 @@ class Progress:
     def gradients_zeroed(self) -> None:
         """The user has forgotten them, or set them to zero: the step can be run again."""
         self.abandoned = self._forward_raised = False
-        self.denominator.forget_use()
 
     def count_step(self) -> None:
         """An optimizer has stepped."""
         self.steps += 1
-        self.denominator.forget_use()
 
     def begin_forward(self) -> None:
         """A differentiated forward begins: behind a backward that raised, it is the same micro-batch again.

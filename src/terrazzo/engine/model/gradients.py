@@ -40,6 +40,14 @@ class ModelGradients:
         """Whether there is a gradient that a step would take."""
         return any(bucket.gradient.finished.exists for bucket in self.buckets)
 
+    @property
+    def await_step(self) -> bool:
+        """Whether any have been divided, and no step has taken them: of parameters that an optimizer has, if any has
+        one.
+        """
+        stepping = [driver for driver in self.drivers if driver.reference() is not None]
+        return any(driver.awaits_step for driver in stepping) if stepping else self.finished
+
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
         note_zeroed(self.buckets, self.schedule, self.progress, set_to_none)

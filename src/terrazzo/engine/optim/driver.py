@@ -195,6 +195,8 @@ class OptimizerDriver:
         if self._skipping is not None:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
         self.progress.count_step()
+        for bucket, own in self._owned.items():
+            bucket.gradient.note_step(own)
         self._note_hyper_parameters(optimizer)
         self._publish()  # skipped alike on all ranks
         self.off_device.after_step()
@@ -220,6 +222,11 @@ class OptimizerDriver:
     def accumulating(self) -> bool:
         """Whether there are gradients of a step's earlier micro-batches, and not of its last."""
         return self.schedule.backward is not None or any(bucket.gradient.unfinished for bucket in self.buckets)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether parameters of its own have finished gradients that no step has taken."""
+        return any(bucket.gradient.awaits_step(own) for bucket, own in self._owned.items())
 
     def forget(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""

@@ -72,6 +72,7 @@ class Gradient:
         self.space, self.sharding, self.ledger = space, sharding, ledger
         self._sums, self._tier = spec.sums, spec.tiers.grad
         self.seen = [False] * len(members)
+        self._unstepped = [False] * len(members)  # what has been finished, and no step has taken
         self.finished = FinishedGradient(space, sharding, self._sums.last.axes, self._tier)
         self.feedback = ErrorFeedback(space, spec)
         self._numels = [math.prod(member.shape) for member in members]
@@ -235,6 +236,7 @@ class Gradient:
         if not any(move.divides for move in reduction.finish):
             data = divide(data, denominator)
         self.finished.land(Buffer(self.space, reduction.axes, data))
+        self._unstepped = [True] * len(self.seen)
         return data
 
     def _sum(self, data: Tensor, moves: Iterable[MoveBytes], denominator: float = 1) -> Moves[Tensor]:
@@ -276,6 +278,15 @@ class Gradient:
         slots = self.space.layout.slots
         return self.finished.handed_over(stepped, (slot.range for slot in compress(slots, self.seen)))
 
+    def note_step(self, own: Iterable[int]) -> None:
+        """The optimizer of the parameters `own` has stepped."""
+        for index in own:
+            self._unstepped[index] = False
+
+    def awaits_step(self, own: Iterable[int]) -> bool:
+        """Whether any of the parameters `own` has a finished gradient that no step has taken."""
+        return any(self._unstepped[index] and self.seen[index] for index in own)
+
     @property
     def exists(self) -> bool:
         """Whether there is one, finished or not."""
@@ -299,6 +310,7 @@ class Gradient:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
         self.drop_unfinished()
         self.feedback.forget()
+        self._unstepped = [False] * len(self.seen)
         if set_to_none or not self.finished.exists:
             self.finished.forget()
             self.seen = [False] * len(self.seen)
@@ -309,6 +321,7 @@ class Gradient:
         """Do as `zero` does, for some of the parameters: the others keep theirs."""
         slots, indices = self.space.layout.slots, list(indices)
         self.feedback.forget(indices)
+        self.note_step(indices)  # nothing of them awaits one
         for index in indices:
             if self._unreduced is not None:
                 self._unreduced.forget(index)
