@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+import terrazzo as tz
 from terrazzo.checkpoint import check_replicas
 from terrazzo.config import config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
 from terrazzo.train.loop import TrainingLoop
-from tests.engine.toys import EVERY_PLAN, Net, on_ranks, sharded, train
+from tests.engine.toys import EVERY_PLAN, Net, adamw, on_ranks, sharded, train
 from tests.helpers.cover import places
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in
@@ -57,6 +63,41 @@ def test_a_flipped_bit_is_found_and_its_rank_named(plan: str, state: str) -> Non
     assert len(set(said)) == 1
     assert f"blocks.0.up.weight, {NAMES[state]}, elements 0 to" in said[0]
     assert f"of {count} copies" in said[0] and who in said[0]
+
+
+@pytest.mark.parametrize("state", ["average", "error_feedback", "outer_momentum"])
+def test_a_flipped_bit_of_what_few_models_have_is_found(state: str) -> None:
+    """Ranks that differ in `dp_replicate` alone owe for themselves, and the two of a group owe the same."""
+    base = Net()
+    options: dict[str, Any] = {
+        "average": {},
+        "error_feedback": {"precision": replace(tz.Precision(), quantized_reduce="int8", error_feedback=True)},
+        "outer_momentum": {"diloco": tz.DiLoCo(1)},
+    }[state]
+
+    def body(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        model, optimizer = tz.shard(copy.deepcopy(base), adamw, "zero0", mesh=mesh, **options)
+        if state == "average":
+            tz.EMA(model)
+        train(model, optimizer, 2, rank)
+        check_replicas(model)
+        if rank == 2:
+            engine = engine_of(model)
+            bucket: Any = next(each for each in engine.units[1].buckets if each.matrices)
+            resting = {
+                "average": lambda: engine.average.buffers[bucket],
+                "error_feedback": lambda: bucket.gradient.feedback.residuals[0].kept,
+                "outer_momentum": lambda: bucket.outer[1],
+            }[state]()
+            resting.data.view(torch.uint8)[5] ^= 1
+        with pytest.raises(Diverged) as caught:
+            check_replicas(model)
+        return str(caught.value)
+
+    said = on_ranks(4, body)
+    assert len(set(said)) == 1
+    assert re.search(rf"^blocks\.0\.\S+, {state}(@1)?, elements .*: of . copies .*rank.* 2", said[0])
 
 
 def moment_of(model: torch.nn.Module) -> torch.Tensor:

@@ -16,9 +16,10 @@ __all__ = ["check_replicas"]
 
 
 def check_replicas(model: nn.Module) -> None:
-    """Compare the weights, master weights and optimizer states of which ranks hold copies, by checksums. Collective.
+    """Compare all states of which ranks hold copies, by checksums. Collective.
 
-    What a plan splits over all ranks has no copies, and is not read.
+    They are weights, master weights, averages of weights, optimizer states, what is owed of codes of gradients, and the
+    momentum of outer steps. What a plan splits over all ranks has no copies, and is not read.
 
     Raises:
         CopiesDiffer: they differ; names the state, and the ranks whose copy is not that of most.

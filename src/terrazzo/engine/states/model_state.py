@@ -147,7 +147,8 @@ class ModelState:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
         self._engine.settle()
         self._engine.drivers.drop_gone()  # ranks have to hold as many
-        yield from copied_pieces(self._engine.buckets(), self._engine.drivers.stepping())
+        stepping, averages = self._engine.drivers.stepping(), self._engine.average.buffers
+        yield from copied_pieces(self._engine.buckets(), stepping, averages)
 
     def restore(self, read: Read, with_optimizer: bool = True, as_one: AllOrNone | None = None) -> None:
         """Set the weights, and by default the optimizers' state, from `read`. Collective.

@@ -138,10 +138,10 @@ def require_known_states(drivers: Iterable[OptimizerDriver]) -> None:
             )
 
 
-def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:
+def average_pieces(averages: Mapping[Bucket, Buffer], share: Callable[[Bucket], Range] = _own_share) -> Iterator[Piece]:
     """This rank's share of the weights' moving averages."""
     for bucket, average in averages.items():
-        yield from _pieces(bucket, "average", average, _own_share(bucket))
+        yield from _pieces(bucket, "average", average, share(bucket))
 
 
 def outer_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
@@ -165,9 +165,27 @@ def feedback_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
 
 
 def copied_pieces(
-    buckets: list[Bucket], drivers: Sequence[OptimizerDriver]
+    buckets: list[Bucket], drivers: Sequence[OptimizerDriver], averages: Mapping[Bucket, Buffer]
 ) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
     """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true."""
+    yield from _copied_with_weights(buckets, drivers, averages)
+    others: dict[tuple[str, ...], list[Piece]] = {}
+    for bucket in buckets:
+        axes = bucket.sharding.axes
+        for residual in bucket.gradient.feedback.residuals if bucket.trainable else ():
+            along = tuple(axis for axis in axes.live(axes.names) if axis not in (*residual.axes, *residual.apart))
+            kind = kind_of_replica(residual.kind, residual.number)
+            others.setdefault(along, []).extend(_pieces(bucket, kind, residual.kept, residual.kept.range))
+        for momentum in bucket.outer[1:]:  # the weights that a round began with are compared in each round
+            along = axes.live(axis for axis in (*axes.names, *axes.replicas) if axis not in bucket.outer_axes)
+            others.setdefault(along, []).extend(_pieces(bucket, OUTER_MOMENTUM, momentum, momentum.range))
+    yield from ((along, pieces) for along, pieces in others.items() if along)
+
+
+def _copied_with_weights(
+    buckets: list[Bucket], drivers: Sequence[OptimizerDriver], averages: Mapping[Bucket, Buffer]
+) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
+    """Of weights, their averages, and what optimizers keep, which are split alike."""
     alike: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
     for bucket in buckets:
         alike.setdefault((bucket.trainable, bucket.sharding.axes.names), []).append(bucket)
@@ -177,6 +195,7 @@ def copied_pieces(
             pieces = list(model_pieces(own, _copies))
             for driver in drivers if trainable else ():
                 pieces += optimizer_pieces(driver, functools.partial(_copies_among, own))
+            pieces += average_pieces({bucket: averages[bucket] for bucket in own if bucket in averages}, _copies)
             yield along, pieces
 
 
