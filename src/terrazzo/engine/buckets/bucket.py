@@ -5,7 +5,7 @@ Which of them exist, and which share memory, its description says: see `BucketSp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
+from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, StateBytes
 from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
@@ -189,6 +189,18 @@ class Bucket(BucketSpec):
     def states(self) -> list[Resting]:
         """The memories that hold the parameters' values: the weight, and the master where it is another one."""
         return [self.master, self.weight] if self.has_own_master else [self.weight]
+
+    def measured_at_rest(self) -> Iterator[StateBytes]:
+        """What `at_rest` promises of all states but the gradient, as they lie in memory or files."""
+        tiers = self.tiers
+        yield StateBytes("weight", tiers.weight, self.weight.nbytes)
+        if self.has_own_master:
+            yield StateBytes("master", tiers.optim, self.master.nbytes)
+        yield from (StateBytes("moments", tiers.optim, state.nbytes) for state in self.moments.values())
+        yield from (StateBytes("outer", self.outer_tier, state.nbytes) for state in self.outer)
+        if self.trainable:
+            residuals = self.gradient.feedback.residuals
+            yield from (StateBytes("feedback", self.feedback_tier, residual.nbytes) for residual in residuals)
 
     def write(self, slot: Slot, value: Tensor) -> None:
         """Set one parameter from its full value: this rank keeps its own part of it."""

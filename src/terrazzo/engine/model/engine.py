@@ -182,20 +182,9 @@ class Engine:
 
     def state_bytes(self) -> int:
         """Weights, master weights, optimizer state and what is owed of codes on the device, measured."""
-        buckets = self.buckets()
-        nbytes = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
-        nbytes += [
-            bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_off_device
-        ]
-        on_device = [bucket for bucket in buckets if not bucket.updated_off_device]
-        nbytes += [state.nbytes for bucket in on_device for state in (*bucket.moments.values(), *bucket.outer)]
-        nbytes += [
-            residual.nbytes
-            for bucket in buckets
-            if bucket.trainable and bucket.feedback_tier == "device"
-            for residual in bucket.gradient.feedback.residuals
-        ]
-        return sum(nbytes) + sum(driver.state_bytes() for driver in self.drivers.stepping())
+        resting = (each for bucket in self.buckets() for each in bucket.measured_at_rest())
+        of_buckets = sum(each.nbytes for each in resting if each.tier == "device")
+        return of_buckets + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
