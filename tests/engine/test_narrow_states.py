@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import StateFormat, engine_of, estimate
-from terrazzo.engine.plan.layout import tiled_step_bytes
 from terrazzo.errors import BadInput
 from tests.engine.census import PeakBytes, census, live_bytes
 from tests.engine.narrow import keep_rounded, rounded
@@ -158,7 +157,7 @@ def test_states_are_never_all_in_fp32(stochastic: bool) -> None:
         held = live_bytes()
         with PeakBytes() as peak:
             optimizer.step()
-        assert 65_536 * 16 < peak.peak_bytes - held <= tiled_step_bytes(2**20, "cpu") == 2**16 * 32
+        assert 65_536 * 16 < peak.peak_bytes - held <= StateFormat.INT8.blocks.step_bytes(2**20, "cpu") == 2**16 * 32
 
 
 # -- saving and loading --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from terrazzo.engine.formats.block_format import BlockFormat
+from terrazzo.engine.formats.block_format import BlockFormat, tile_numel
 
 __all__ = ["STATE_FP8", "STATE_INT8", "StateBlocks"]
 
@@ -61,6 +61,12 @@ class StateBlocks(BlockFormat, ABC):
         values = table.index_select(0, blocks[:, : self.numel].reshape(-1).int()).view(-1, self.numel)
         values.mul_(blocks.view(torch.float32)[:, self.numel // 4 :])
         return (values.square_() if squares else values).view(-1)
+
+    def step_bytes(self, numel: int, device: str) -> int:
+        """Memory that a step of so many elements takes, tile by tile on a kind of device: what is decoded, what is
+        stepped with it, and new codes.
+        """
+        return 32 * min(numel, tile_numel(device))
 
     @abstractmethod
     def _codes(self, ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:

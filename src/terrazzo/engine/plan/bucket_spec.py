@@ -33,8 +33,7 @@ import torch
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.family import BESIDE
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.error_feedback import OWED_DTYPE, Owed, owed_along
-from terrazzo.engine.plan.layout import tiled_feedback_bytes
+from terrazzo.engine.plan.error_feedback import OWED_DTYPE, Owed, adding_bytes, owed_along
 from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
@@ -327,7 +326,7 @@ class BucketSpec:
         if form is not None and axis == self.block_axis:
             sent, received = form.blocks.size_bytes(full - own), 2 * form.blocks.size_bytes(full)
             received += form.blocks.scratch_bytes(full, self._device_kind)
-            received += tiled_feedback_bytes(full, self._device_kind) if self.owed else 0
+            received += adding_bytes(full, self._device_kind) if self.owed else 0
         else:
             itemsize = self.precision.reduce.itemsize
             sent, received, form = (full - own) * itemsize, self.ranks[axis].receive_bytes(full * itemsize), None

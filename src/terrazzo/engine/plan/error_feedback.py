@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["OWED", "OWED_DTYPE", "OWED_OF_SUMS", "Owed", "owed_along"]
+from terrazzo.engine.formats.block_format import tile_numel
+
+__all__ = ["OWED", "OWED_DTYPE", "OWED_OF_SUMS", "Owed", "adding_bytes", "owed_along"]
 
 OWED, OWED_OF_SUMS = "error_feedback", "error_feedback_of_sums"
 """What checkpoints call that of gradients, and that of sums; behind the first of several ranks with a number."""
@@ -53,3 +55,8 @@ def owed_along(block: str, split: tuple[str, ...], ranks: Iterable[str]) -> Sequ
     later = tuple(order[place + 1 :])
     gradients = Owed(OWED, split[:place], (block, *later))
     return [gradients] if block in split else [gradients, Owed(OWED_OF_SUMS, (*split, block), later)]
+
+
+def adding_bytes(numel: int, device: str) -> int:
+    """Memory to add what is owed to so many elements, tile by tile on a kind of device: that in fp32, and the sum."""
+    return 8 * min(numel, tile_numel(device))

@@ -25,8 +25,6 @@ __all__ = [
     "padded_bytes",
     "round_up",
     "share",
-    "tiled_feedback_bytes",
-    "tiled_step_bytes",
     "tiles",
     "travels_in_blocks",
 ]
@@ -171,18 +169,6 @@ def tiles(elements: Range, device: str) -> Iterator[Range]:
     size = tile_numel(device)
     for start in range(elements.start, elements.stop, size):
         yield Range(start, min(start + size, elements.stop))
-
-
-def tiled_step_bytes(numel: int, device: str) -> int:
-    """Memory that a step of `numel` elements takes whose states are in 8 bits: what is decoded of a tile, what it is
-    stepped with, and new codes.
-    """
-    return 32 * min(numel, tile_numel(device))
-
-
-def tiled_feedback_bytes(numel: int, device: str) -> int:
-    """Memory to add to `numel` elements what is owed of their codes: that of a tile in fp32, and the sum."""
-    return 8 * min(numel, tile_numel(device))
 
 
 def travels_in_blocks(shape: Sequence[int]) -> bool:

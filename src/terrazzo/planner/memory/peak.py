@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from terrazzo.engine.plan.layout import tiled_step_bytes
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
@@ -278,13 +277,14 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     beside the root. Matrices that are updated whole are apart: see `matrix_updates`.
     """
     recipe, precision = setup.optimizer, setup.precision
-    in_tiles = precision.narrow is not None
-    if not in_tiles and (setup.kernel == "fused" or not recipe.takes_root or recipe.moment_bytes is not None):
+    narrow = precision.narrow
+    if narrow is None and (setup.kernel == "fused" or not recipe.takes_root or recipe.moment_bytes is not None):
         return 0.0
     rows = placed_units(setup, stage)
     numels = [(unit_states(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
-    if in_tiles:
-        return float(tiled_step_bytes(max((numel for numel, _ in numels), default=0), setup.cluster.device.kind))
+    if narrow is not None:
+        largest = max((numel for numel, _ in numels), default=0)
+        return float(narrow.blocks.step_bytes(largest, setup.cluster.device.kind))
     at_once = setup.kernel == "foreach" and precision.moments == precision.master
     if at_once:
         return float(sum(numel * count for numel, count in numels) * precision.master.itemsize)

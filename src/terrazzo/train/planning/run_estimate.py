@@ -12,7 +12,6 @@ from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, find_units
-from terrazzo.engine.plan.layout import tiled_step_bytes
 from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
 from terrazzo.parallel.simulated_ranks import SimulatedContext, cut_simulated
 from terrazzo.planner import Cluster, Estimate, MemoryFigures, Setup, estimate
@@ -178,7 +177,7 @@ def _stepping_bytes(config: Config, setup: Setup, numels: list[int]) -> int:
     precision = setup.precision
     cast = precision.master.itemsize if precision.accumulate != precision.master else 0
     if precision.narrow is not None:
-        return sum(numels) * cast + tiled_step_bytes(max(numels), setup.cluster.device.kind)
+        return sum(numels) * cast + precision.narrow.blocks.step_bytes(max(numels), setup.cluster.device.kind)
     if isinstance(precision.moments, torch.dtype) and precision.moments != precision.master:
         cast += setup.optimizer.moments * max(0, precision.master.itemsize - precision.moments.itemsize)
     make = functools.partial(construct, config.optimizer)
