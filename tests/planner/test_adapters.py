@@ -10,9 +10,15 @@ from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate, Request, build_setup, estimate
 from terrazzo.planner.choice.emit import train_config
 from terrazzo.planner.gate.gate import objections
-from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.memory.peak import memory_of, stage_terms
+from terrazzo.planner.memory.placement import placement_of
+from terrazzo.planner.memory.step_settings import WORKING, Peak, StepSettings, StepUnit
+from terrazzo.planner.memory.unit_events import unit_events
+from terrazzo.planner.memory.walk import peak_of
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.planner.timing.compute import block_seconds, flops_per_token
+from terrazzo.planner.model.shapes import TensorShape, UnitShape
+from terrazzo.planner.timing.compute import Seconds, block_seconds, flops_per_token
 
 LAYERS, HIDDEN, FFN, KEYS, VOCAB = 80, 8192, 28672, 1024, 128256
 """Of Llama 3 70B."""
@@ -20,6 +26,9 @@ LINEAR = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * FFN
 """Elements of a layer's linear layers: 856 million."""
 ADAPTER = 2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + FFN)
 """Elements of a layer's adapters of rank 1."""
+
+
+HOST = Device("host", kind="cpu", peak_flops={"bf16": 1e12}, memory_bandwidth=1e11)
 
 
 def asked(**options: Any) -> Request:
@@ -41,6 +50,16 @@ def test_a_base_in_4_bits_fits_on_four_cards_of_24_gb_and_one_in_16_does_not() -
     assert not memory_of(build_setup(asked(lora=16))).fits
 
 
+def test_the_inputs_of_activations_make_their_value_where_blocks_run_forward_alone() -> None:
+    setup = build_setup(
+        asked(sequence=8192, checkpointing="none", memory_bytes=None, freeze="model.embed*,model.layers.?.*")
+    )
+    terms = {term.name: term for term in stage_terms(setup, 0)[0]}
+    inputs = terms["activations"].inputs
+    assert inputs["blocks"] == LAYERS - 10
+    assert terms["activations"].value == inputs["blocks"] * inputs["saved by one block"]
+
+
 def test_what_is_frozen_has_no_weight_gradients() -> None:
     plain, lora = (build_setup(asked(lora=rank)) for rank in (None, 16))
     frozen = LAYERS * LINEAR + VOCAB * HIDDEN
@@ -56,6 +75,43 @@ def test_what_is_frozen_is_recomputed_all_the_same() -> None:
     assert frozen.matmul < 0.75 * trained.matmul
     assert frozen.recompute == pytest.approx(trained.recompute, rel=0.05)
     assert frozen.matmul * frozen.products_share == pytest.approx(trained.matmul / 3, rel=0.08)
+
+
+def test_blocks_in_front_of_all_that_is_trained_run_forward_alone() -> None:
+    """A third of the launches of both passes, though checkpointing repeats others' forward, and codes decoded once."""
+
+    def seconds(precision: str, checkpointing: str, freeze: str) -> Seconds:
+        options = {"memory_bytes": None, "gpu": HOST, "precision": precision, "checkpointing": checkpointing}
+        setup = build_setup(asked(**options, freeze=freeze))
+        return block_seconds(setup, setup.model.blocks[0])
+
+    front, inside = "model.embed*,model.layers.?.*", "model.layers.?.*"  # the embedding's gradient goes back through
+    both_ways = seconds("bf16", "none", inside)
+    assert seconds("bf16", "full", front) == seconds("bf16", "none", front)
+    assert seconds("bf16", "full", front).launch == pytest.approx(both_ways.launch / 3)
+    once, twice = (
+        seconds("bf16,frozen=nf4", "none", freeze).memory - seconds("bf16", "none", freeze).memory
+        for freeze in (front, inside)
+    )
+    assert 0 < once == pytest.approx(twice / 2)
+
+
+def test_blocks_that_no_gradient_goes_back_through_hold_nothing_in_backward() -> None:
+    """A frozen block in front of a trained one is not gathered ahead while the activations of that one are there."""
+    frozen = UnitShape("front", (TensorShape("weight", (4096, 4096), "matrix", trainable=False),))
+    trained = UnitShape("back", (TensorShape("weight", (64, 64), "matrix"),))
+    root = UnitShape("", (TensorShape("norm", (64,), "vector"),))
+    setup = build_setup(asked(memory_bytes=None, precision="bf16"))
+    placement = placement_of(setup)
+
+    def peak(forward_only: bool) -> Peak:
+        front = StepUnit(unit_events(frozen, placement), working=10.0, forward_only=forward_only)
+        back = StepUnit(unit_events(trained, placement), saved=1e9)
+        return peak_of([StepUnit(unit_events(root, placement)), front, back], StepSettings())
+
+    gathered = 2 * 4096 * 4096
+    assert peak(False).total > 1e9 + gathered > peak(True).total > 1e9
+    assert peak(True).parts[WORKING] == 0
 
 
 def test_tensors_are_frozen_by_name() -> None:

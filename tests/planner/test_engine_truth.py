@@ -79,6 +79,17 @@ def frozen(name: str) -> nn.Module:
     return model
 
 
+def frozen_in_front(config: Mapping[str, Any]) -> tuple[nn.Module, ModelShape]:
+    """A decoder whose embedding and first two blocks of three are frozen, and its shape."""
+    model = build_model(DecoderConfig(**{key: value for key, value in config.items() if key != "model_type"}))
+    patterns = ("embed*", "blocks.[01].*")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    shape = with_ends(with_frozen(model_shape(dict(config)), patterns))
+    assert [(unit.count, unit.forward_only) for unit in shape.blocks] == [(2, True), (1, False)]
+    return model, shape
+
+
 def setup_of(shape: ModelShape, plan: str, precision: Precision, world: int, **options: Any) -> Setup:
     replicas, shards = grid(plan, world)
     cluster = Cluster(Device("host", kind="cpu", per_node=1), world)
@@ -230,11 +241,7 @@ def test_traffic_of_a_partly_frozen_model_is_exact(plan: str, accumulation: str)
 @pytest.mark.parametrize("accumulation", ["one micro-batch", "three"])
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hybrid_shard"])
 def test_no_weights_come_again_for_blocks_that_no_gradient_goes_back_through(plan: str, accumulation: str) -> None:
-    model, patterns = built("decoder, untied"), ("embed*", "blocks.[01].*")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
-    shape = with_ends(with_frozen(model_shape(CONFIGS["decoder, untied"]), patterns))
-    assert [(unit.count, unit.forward_only) for unit in shape.blocks] == [(2, True), (1, False)]
+    model, shape = frozen_in_front(CONFIGS["decoder, untied"])
     check_traffic(model, shape, plan, "bf16", 8, accumulation)
 
 
@@ -344,3 +351,28 @@ def test_files_and_what_goes_through_them_are_as_promised(name: str, precision: 
     assert read <= found["read_bytes"] <= read + 2 * pages
     assert written <= found["written_bytes"] <= written + pages
     assert sum(term.value for term in memory.disk_writes) == pytest.approx(written, abs=pages)
+
+
+def test_weights_of_frozen_blocks_in_front_are_read_once(tmp_path: Path) -> None:
+    base, shape = frozen_in_front({**WIDE, "dim": 128, "ffn_dim": 256, "tie_embeddings": False})
+    plan, kind = offloaded("zero3@nvme-all"), PRECISIONS["bf16"]
+    settings = tz.Offload(path=tmp_path, block_mib=0.0625, depth=2).used_under(plan)
+    setup = replace(setup_of(shape, "zero3", kind, 1), plan=plan, offload=settings)
+
+    def body(rank: int) -> float:
+        model, optimizer = tz.shard(base, adamw(base), plan, precision=kind, offload=settings)
+        store, before = engine_of(model).store, 0.0
+        for _ in range(3):
+            before = store.usage()["read_bytes"]
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine_of(model).settle()
+        read = store.usage()["read_bytes"] - before
+        store.close()
+        return read
+
+    (read,) = on_ranks(1, body)
+    promised = sum(term.value for term in traffic_of(setup).collectives if "from disk" in term.name)
+    assert promised <= read <= promised + 4096 * 6 * 9
+    assert read < promised + 2 * sum(unit.numel * unit.count for unit in shape.blocks if unit.forward_only)

@@ -42,11 +42,9 @@ def setup(model: str, strategy: str, pp: int, chunks: int, micro_batches: int = 
 
 def sent(setup: Setup, stage: int) -> float:
     """Bytes that a rank of a stage sends in a step."""
-    repeats, total = (
-        repetitions(setup),
-        sum(move.sent_bytes for move in pipeline_moves(setup, stage)) * setup.micro_batches,
-    )
+    total = sum(move.sent_bytes for move in pipeline_moves(setup, stage)) * setup.micro_batches
     for unit, count, placement in placed_units(setup, stage):
+        repeats = repetitions(setup, unit)
         for move in (*unit_moves(setup, unit, placement), *unit_copies(unit, placement)):
             total += move.sent_bytes * count * repeats[move.when]
         total += setup.micro_batches * count * sum(move.sent_bytes for move in model_parallel_moves(setup, unit))

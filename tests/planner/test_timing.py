@@ -640,6 +640,13 @@ def test_communication_behind_longer_blocks_shows_only_at_the_ends() -> None:
     assert block_exposure(halves, REPEATS, prefetch=1, beside=True) == tight
 
 
+def test_the_last_reduction_is_of_the_first_block_that_has_a_backward() -> None:
+    moves = {"forward": 1.0, "backward": 1.0, "last": 2.0}
+    front = BlockRow(3, 4.0, 0.0, {"forward": 1.0}, has_backward=False)
+    found = block_exposure([front, BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=1, beside=True)
+    assert found.total == 43 and found.exposed == 1 + (1 + 2)
+
+
 def test_what_a_step_gathers_comes_while_the_next_forward_computes() -> None:
     moves = {"update": 1.0}
     assert block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0, beside=True).exposed == 1

@@ -19,11 +19,12 @@ from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import placement_of
+from terrazzo.planner.model.adapters import with_ends, with_frozen
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.traffic.volumes import matrix_moves, traffic_of
+from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, traffic_of
 from tests.engine.toys import EVERY_PLAN, TABLE_1D, TABLE_2D, Net, adamw, batch, loss_of
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
@@ -287,6 +288,24 @@ def test_offload_copies(offload: str, pcie: int, disk: int, of_blocks: int) -> N
     found = traffic_of(replace(setup, plan=Plan.named(f"zero3@{offload}"))).links
     assert found["pcie"] == pytest.approx(psi * pcie + blocks * of_blocks, rel=1e-3)
     assert found.get("disk", 0) == pytest.approx(disk and psi * disk + blocks * of_blocks, rel=1e-3)
+
+
+def test_weights_of_frozen_blocks_in_front_come_from_the_host_once() -> None:
+    """Of 32 blocks 10, and the embedding, are frozen: per element of a shard 2 B in forward, and no 2 B in backward."""
+    shape = with_ends(with_frozen(model_shape("llama3-8b"), ("model.embed*", "model.layers.[0-9].*")))
+    setup = llama_setup("zero3", Mesh(dp_shard=8), precision=PRECISIONS["bf16"])
+    setup = replace(setup, model=shape, plan=Plan.named("zero3@cpu-all"), micro_batches=3)
+    found = {term.name: term.value for term in traffic_of(setup).collectives}
+    elements, block = shape.numel / 8, shape.blocks[0].numel / 8
+    assert found["copy weights to the device"] == pytest.approx(3 * 2 * (elements + 22 * block), rel=1e-3)
+
+
+def test_stages_gather_what_no_gradient_goes_back_through_once_for_each_forward() -> None:
+    setup = replace(llama_setup("zero3", Mesh(pp=2, dp_shard=4)), micro_batches=4)
+    block = setup.model.blocks[0]
+    for unit, passes in ((block, 8), (replace(block, forward_only=True), 4)):
+        repeats = repetitions(setup, unit)
+        assert repeats["forward"] + repeats["backward"] == passes
 
 
 def test_shares_of_the_units_copy_their_share() -> None:

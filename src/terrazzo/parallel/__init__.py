@@ -36,7 +36,7 @@ Open to other packages:
     pipeline.schedules    what each rank of a pipeline runs, and in which order
 """
 
-from terrazzo.parallel.context.attention_masks import AttentionMask
+from terrazzo.parallel.context.attention_masks import WINDOW_ROWS, AttentionMask
 from terrazzo.parallel.context.chunks import Balance, Chunks
 from terrazzo.parallel.context.context import MODES, Context, Mode
 from terrazzo.parallel.context.share_sequences import context_of, share_sequences, whole_sequences
@@ -59,6 +59,7 @@ from terrazzo.parallel.tensor.vocabulary_loss import VocabularyLoss, leave_vocab
 __all__ = [
     "MODES",
     "STYLES",
+    "WINDOW_ROWS",
     "AttentionMask",
     "Balance",
     "Chunks",

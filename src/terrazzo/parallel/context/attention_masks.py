@@ -15,7 +15,7 @@ from torch import Tensor
 from terrazzo.parallel.context.attention_kernels import ROWS, VisibleKeys
 from terrazzo.parallel.context.chunks import TokenRun
 
-__all__ = ["AttentionMask", "AttentionTile"]
+__all__ = ["WINDOW_ROWS", "AttentionMask", "AttentionTile"]
 
 AttentionTile = tuple[slice, slice, VisibleKeys]
 """Queries and keys, by their offsets, and which keys each query sees."""

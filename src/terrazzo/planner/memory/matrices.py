@@ -157,7 +157,7 @@ def _sized_buckets(unit: UnitShape, count: int, placement: Placement) -> Iterato
 def _boxes(bucket: PlannedBucket, tensor: TensorShape) -> tuple[Box, ...]:
     """The parts of a matrix that ranks along `tp` have; uneven ones all as large as the largest."""
     part = bucket.part(tensor)
-    if bucket.group_of(tensor) or len(part) != 2 or part == tensor.shape:
+    if bucket.group_of(tensor) != MATRICES or len(part) != 2 or part == tensor.shape:
         return ()
     dim = next(dim for dim in (0, 1) if part[dim] != tensor.shape[dim])
     return (Box.cut(tensor.shape, dim, [(0, part[dim])]),) * bucket.tp

@@ -12,7 +12,7 @@ from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.outer_memory import outer_held_bytes
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
-from terrazzo.planner.memory.stages import blocks_of_chunks, in_flight, last_turns, stage_units
+from terrazzo.planner.memory.stages import blocks_of_chunks, in_flight, last_turns, saving_blocks, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.step_settings import ACTIVATIONS, KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
@@ -129,8 +129,7 @@ def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) 
 
 def _saved_bytes(setup: Setup, stage: int) -> float:
     """Activations of one micro-batch on all blocks of a stage that stay on the device."""
-    units = ((unit.block, count) for unit, count in stage_units(setup, stage) if not unit.forward_only)
-    return sum(block_activations(setup, block).stays * count for block, count in units if block is not None)
+    return sum(block_activations(setup, block).stays * count for block, count in saving_blocks(setup, stage))
 
 
 def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
@@ -207,14 +206,19 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     )
     rows = list(_rows(setup, stage))
     if states_only:
-        return peak_of([StepUnit(unit_events(unit, own), n, chunk=chunk) for unit, n, own, chunk in rows], plain)
+        bare = (
+            StepUnit(unit_events(unit, own), count, chunk=chunk, forward_only=unit.forward_only)
+            for unit, count, own, chunk in rows
+        )
+        return peak_of([*bare], plain)
     is_last = stage == setup.mesh.pp - 1
     units = []
     for unit, count, own, chunk in rows:
         activations = _activations(setup, unit)
         gradient = 0 if unit.is_root and not is_last else unit_states(unit, own).largest_grad
         working = activations.working + gradient + _cast_bytes(setup, unit)
-        units.append(StepUnit(unit_events(unit, own), count, activations.stays, working, chunk))
+        events = unit_events(unit, own)
+        units.append(StepUnit(events, count, activations.stays, working, chunk, unit.forward_only))
     head = head_activations(setup)
     settings = replace(
         plain,
@@ -331,7 +335,7 @@ def _inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
 
 
 def _block_inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
-    blocks = [(unit.block, count) for unit, count in stage_units(setup, stage) if unit.block is not None]
+    blocks = saving_blocks(setup, stage)
     if not blocks:
         return {}
     block, _ = max(blocks, key=lambda pair: pair[1])

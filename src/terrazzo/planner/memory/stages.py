@@ -10,10 +10,21 @@ from itertools import groupby
 from typing import NamedTuple
 
 from terrazzo.parallel.pipeline.schedules import ActionKind, actions_of, balanced, rounds_of
-from terrazzo.planner.model.shapes import TensorShape, UnitShape
+from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup, once_per_setup
 
-__all__ = ["Cut", "LastTurn", "blocks_of_chunks", "cut_of", "in_flight", "last_turns", "stage_units", "units_of_stage"]
+__all__ = [
+    "Cut",
+    "LastTurn",
+    "blocks_of_chunks",
+    "cut_of",
+    "in_flight",
+    "last_turns",
+    "saving_blocks",
+    "stage_units",
+    "trains_everywhere",
+    "units_of_stage",
+]
 
 
 class Cut(NamedTuple):
@@ -93,6 +104,19 @@ def stage_units(setup: Setup, stage: int) -> tuple[tuple[UnitShape, int], ...]:
     a copy of its own.
     """
     return units_of_stage(setup.model.units, setup.model.tied, cut_of(setup), stage)
+
+
+def saving_blocks(setup: Setup, stage: int) -> list[tuple[BlockShape, int]]:
+    """What the blocks of a pipeline's rank compute, with counts, of those that keep activations for their backward."""
+    units = stage_units(setup, stage)
+    return [(unit.block, count) for unit, count in units if unit.block is not None and not unit.forward_only]
+
+
+def trains_everywhere(setup: Setup) -> bool:
+    """Whether each of the engine's stages has a parameter to train."""
+    model, cut = setup.model, Cut(setup.mesh.pp * setup.virtual_stages)
+    each = (units_of_stage(model.units, model.tied, cut, stage) for stage in range(cut.ranks))
+    return all(any(tensor.trainable for unit, _ in units for tensor in unit.tensors) for units in each)
 
 
 def _root_tensors(root: UnitShape, tied: bool, even: bool, stages: int, stage: int) -> tuple[TensorShape, ...]:

@@ -19,8 +19,10 @@ class StepUnit:
 
     Attributes:
         saved: bytes of activations that one keeps from forward to backward.
-        working: bytes that its backward needs besides: what it recomputes, and gradients of activations.
+        working: bytes that its backward needs besides: what it recomputes, and gradients of activations; or that its
+            forward does, where there is no backward.
         chunk: of the stages that a rank runs in turns, the number of the one that it is in.
+        forward_only: no gradient goes back through it.
     """
 
     events: UnitEvents
@@ -28,6 +30,7 @@ class StepUnit:
     saved: float = 0.0
     working: float = 0.0
     chunk: int = 0
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)

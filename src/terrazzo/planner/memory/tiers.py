@@ -9,7 +9,7 @@ from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import placed_units, stand_ins
-from terrazzo.planner.memory.stages import in_flight, stage_units
+from terrazzo.planner.memory.stages import in_flight, saving_blocks
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.setup import Setup
 
@@ -97,13 +97,13 @@ def host_writes(setup: Setup) -> float:
 
 def moved_activations(setup: Setup, stage: int) -> float:
     """Bytes of one micro-batch that activation offload takes from the device, of the widest block of a stage."""
-    blocks = (unit.block for unit, _ in stage_units(setup, stage) if unit.block is not None)
-    return max((block_activations(setup, block).moved for block in blocks), default=0.0)
+    blocks = saving_blocks(setup, stage)
+    return max((block_activations(setup, block).moved for block, _ in blocks), default=0.0)
 
 
 def _activations(setup: Setup, stage: int) -> tuple[Term, ...]:
     moved = moved_activations(setup, stage)
-    blocks = float(sum(count for unit, count in stage_units(setup, stage) if unit.block is not None))
+    blocks = float(sum(count for _, count in saving_blocks(setup, stage)))
     waiting = in_flight(setup, stage)
     value = moved * blocks * waiting
     inputs = {"blocks": blocks, "inputs of one block": moved, "micro-batches in flight": waiting}

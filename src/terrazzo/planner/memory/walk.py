@@ -173,7 +173,7 @@ class _Walk(FullestMoment):
             unit = row[place]
             self.come_to(row[place : place + 1 + ahead])
             self.add(ACTIVATIONS, unit.saved * unit.count)
-            self.note("in forward")
+            self.note_beside(WORKING, unit.working if unit.forward_only else 0, "in forward")
             self.rest_between(unit)
         if has_root:
             self.rest_between(row[0])
@@ -225,7 +225,8 @@ class _Walk(FullestMoment):
 
     def backward(self, row: Sequence[WalkedUnit], ends_model: bool) -> None:
         has_root, self.of_tables = row[0].events.is_root, NOTHING
-        order = [row[0], *reversed(row[1:])] if has_root else [*reversed(row)]
+        order = [unit for unit in reversed(row[has_root:]) if not unit.forward_only]
+        order = [row[0], *order] if has_root else order
         for place, unit in enumerate(order):
             self.halfway()
             ended = order[place - 1] if place > has_root else None
@@ -239,9 +240,10 @@ class _Walk(FullestMoment):
         self.apply(self.of_tables, "in backward")
         for unit in order:
             self.leave(unit)
-        if has_root and len(order) > 1:
-            self.close(order[0])
-        self.close(order[-1])
+        for unit in (unit for unit in row if unit.forward_only):
+            self.leave_unused(unit)
+        for unit in dict.fromkeys((*order[:has_root], *order[-1:])):
+            self.close(unit)
         self.finish()
 
     def go_on_beside(self, unit: WalkedUnit, ended: WalkedUnit | None, ahead: Sequence[WalkedUnit]) -> None:
@@ -328,6 +330,17 @@ class _Walk(FullestMoment):
             self.decode(unit)
             unit.is_here = unit.was_here = False
             self.apply(unit.events.release, "in backward")
+
+    def leave_unused(self, unit: WalkedUnit) -> None:
+        """Backward of all others has ended: what forward has left of the unit's weights goes, as `leave` has it."""
+        if self.settings.turns:
+            return
+        self.add(GATHERED, -unit.row_between)
+        unit.row_between = 0
+        self.leave(unit)
+        if unit.rests:
+            self.add(GATHERED, -unit.events.between)
+            unit.rests = unit.was_here = False
 
     def halfway(self) -> None:
         """Half of the running unit's gradient is there: make room for the next weights, and gather them."""

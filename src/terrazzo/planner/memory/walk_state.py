@@ -56,7 +56,8 @@ class WalkedUnit:
     """A unit of the row, and what a rank has of it at a moment of the walk.
 
     Attributes:
-        events, count, saved, working, chunk: as of `StepUnit`. `others`: the units that it stands for beside itself.
+        events, count, saved, working, chunk, forward_only: as of `StepUnit`. `others`: the units that it stands for
+            beside itself.
         is_here: full weights are, or are on their way.
         was_here: they have been gathered in this pass, so that what `between` keeps of them is there.
         rests: they have been put down, to be gathered again.
@@ -67,14 +68,14 @@ class WalkedUnit:
     """
 
     __slots__ = (
-        *("events", "count", "others", "saved", "working", "chunk"),
+        *("events", "count", "others", "saved", "working", "chunk", "forward_only"),
         *("is_here", "was_here", "rests", "to_decode", "has_pending", "only_adds", "has_partial"),
         *("row_between", "row_sums"),
     )
 
     def __init__(self, unit: StepUnit) -> None:
         self.events, self.count, self.saved, self.working = unit.events, unit.count, unit.saved, unit.working
-        self.chunk, self.others = unit.chunk, unit.count - 1
+        self.chunk, self.forward_only, self.others = unit.chunk, unit.forward_only, unit.count - 1
         self.restart()
 
     def restart(self) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 
+from terrazzo.parallel import WINDOW_ROWS
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.products import product
 from terrazzo.planner.timing.rates import matmul_rate, memory_rate, power_share, sixteen_bits, sustained_rate
 
-__all__ = ["FORWARD_SHARE", "attended", "attention_bytes", "attention_flops", "attention_rate", "attention_seconds"]
+__all__ = ["attended", "attention_bytes", "attention_flops", "attention_rate", "attention_seconds", "forward_share"]
 
 KERNEL_SHARES = {"cudnn": 0.78, "flash3": 0.85}
 """Of the largest rate of matrix products that the device's power keeps up, what kernels that are made for Hopper reach
@@ -48,8 +49,10 @@ QUERY_BYTES, KEY_BYTES = 36, 10
 tile by tile: its outputs, in 16 bits, are weighted in fp32 and added to the others', its gradients are added in fp32
 (terrazzo/parallel/context/attention_tiles.py)."""
 
-WINDOW_ROWS = 256
-"""Queries of a tile within a sliding window (terrazzo/parallel/context/attention_masks.py)."""
+
+def forward_share(setup: Setup) -> float:
+    """Of attention's work forward and backward, what forward is."""
+    return FORWARD_SHARE if setup.attention != "math" else 1 / 3
 
 
 def attended(setup: Setup, block: BlockShape) -> int:

@@ -17,7 +17,7 @@ from terrazzo.planner.memory.activations import repeated_shares
 from terrazzo.planner.memory.buckets import is_packed
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.attention import FORWARD_SHARE, attended, attention_seconds
+from terrazzo.planner.timing.attention import attended, attention_seconds, forward_share
 from terrazzo.planner.timing.products import Shares, block_products, products_of
 from terrazzo.planner.timing.rates import memory_rate, sixteen_bits, sustained_rate
 
@@ -106,7 +106,8 @@ def flops_per_token(setup: Setup) -> float:
     """Of forward and backward, recomputation not counted, attention as if no token were masked.
 
     6 per matrix element that a token meets and 12 * heads * head_dim * sequence per layer (PaLM, arXiv 2204.02311,
-    appendix B), with the window in place of the sequence where a layer looks no further back.
+    appendix B), with the window in place of the sequence where a layer looks no further back. 4 per frozen element; of
+    blocks that no gradient goes back through, 2 per element and a third for attention.
     """
     model = setup.model
     products = 6 * model.matmul_numel - 2 * model.frozen_matmul_numel - 2 * model.forward_only_numel
@@ -143,19 +144,21 @@ def step_flops(setup: Setup) -> float:
 
 
 def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
-    """One block and one micro-batch, forward and backward. The device's rates must be known."""
+    """One block and one micro-batch, forward and, where it has one, backward. The device's rates must be known."""
     block, device = unit.block, setup.cluster.device
     assert block is not None
     matmul, products_share = _matmul_s(setup, unit, block)
     attention = attention_seconds(setup, block)
     memory = _memory_bytes(setup, unit, block) / memory_rate(device)
-    share = FORWARD_SHARE if setup.attention != "math" else 1 / 3
-    recompute = _recompute_s(setup, Seconds(matmul, attention, memory, 0.0, 0.0, share, products_share))
-    memory += _decoded_bytes(setup, unit) / memory_rate(device)
-    launch = launch_seconds(setup, block) * (4 / 3 if recompute else 1)
-    gaps = _gaps(device, launch, matmul + attention + memory + recompute)
-    seconds = Seconds(matmul, attention, memory, recompute, gaps, share, products_share)
-    return seconds.forward_alone if unit.forward_only else seconds
+    seconds = Seconds(matmul, attention, memory, 0.0, 0.0, forward_share(setup), products_share)
+    launch, decoding = launch_seconds(setup, block), _decoded_bytes(setup, unit) / memory_rate(device)
+    if unit.forward_only:
+        seconds, launch = seconds.forward_alone, launch / 3
+    else:
+        seconds, decoding = replace(seconds, recompute=_recompute_s(setup, seconds)), 2 * decoding
+        launch *= 4 / 3 if seconds.recompute else 1
+    seconds = replace(seconds, memory=seconds.memory + decoding)
+    return replace(seconds, launch=_gaps(device, launch, seconds.total))
 
 
 def launch_seconds(setup: Setup, block: BlockShape | None = None) -> float:
@@ -208,11 +211,11 @@ def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
 
 
 def _decoded_bytes(setup: Setup, unit: UnitShape) -> float:
-    """Read and written to decode what is kept in 4 bits, in forward and again in backward: what each rank uses."""
+    """Read and written to decode what is kept in 4 bits, once in forward and once in backward: what each rank uses."""
     if setup.precision.frozen is None:
         return 0.0
     packed = [tensor for tensor in unit.tensors if is_packed(tensor, unit)]
-    return 2 * DECODED_BYTES * sum(each.numel / (1 if each.split == "none" else setup.mesh.tp) for each in packed)
+    return DECODED_BYTES * sum(each.numel / (1 if each.split == "none" else setup.mesh.tp) for each in packed)
 
 
 ROW_SCALES_SHARE = 0.83

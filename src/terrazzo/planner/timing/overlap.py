@@ -51,16 +51,18 @@ class BlockRow:
     Attributes:
         forward_s, backward_s: of one block and micro-batch, with the communication of other axes that it waits for.
         moves: see `root_exposure`.
+        has_backward: whether a gradient goes back through them.
     """
 
     count: int
     forward_s: float
     backward_s: float
     moves: Mapping[str, float]
+    has_backward: bool = True
 
 
 def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetch: int, beside: bool) -> Exposure:
-    """Of all blocks of a stage.
+    """Of all blocks of a stage, in the order of forward. The last reduction of a backward is of the first that has one.
 
     Args:
         repeats: see `root_exposure`.
@@ -71,7 +73,8 @@ def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetc
     passes = ((repeats["reduce"], "reduce"), (repeats["last"], "last"), (silent, ""))
     exposed = repeats["forward"] * _exposed([_BlockTimes.forward(row) for row in rows], prefetch)
     exposed += sum(
-        times * _exposed([_BlockTimes.backward(row, when) for row in rows], prefetch) for times, when in passes
+        times * _exposed([_BlockTimes.backward(row, when) for row in rows if row.has_backward], prefetch)
+        for times, when in passes
     )
     exposed += repeats["update"] * _exposed([_BlockTimes.forward(row, "update") for row in rows], prefetch=int(beside))
     total = sum(row.count * seconds * repeats[when] for row in rows for when, seconds in row.moves.items())

@@ -15,7 +15,7 @@ from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.attention import attention_bytes, attention_flops, attention_rate
+from terrazzo.planner.timing.attention import attention_bytes, attention_flops, attention_rate, forward_share
 from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.compute import (
     Seconds,
@@ -83,7 +83,6 @@ class Stage:
     def __init__(self, setup: Setup, index: int, pace: float = 1.0, waits: bool = True) -> None:
         self._setup, self._pace, self._index = setup, pace, index
         self._network = Network(setup.cluster.device, free=not waits)
-        self._repeats = repetitions(setup)
         self._units = placed_units(setup, index)
         self._roots = [row for row in self._units if row[0].is_root]
         self._head = head_seconds(setup).at(pace) if index == setup.mesh.pp - 1 else Seconds()
@@ -145,20 +144,24 @@ class Stage:
         """Data-parallel communication, and copies of weights and gradients from and to the host, of a step."""
         root = Exposure(0.0, 0.0)
         for unit, _, placement in self._roots:
-            root += root_exposure(self._unit_moves(unit, placement), self._repeats)
+            root += root_exposure(self._unit_moves(unit, placement), repetitions(self._setup, unit))
         rows = []
         for part in self._blocks:
             moves = self._unit_moves(part.unit, part.placement)
             if self._setup.staged:  # sums over ranks come when all has run
                 alone = part.count * moves.pop("last", 0.0)
                 root += Exposure(alone, alone)
-            rows.append(BlockRow(part.count, *part.passes, moves))
+            if part.unit.forward_only:  # what comes again, in stages, comes for the forward of other micro-batches
+                alone = part.count * moves.pop("backward", 0.0) * repetitions(self._setup, part.unit)["backward"]
+                root += Exposure(alone, alone)
+            rows.append(BlockRow(part.count, *part.passes, moves, has_backward=not part.unit.forward_only))
         exchanged = sum(map(self._network.move_s, matrix_moves(self._setup, self._index)))
         if (diloco := self._setup.diloco) is not None:
             exchanged += sum(map(self._network.move_s, outer_moves(self._setup, self._index))) / diloco.sync_every
         root += Exposure(exchanged, exchanged)
         beside = self._setup.cluster.device.kind != "cpu"
-        return root + block_exposure(rows, self._repeats, self._setup.prefetch, beside)
+        repeats = repetitions(self._setup, self._setup.model.root)
+        return root + block_exposure(rows, repeats, self._setup.prefetch, beside)
 
     def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[str, float]:
         seconds: dict[str, float] = {}
@@ -213,7 +216,8 @@ class Stage:
                     attention_flops(self._setup, part.unit.block),
                     attention_bytes(self._setup, part.unit.block),
                 )
-                times = self._setup.micro_batches * part.count
+                share = forward_share(self._setup) if part.unit.forward_only else 1
+                times = self._setup.micro_batches * part.count * share
                 flops, moved_bytes = flops + times * work, moved_bytes + times * moved
                 multiplied_s += times * work / attention_rate(self._setup, part.unit.block)
         rate, bandwidth = flops / (multiplied_s or 1.0), memory_rate(self._setup.cluster.device)

@@ -113,8 +113,8 @@ def _collect(setup: Setup, stage: int) -> dict[str, _MoveSum]:
         links = sums.setdefault(f"{move.counts_as} {move.what}", _MoveSum(move, {})).links
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
-    repeats = repetitions(setup)
     for unit, count, placement in placed_units(setup, stage):
+        repeats = repetitions(setup, unit)
         for move in (*unit_moves(setup, unit, placement), *unit_copies(unit, placement)):
             add(move, count * repeats[move.when])
         for move in model_parallel_moves(setup, unit):
@@ -130,12 +130,13 @@ def _collect(setup: Setup, stage: int) -> dict[str, _MoveSum]:
     return sums
 
 
-def repetitions(setup: Setup) -> dict[str, int]:
-    """How often each kind of move happens in a step."""
+def repetitions(setup: Setup, unit: UnitShape) -> dict[str, int]:
+    """How often each kind of move of a unit happens in a step."""
     micro_batches, first = setup.micro_batches, 1 if setup.staged else setup.micro_batches
+    passes = micro_batches if unit.forward_only else 2 * micro_batches
     return {
         "forward": first,  # in stages, what comes again has been put where it stays between forward and backward
-        "backward": 2 * micro_batches - first,
+        "backward": passes - first,
         "reduce": 0 if setup.sums_locally else micro_batches - 1,
         "last": 1,
         "update": 1,
@@ -151,7 +152,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
     for bucket in buckets(unit, placement):
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in When:
-            for move in bucket.collectives(when) if not (unit.forward_only and when == "backward") else ():
+            for move in bucket.collectives(when):
                 group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
