@@ -111,6 +111,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "stages without a micro-batch": (
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
     ),
+    "stage that trains nothing": (
+        "terrazzo", {"pp": 2, "freeze": "model.embed*,model.layers.?.*,model.layers.1?.*"},
+        "terrazzo", {"pp": 2, "freeze": "model.embed*,model.layers.?.*"},
+    ),
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
     "stages of a model without a line": (
         "terrazzo", {"model": "falcon-7b", "pp": 2}, "terrazzo", {"pp": 2, "model": OURS},

@@ -8,7 +8,7 @@ from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHAR
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.gate.rules import whole_model
 from terrazzo.planner.memory.buckets import is_packed
-from terrazzo.planner.memory.stages import stage_units
+from terrazzo.planner.memory.stages import stage_units, trains_everywhere
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BUILT_IN, TensorShape
 from terrazzo.planner.setup.setup import Setup
@@ -36,6 +36,12 @@ def _counts_tokens_again(setup: Setup) -> bool:
 def _no_context(setup: Setup) -> bool:
     """Modules of one's own may bring a method for it."""
     return setup.mesh.cp > 1 and setup.model.family not in ("", BUILT_IN, *SHARED_SEQUENCES)
+
+
+def _trains_nothing_somewhere(setup: Setup) -> bool:
+    """Whether a stage of a pipeline has frozen parameters alone."""
+    is_frozen = setup.mesh.pp > 1 and setup.model.layers and setup.model.trainable_numel < setup.model.numel
+    return bool(is_frozen) and not trains_everywhere(setup)
 
 
 def _too_small_a_share(setup: Setup) -> bool:
@@ -149,6 +155,15 @@ ENGINE_RULES = (
         lambda it: f"{it.micro_batches} micro-batches do not fill {it.pp} stages, of which some would always wait.",
         lambda it: f"Use {it.pp} micro-batches or more: a larger global batch, a smaller micro-batch, or a smaller pp.",
         "terrazzo.parallel.pipeline.schedules.actions_of",
+    ),
+    Rule(
+        "stage that trains nothing",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: _trains_nothing_somewhere(setup),
+        lambda it: f"One of the stages (pp {it.pp}) has no parameter to train, from which on gradients come back.",
+        "Use fewer stages, or freeze less.",
+        "terrazzo.parallel.pipeline.cut_into_stages",
     ),
     Rule(
         "stages of a model without a line",
