@@ -291,7 +291,8 @@ def test_where_gradients_end_and_what_is_not_counted_of_frozen_weights_is_said()
     assert "in the first 32 of 32 blocks" in notes(freeze="model.*")
     assert "in the first 2 of 32 blocks" in notes(freeze="model.embed_tokens.*,model.layers.[01].*")
     assert "Nothing is trained" not in notes(freeze="lm_head*") + notes(lora=16) + notes(freeze="model.layers.*")
-    assert "along tp and cp" in notes(lora=16, tp=2)
+    assert "as if all were trained" in notes(lora=16, tp=2)
+    assert "all behind the first 2 blocks were trained" in notes(freeze="model.embed*,model.layers.[01].*", tp=2)
     assert "along tp and cp" not in notes(lora=16) + notes(tp=2)
 
 
@@ -321,6 +322,15 @@ def test_a_precision_has_the_keys_of_a_configuration_and_is_called_so(name: str,
 
 def test_every_key_of_a_configurations_precision_can_be_asked_for() -> None:
     assert {*KEYS, "name", "skip"} == set(PrecisionConfig.model_fields)  # skip is of layers by their names
+
+
+def test_what_the_optimizer_or_qlora_decides_is_not_silently_another_than_what_was_named() -> None:
+    for moments in ("fp8", "fp32"):
+        with pytest.raises(BadInput, match="adamw-8bit keeps its moments in int8"):
+            setup_of(optimizer="adamw-8bit", precision=f"bf16,moments={moments}")
+    with pytest.raises(BadInput, match="frozen=none"):
+        setup_of(qlora=True, precision="bf16,frozen=none")
+    assert precision_name(setup_of(optimizer="adamw-8bit", precision="bf16,moments=int8")) == "bf16,moments=int8"
 
 
 def test_keys_alone_are_of_the_default_and_an_optimizers_form_is_named_by_its_key() -> None:

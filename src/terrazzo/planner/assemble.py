@@ -42,14 +42,14 @@ def assemble(
 ) -> Estimate:
     """Traffic and time of a checked setup beside its memory and what is `known` against it."""
     traffic = traffic_of(setup)
-    time, notes = time_of(setup, traffic, calibration), _uncounted(setup)
+    time, notes = time_of(setup, traffic, calibration), _notes(setup)
     if isinstance(time, str):
         return Estimate(setup, memory, traffic, None, time, known, notes)
     return Estimate(setup, memory, traffic, time, "", known, notes)
 
 
-def _uncounted(setup: Setup) -> tuple[str, ...]:
-    """What figures leave out, of a model whose blocks are not known or whose parts are frozen."""
+def _notes(setup: Setup) -> tuple[str, ...]:
+    """What figures leave out of a model whose blocks are not known, and what they count of one with frozen parts."""
     if setup.model.bare:
         return (BARE,)
     if not setup.model.computes:
@@ -60,8 +60,7 @@ def _uncounted(setup: Setup) -> tuple[str, ...]:
 
 def _in_front_of_trained(setup: Setup) -> tuple[str, ...]:
     """Of blocks that train nothing, behind nothing that does: no gradient goes back through them."""
-    first = sum(unit.count for unit in setup.model.blocks if unit.forward_only)
-    if not first:
+    if not (first := _forward_only(setup)):
         return ()
     where = f"in the first {first} of {setup.model.layers} blocks or in front of them"
     return (f"Nothing is trained {where}: they run forward alone, and keep no activations.",)
@@ -70,5 +69,12 @@ def _in_front_of_trained(setup: Setup) -> tuple[str, ...]:
 def _shared_and_frozen(setup: Setup) -> tuple[str, ...]:
     if setup.mesh.tp * setup.mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
         return ()
+    first = _forward_only(setup)
+    which = f"all behind the first {first} blocks" if first else "all"
     where = "how far back gradients of activations go is known once a pass of the model is run"
-    return (f"Some weights are frozen, and traffic along tp and cp is given as if all were trained: {where}.",)
+    return (f"Some weights are frozen, and traffic along tp and cp is given as if {which} were trained: {where}.",)
+
+
+def _forward_only(setup: Setup) -> int:
+    """How many blocks no gradient goes back through, which are the first ones."""
+    return sum(unit.count for unit in setup.model.blocks if unit.forward_only)

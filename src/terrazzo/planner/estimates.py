@@ -24,7 +24,7 @@ class Estimate:
     Attributes:
         time: None with `no_time` saying why, where nothing can be said.
         objections: what is known against the setup in the framework that is to run it, by default Terrazzo.
-        notes: what was assumed, and what the figures leave out.
+        notes: what was assumed, what the figures leave out, and what they count of frozen parts.
         edits: of what does not fit, the nearest changes with which it does, if they were looked for.
     """
 

@@ -9,8 +9,9 @@ from typing import Any, get_args
 
 import torch
 
-from terrazzo.engine import MOMENTS_NAMES, PLANS, PRECISIONS, Plan, Precision
+from terrazzo.engine import MOMENTS_NAMES, PLANS, PRECISIONS, FrozenFormat, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.setup import Checkpointing
 from terrazzo.words import DTYPE_FIELDS, PRECISION_SPELLINGS, preset_named
 
@@ -19,6 +20,7 @@ __all__ = [
     "KEYS",
     "RECIPES",
     "STRATEGIES",
+    "as_decided",
     "checkpointing",
     "has_row_scales",
     "names_base",
@@ -44,7 +46,10 @@ matrix or for each row of one, keeps the states of `bf16`; `fsdp2` shards fp32
 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
 1910.02054)."""
 
-KEYS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "error_feedback", "linears")
+FIELDS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "error_feedback")
+"""Of a `Precision`, by which it may differ from the one of a name."""
+
+KEYS = (*FIELDS, "linears")
 """What of a precision may be another than its name says, by the keys of the section `precision` of a configuration."""
 
 _KEYS_ARE = f"Keys are {', '.join(KEYS)}, as in bf16,gather=int8."
@@ -107,6 +112,33 @@ def has_row_scales(name: str) -> bool:
     return LINEARS.get(own["linears"]) == "fp8-rowwise" if "linears" in own else base == "fp8-rowwise"
 
 
+def as_decided(precision: Precision, name: str, recipe: OptimizerRecipe, qlora: bool) -> Precision:
+    """With what an optimizer and `qlora` decide of it.
+
+    Args:
+        name: of this precision, with the keys that were named.
+
+    Raises:
+        BadInput: one of these keys was named with another value.
+    """
+    keys = _parts(name)[1]
+    if recipe.form is not None:
+        if "moments" in keys and precision.moments != recipe.form:
+            raise BadInput(
+                f"optimizer {recipe.name} keeps its moments in {recipe.form}, and precision names another moments=. "
+                f"Leave moments out of precision, or take optimizer adamw."
+            )
+        precision = replace(precision, moments=recipe.form)
+    if qlora and precision.frozen is None:
+        if "frozen" in keys:
+            raise BadInput(
+                "qlora keeps a frozen base in 4 bits, and precision has frozen=none. Leave frozen out of precision, or "
+                "take lora, whose base stays in 16 bits."
+            )
+        precision = replace(precision, frozen=FrozenFormat.NF4)
+    return precision
+
+
 def names_base(name: str) -> bool:
     """Whether it begins with the name of a precision, and not with a key."""
     return "=" not in name.partition(",")[0]
@@ -121,7 +153,7 @@ def precision_text(chosen: Precision, matmul: str, row_scales: bool) -> str:
 
 
 def _own(chosen: Precision, base: str) -> Iterator[str]:
-    for key in KEYS[:-1]:
+    for key in FIELDS:
         value = getattr(chosen, key)
         if value != getattr(RECIPES[base][0], key):
             text = _UNSET[key] if value is None else str(value).lower() if value in (True, False) else value

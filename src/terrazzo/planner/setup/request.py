@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import FrozenFormat, Plan
+from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine import devices as hardware
@@ -61,8 +61,9 @@ class Request:
             vocabulary, as in `terrazzo train`; `fused` as in Megatron-core.
         checkpointing: of activations: `none` (default), `selective`, `selective_half`, `full`, `every_N`.
         optimizer_kernel: `fused`, `foreach` or `loop`, by default what the engine takes: `fused` for Adam and AdamW.
-        precision, optimizer: names in `recipes` and `optimizers`, by default `adamw`, and `bf16`, or `fp16` on a GPU
+        precision: `NAME[,KEY=VALUE]…` with a name and keys of `recipes`, by default `bf16`, or `fp16` on a GPU
             without bf16.
+        optimizer: name in `optimizers`, by default `adamw`.
         attention: `flash` by default, or `math` of a model whose scores have a soft cap.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
         context: how ranks along cp compute attention together: `gather` (default), `ulysses` or `ring`.
@@ -157,9 +158,7 @@ def build_setup(request: Request) -> Setup:
     mode, every = recipes.checkpointing(request.checkpointing or "none")
     micro_batch, megatron = request.micro_batch or 1, request.as_megatron
     recipe = optimizer(request.optimizer or OPTIMIZER)
-    precision = precision if recipe.form is None else replace(precision, moments=recipe.form)
-    if request.qlora and precision.frozen is None:
-        precision = replace(precision, frozen=FrozenFormat.NF4)
+    precision = recipes.as_decided(precision, named, recipe, request.qlora)
     return Setup(
         model=model,
         cluster=cluster,
