@@ -9,6 +9,7 @@ from dataclasses import replace
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.parallel import MODES, Mode
+from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, shape_of
@@ -167,9 +168,9 @@ def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode,
     if request.context is not None or cp == 1:
         return (request.context or CONTEXT,)
     blocks = [unit.block for unit in model.blocks if unit.block]
-    by_heads = all(block.heads % (cp * tp) == 0 for block in blocks)
-    allowed = {"ulysses": by_heads, "ring": all(block.window is None for block in blocks)}
-    return tuple(mode for mode in MODES if allowed.get(mode, True))
+    by_heads = all(shares_heads(block.heads, cp, tp) for block in blocks)
+    slides = any(block.window is not None for block in blocks)
+    return tuple(mode for mode in MODES if (mode != "ulysses" or by_heads) and (not slides or computes_windows(mode)))
 
 
 def _expert_sizes(named: int | None, experts: int, ranks: int, domain: int) -> tuple[int, ...]:
