@@ -72,10 +72,43 @@ def test_a_script_means_what_bash_makes_of_it(tmp_path: Path) -> None:
         ("if [ -z $1 ]; then X=1; fi\npython p.py --bf16", {"bf16": True}),
         ("python p.py --min-lr -1 --bf16", {"min-lr": -1, "bf16": True}),
         ("python p.py --weight-decay 0.1 --weight-decay 0.1", {"weight-decay": 0.1}),
+        ("p.py --run 007 --tag -01 --x 0 --y 0.50 --z 1e3", {"run": "007", "tag": "-01", "x": 0, "y": 0.5, "z": 1000}),
     ],
 )
 def test_files_of_arguments(script: str, found: dict[str, Any]) -> None:
     assert parse_arguments(script, "x.sh") == found
+
+
+LAUNCHED = {"torchrun": {"nproc-per-node": 8}, "lr": 1e-4, "spec": "my/spec.py"}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("pretrain_gpt.py --yaml-cfg model.py --lr 1e-4", {"yaml-cfg": "model.py", "lr": 1e-4}),
+        ("torchrun --nproc-per-node 8 pretrain_gpt.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("python -m torch.distributed.run --nproc-per-node 8 p.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("python torch/distributed/run.py --nproc-per-node 8 p.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("accelerate launch --nproc-per-node 8 p.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("python launch.py -n 8 p.py --spec my/spec.py --bf16", {"spec": "my/spec.py", "bf16": True}),
+        ("--lr 1e-4 --spec my/spec.py --bf16", {"lr": 1e-4, "spec": "my/spec.py", "bf16": True}),
+        ("--lr 1e-4\n--spec my/spec.py", {"lr": 1e-4, "spec": "my/spec.py"}),
+    ],
+)
+def test_files_that_options_name_are_not_the_program(script: str, arguments: dict[str, Any]) -> None:
+    assert parse_arguments(script, "x.sh") == arguments
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("python p.py --lr 1 --note 'as train.py does'", {"lr": 1, "note": "as train.py does"}),
+        ("python p.py --lr 1 -c 'python q.py --lr 2'", {"lr": [1, "-c", "python q.py --lr 2"]}),
+        ("srun /bin/bash -euo pipefail -lc 'python p.py --lr 1' x", {"lr": 1}),
+    ],
+)
+def test_only_text_for_a_shell_is_a_command(script: str, arguments: dict[str, Any]) -> None:
+    assert parse_arguments(script, "x.sh") == arguments
 
 
 @pytest.mark.parametrize(

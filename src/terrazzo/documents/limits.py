@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.errors import BadInput
 from terrazzo.files import is_deeper
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "check_depth", "check_values", "key_twice"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "check_depth", "check_values", "key_twice", "too_many"]
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
@@ -27,6 +27,11 @@ def key_twice(key: str, origin: str, line: int | None = None) -> BadInput:
     """The error for a key that a section has twice."""
     where = f" (line {line})" if line else ""
     return BadInput(f"'{origin}': key '{key}' appears twice in one section{where}: keep one of them.")
+
+
+def too_many(origin: str) -> BadInput:
+    """The error for more values than any configuration holds."""
+    return BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
 
 
 def check_values(document: Any, origin: str) -> None:

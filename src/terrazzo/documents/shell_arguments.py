@@ -9,12 +9,14 @@ stays as it stands. Where an argument depends on a condition or a loop, the file
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from terrazzo.documents.limits import MAX_BYTES
 from terrazzo.errors import BadInput
 
 __all__ = ["parse_arguments", "write_arguments"]
@@ -35,8 +37,11 @@ _ARRAY = "\0"
 _SUM = re.compile(r"\$\(\(([^()]*)\)\)")
 _OPENING, _CLOSING = {"if", "for", "while", "until", "case", "{"}, {"fi", "done", "esac", "}"}
 _KEYWORDS = {*_OPENING, *_CLOSING, "then", "do", "else", "elif", "export", "exec", "local"}
-_LONGEST = 2**20
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_SHELL, _TEXT_FOLLOWS = re.compile(r"(?:.*/)?(?:ba)?sh"), re.compile(r"-[a-z]*c")
+_FILES_THAT_LAUNCH = ("distributed/run.py", "distributed/launch.py")
+"""torch's launcher by its file: the program comes behind its options."""
+_NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+"""Not `007`, which is a name: as a number it could not be written again. `1e3` is one, as rates are written so."""
 
 
 class _Script:
@@ -45,7 +50,7 @@ class _Script:
     Attributes:
         set: words by variable; one for a variable that is no array.
         open: lines in which a variable is set where it depends on what happens.
-        found: line and words of each statement that starts a program with arguments.
+        programs: line and words of each statement that starts a program with arguments.
         words: of all statements.
     """
 
@@ -81,8 +86,7 @@ class _Script:
         return change
 
     def _command(self, words: list[str], line: int) -> None:
-        nested = next((word for word in words if " " in word and ".py " in word), None)
-        if nested is not None:  # sh -c "python program.py ..."
+        if (nested := _text_of_shell(words)) is not None:
             words = [each for word in _words(nested, self.origin) for each in self.expand(word)]
         place = _program(words)
         if place >= 0 and any(word.startswith("--") for word in words[place:]):
@@ -100,7 +104,7 @@ class _Script:
         else:
             text = "".join(self.expand(value, split=False))
             self.set[name] = [(self.set.get(name) or [""])[0] + text if more else text]
-        if sum(map(len, self.set[name])) > _LONGEST:
+        if sum(map(len, self.set[name])) > MAX_BYTES:
             raise BadInput(f"'{self.origin}': ${name} holds text without end.")
 
     def expand(self, word: str, *, split: bool = True) -> list[str]:
@@ -138,9 +142,28 @@ class _Script:
         return self.set[name] if variable[2] else self.set[name][:1]
 
 
+def _text_of_shell(words: list[str]) -> str | None:
+    """The text that `sh -c` or `bash -lc` is to run; None for other commands."""
+    shell = next((place for place, word in enumerate(words) if _SHELL.fullmatch(word)), len(words))
+    behind = itertools.pairwise(words[shell + 1 :])
+    return next((text for option, text in behind if _TEXT_FOLLOWS.fullmatch(option)), None)
+
+
 def _program(words: list[str]) -> int:
-    """Where the program stands; -1 for none."""
-    return max((place for place, word in enumerate(words) if word.endswith(".py")), default=-1)
+    """Where the program stands; -1 for none.
+
+    It is the first word that ends in `.py`, or one behind it before the next option, as in `python launch.py train.py
+    --lr 1`; later ones are values of its options. Where options come first, there is none: they are arguments alone.
+    """
+    if words[:1] and words[0].startswith("--"):
+        return -1
+    program = -1
+    for place, word in enumerate(words):
+        if word.endswith(".py") and not word.endswith(_FILES_THAT_LAUNCH):
+            program = place
+        elif program >= 0 and word.startswith("--"):
+            break
+    return program
 
 
 def _tokens(text: str, origin: str) -> Iterator[tuple[str, str]]:

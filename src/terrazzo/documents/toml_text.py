@@ -8,8 +8,7 @@ import re
 import tomllib
 from typing import Any
 
-from terrazzo.documents.limits import MAX_DEPTH, MAX_VALUES, check_depth
-from terrazzo.errors import BadInput
+from terrazzo.documents.limits import MAX_DEPTH, MAX_VALUES, check_depth, too_many
 
 __all__ = ["read_toml"]
 
@@ -30,7 +29,7 @@ def read_toml(text: str, origin: str) -> Any:
     too_deep = [MAX_DEPTH + 1] if _LONG_NAME.search(bare) else []
     check_depth(itertools.chain(too_deep, steps), origin)
     if sum(map(bare.count, ",=[")) > MAX_VALUES:  # before the parser spends its time on them
-        raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+        raise too_many(origin)
     return _dates_as_text(tomllib.loads(text))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice
+from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice, too_many
 from terrazzo.errors import BadInput
 
 __all__ = ["is_rank_range", "read_yaml"]
@@ -44,6 +44,7 @@ _Loader.add_implicit_resolver(
 _NUMBERS = (":int", ":float")
 _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9_.]+)+)")
 """`010` and `1:30`, which are 8 and 90 to YAML 1.1 alone."""
+_TEXT = "tag:yaml.org,2002:str"
 _PLAIN = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
 )
@@ -68,7 +69,7 @@ def _events(text: str, origin: str) -> Iterator[int]:
     documents = 0
     for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
         if count > 3 * MAX_VALUES:
-            raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+            raise too_many(origin)
         if isinstance(event, yaml.CollectionStartEvent):
             yield 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -88,7 +89,7 @@ class _Nodes:
         self.open: set[int] = set()
 
     def check(self, node: yaml.Node) -> int:
-        """The number of values (and of kilobytes of text) of a node, aliases expanded."""
+        """The number of values of a node and all below it, aliases expanded."""
         if id(node) in self.open:
             raise BadInput(
                 f"'{self.origin}': the alias in line {node.start_mark.line + 1} contains itself: write the values out."
@@ -109,31 +110,41 @@ class _Nodes:
                 f"'{self.origin}' line {node.start_mark.line + 1} has the number {node.value}, which YAML 1.1 reads in"
                 f" base {60 if ':' in node.value else 8}: write it in base 10, or in quotes if it is text."
             )
+        if isinstance(node, yaml.MappingNode):
+            self._check_keys(node)
+            _keep_text(node)
         self.open.add(id(node))
-        count = 1 + sum(map(self.check, self._children(node)))
+        count = 1 + sum(map(self.check, _children(node)))
         self.open.discard(id(node))
         if count > MAX_VALUES:
             raise BadInput(f"'{self.origin}' holds more than {MAX_VALUES:,} values once aliases are expanded.")
         self.values[id(node)] = count
         return count
 
-    def _children(self, node: yaml.Node) -> list[yaml.Node]:
-        if isinstance(node, yaml.ScalarNode):
-            return []
-        if isinstance(node, yaml.SequenceNode):
-            return list(node.value)
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        """Each key is text, and there once."""
         seen: set[str] = set()
-        for key, value in node.value:
+        for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
                 raise BadInput(f"'{self.origin}' line {key.start_mark.line + 1}: a key is no text: name it.")
             if key.value in seen:
                 raise key_twice(key.value, self.origin, key.start_mark.line + 1)
             seen.add(key.value)
-            if key.tag in _PLAIN and not key.tag.endswith(":merge"):
-                key.tag = "tag:yaml.org,2002:str"  # `8:` and `on:` are the keys "8" and "on"
-            if isinstance(value, yaml.ScalarNode) and is_rank_range(key.value, value.value):
-                value.tag = "tag:yaml.org,2002:str"
+
+
+def _keep_text(node: yaml.MappingNode) -> None:
+    """Have the loader take keys for text, and ranges of ranks."""
+    for key, value in node.value:
+        if key.tag in _PLAIN and not key.tag.endswith(":merge"):
+            key.tag = _TEXT  # `8:` and `on:` are the keys "8" and "on"
+        if isinstance(value, yaml.ScalarNode) and is_rank_range(key.value, value.value):
+            value.tag = _TEXT
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
         return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def _short(text: str) -> str:
