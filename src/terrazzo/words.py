@@ -6,6 +6,7 @@ Nothing here imports torch, so that a configuration can be read, and refused, wi
 from __future__ import annotations
 
 import functools
+from typing import Literal, get_args
 
 from terrazzo.errors import BadInput, did_you_mean
 
@@ -19,6 +20,7 @@ __all__ = [
     "SCHEDULES",
     "STYLE_NAMES",
     "TIERS",
+    "CheckpointMode",
     "check_schedule",
     "dtype_named",
     "preset_named",
@@ -28,8 +30,9 @@ __all__ = [
 FILL_IN = "FILL-IN"
 """Stands in a written configuration for what only its user knows; a run does not start with it."""
 
-CHECKPOINT_MODES = ("none", "full", "selective", "selective_half")
+CheckpointMode = Literal["none", "full", "selective", "selective_half"]
 """What activation checkpointing does with a unit; `every_N` is `full` for one unit in N."""
+CHECKPOINT_MODES: tuple[CheckpointMode, ...] = get_args(CheckpointMode)
 
 # -- dtypes --------------------------------------------------------------------------------------------------------
 

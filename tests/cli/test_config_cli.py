@@ -146,6 +146,15 @@ def test_check_asks_the_trainer_about_its_own_files(tmp_path: Path) -> None:
     assert "needs model.path" in result.output
 
 
+def test_a_key_that_is_refused_hides_no_other_problem_of_the_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("plan: zero3\nmodel: {kind: huggingface}\ntrain: {steps: 3, stepz: 4, clip: many}\n")
+    found = json.loads(run("check", path, "--json").stdout)["findings"]
+    (own, *others) = sorted((each["key"], each["text"]) for each in found if each["level"] == "error")
+    assert [key for key, _ in others] == ["train.clip", "train.stepz"]
+    assert own[1].startswith("`terrazzo train`: model: kind 'huggingface' needs model.path, a local folder")
+
+
 def test_check_knows_the_model(tmp_path: Path) -> None:
     path = tmp_path / "tt.json"
     path.write_text(json.dumps({"parallelism": {"tensor_parallel_degree": 3}}))

@@ -9,7 +9,17 @@ from typing import Any, get_args
 
 import pytest
 
-from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, config_from_dict, flatten, load_config
+from terrazzo.config import (
+    KEYS,
+    BatchConfig,
+    Config,
+    MeshConfig,
+    OptimizerConfig,
+    check_keys,
+    config_from_dict,
+    flatten,
+    load_config,
+)
 from terrazzo.config.sections import precision
 from terrazzo.documents import load
 from terrazzo.engine import DTYPES, FrozenFormat, StateFormat, WireFormat
@@ -137,12 +147,27 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
             {"model": {"attention": {"window": 8, "stride": 4}}, "checkpoint": {"save_format": "hf"}},
             ["as a Mistral, which has no stride"],
         ),
+        ({"parallel": {"pipeline": {"schedule": "gpipe", "chunks": 2}}}, ["'gpipe' has one stage", "chunks is 2"]),
+        ({"parallel": {"pipeline": {"schedule": "zero_bubble", "chunks": 2}}}, ["'zero_bubble' has one stage"]),
+        ({"lora": {"dropout": 0.1, "alpha": 16.0}}, ["lora: dropout without lora.rank"]),
+        ({"plan": {"units": "Block"}}, ["a list, or null: found by themselves. Write [Block]."]),
+        ({"data": {"packing": 1}}, ["or null: stream for text, single for conversations"]),
         ({"launch": {"stall_s": 700}}, ["stall_s 700 is longer than timeout_s 600", "Lower launch.stall_s"]),
     ],
 )
 def test_wrong_values_are_refused_with_key_and_expectation(raw: dict[str, Any], words: list[str]) -> None:
     message = refusal(raw)
     assert all(word in message for word in words), message
+
+
+def test_what_null_means_is_said_of_every_key_that_may_be_null() -> None:
+    assert not [name for name, key in KEYS.items() if key.null and "null: " not in key.meaning]
+
+
+def test_keys_that_do_not_agree_are_read_each_by_itself() -> None:
+    checked = check_keys({"parallel": {"pipeline": {"schedule": "gpipe", "chunks": 2}}})
+    read = [checked.values[f"parallel.pipeline.{key}"] for key in ("schedule", "chunks")]
+    assert (read, checked.problems) == (["gpipe", 2], {})
 
 
 @pytest.mark.parametrize(

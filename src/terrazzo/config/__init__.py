@@ -32,7 +32,14 @@ from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
     from terrazzo.config.keys import KEYS, keys_meant
-    from terrazzo.config.reading import CheckedKeys, check_keys, config_from_dict, flatten, load_config
+    from terrazzo.config.reading import (
+        CheckedKeys,
+        check_keys,
+        config_from_dict,
+        config_problems,
+        flatten,
+        load_config,
+    )
     from terrazzo.config.schema import Config
     from terrazzo.config.secrets import without_passwords
     from terrazzo.config.section import Section
@@ -67,6 +74,7 @@ __all__ = [
     "Section",
     "check_keys",
     "config_from_dict",
+    "config_problems",
     "flatten",
     "keys_meant",
     "load_config",

@@ -27,7 +27,6 @@ class ConfigKey:
         default: as a file would say it.
         kind: `bool`, `int`, `float`, `str`, `Path`, `list` or `dict`; of several, the first that the schema names.
         choices: the only words, if it is one of some.
-        low, high: bounds of a number. `low` of a float may itself be out of bounds.
         null: whether it may be null.
         meaning: in a few words, or the choices.
     """
@@ -35,8 +34,6 @@ class ConfigKey:
     default: Any
     kind: Any
     choices: tuple[str, ...]
-    low: float | None
-    high: float | None
     null: bool
     meaning: str
 
@@ -46,15 +43,8 @@ def _key(field: FieldInfo, default: Any) -> ConfigKey:
     kinds = get_args(field.annotation) if union else (field.annotation,)
     kind, *_ = [kind for kind in kinds if kind is not NoneType]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
-    bound = {name: value for each in field.metadata for name, value in _limits(each)}
-    low = bound["gt"] + (kind is int) if "gt" in bound else bound.get("ge")
     meaning = field.description or ", ".join(choices)
-    return ConfigKey(default, get_origin(kind) or kind, choices, low, bound.get("le"), NoneType in kinds, meaning)
-
-
-def _limits(limit: Any) -> Iterator[tuple[str, Any]]:
-    """`("gt", 0)` of `Gt(gt=0)`."""
-    return ((name, getattr(limit, name)) for name in ("gt", "ge", "le") if hasattr(limit, name))
+    return ConfigKey(default, get_origin(kind) or kind, choices, NoneType in kinds, meaning)
 
 
 def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, ConfigKey]]:

@@ -24,7 +24,7 @@ from terrazzo.config.section import KEYS_ALONE
 from terrazzo.documents import is_rank_range, parse_value, read_text
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["CheckedKeys", "check_keys", "config_from_dict", "flatten", "load_config"]
+__all__ = ["CheckedKeys", "check_keys", "config_from_dict", "config_problems", "flatten", "load_config"]
 
 # How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their
 # family.
@@ -44,6 +44,7 @@ KINDS = {
     "model": "a section of keys",
     "path": "a path",
 }
+_NEARLY_EQUAL = 0.85  # as step and steps are
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -67,10 +68,21 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = _sentences([dict(detail) for detail in error.errors()])
+        lines = [words for _, words in _sentences(error)]
     listed = "\n".join(f"  - {line}" for line in lines)
     text = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin} has {len(lines)} problems:\n{listed}"
     raise BadInput(without_passwords(text))
+
+
+def config_problems(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What `config_from_dict` would list: each problem in plain words, behind the dotted key, or the section whose keys
+    do not agree; the empty one is the whole.
+    """
+    try:
+        Config.model_validate(raw)
+    except ValidationError as error:
+        return [(key, without_passwords(words)) for key, words in _sentences(error)]
+    return []
 
 
 @dataclass(frozen=True)
@@ -195,20 +207,21 @@ def _has_comment(text: str) -> bool:
     return any(not any(each.start_mark.index <= place < each.end_mark.index for each in tokens) for place in places)
 
 
-def _sentences(errors: Sequence[dict[str, Any]]) -> list[str]:
-    """One for each key: of one that takes several kinds of values pydantic has an error for each kind."""
+def _sentences(invalid: ValidationError) -> list[tuple[str, str]]:
+    """One for each key, behind it: of one that takes several kinds of values pydantic has an error for each kind."""
+    errors: list[dict[str, Any]] = [dict(detail) for detail in invalid.errors()]
     by_key: dict[str, list[dict[str, Any]]] = {}
     for error in errors:
         place = error["loc"]
         whole = [each for depth in range(1, len(place)) if (each := _dotted(place[:depth])) in KEYS]
         by_key.setdefault(whole[0] if whole else _dotted(place), []).append(error)
-    lines: list[str] = []
+    lines: list[tuple[str, str]] = []
     for key, of_key in by_key.items():
         if len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
             kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in of_key)
-            lines.append(f"{key} is {_value_text(of_key[0]['input'])}, expected {kinds}{_or_null(key)}.")
+            lines.append((key, f"{key} is {_value_text(of_key[0]['input'])}, expected {kinds}{_or_null(key)}."))
         else:
-            lines += map(_sentence, of_key)
+            lines += [(key, _sentence(error)) for error in of_key]
     return lines
 
 
@@ -223,7 +236,7 @@ def _sentence(error: dict[str, Any], subject: str = "") -> str:
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         near = did_you_mean(str(value), choices)
-        return f"{subject or where} is {value!r}, expected one of {', '.join(choices)}.{near}"
+        return f"{subject or where} is {value!r}, expected one of {', '.join(choices)}{_or_null(where)}.{near}"
     expected = f"{_expected(kind, context)}{_or_null(where)}"
     edit = _keys_of(where, value) or _edit(kind, value)
     return f"{subject or where} is {_value_text(value)}, expected {expected}.{edit}"
@@ -270,9 +283,6 @@ def _expected(kind: str, context: dict[str, Any]) -> str:
 def _value_text(value: Any) -> str:
     text = "empty" if value is None else without_passwords(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-_NEARLY_EQUAL = 0.85  # as step and steps are
 
 
 def _unknown_key(location: tuple[int | str, ...]) -> str:

@@ -112,13 +112,13 @@ def reward_head(objective: ObjectiveConfig, lora: LoraConfig, checkpoint: Checkp
     """A model that ends in a score has a new head."""
     if objective.kind.scored and lora.rank is not None:
         raise ValueError(
-            "objective 'reward' trains a new head, which lora.rank would freeze: leave lora out, or set objective"
-            " to 'dpo'"
+            f"objective '{objective.name}' trains a new head, which lora.rank would freeze: leave lora out, or set"
+            " objective to 'dpo'"
         )
     if objective.kind.scored and checkpoint.save_format == "hf" and model.kind == "decoder":
         raise ValueError(
-            "checkpoint.save_format 'hf' of objective 'reward' needs a model that transformers has with a score:"
-            " set model.kind to 'huggingface', or save_format to 'terrazzo'"
+            f"checkpoint.save_format 'hf' of objective '{objective.name}' needs a model that transformers has with a"
+            " score: set model.kind to 'huggingface', or save_format to 'terrazzo'"
         )
 
 

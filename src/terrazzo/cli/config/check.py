@@ -9,11 +9,10 @@ from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.cli.config.text import STYLES, counted_text, say_report
 from terrazzo.cli.shared.terminal import say
-from terrazzo.config import config_from_dict
+from terrazzo.config import config_problems
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, understand
-from terrazzo.errors import BadInput
 
 __all__ = ["check_config"]
 
@@ -30,15 +29,14 @@ def check_config(file: Path, dialect: str | None, options: ContextOptions, as_js
 
 
 def _trainers_own(understood: Understood) -> list[Finding]:
-    """What `terrazzo train` itself says of a file of its own."""
+    """What `terrazzo train` itself says of a file of its own, but for keys that are refused already."""
     if understood.dialect.name != "terrazzo":
         return []
-    try:
-        config_from_dict(understood.loaded.document, origin="`terrazzo train`")
-    except BadInput as error:
-        known = {verdict.key for verdict in understood.reading.verdicts if verdict.kind == "refused"}
-        return [] if known else [Finding("", "error", str(error))]
-    return []
+    refused = tuple(verdict.key for verdict in understood.reading.verdicts if verdict.kind == "refused")
+    below = tuple(f"{key}." for key in refused)
+    problems = config_problems(understood.loaded.document)
+    new = [words for key, words in problems if key not in refused and not key.startswith(below)]
+    return [Finding("", "error", f"`terrazzo train`: {words}") for words in new]
 
 
 def _say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:

@@ -1,4 +1,6 @@
-"""The sections of the configuration: each in the module of its name, and two that are parts of `model`.
+"""The sections of the configuration: each in the module of its name. Parts of them stand beside them there, but for two
+of `model` with modules of their own: `plan.mesh` and `plan.outer` in `plan`, `parallel.tensor`, `parallel.context` and
+`parallel.pipeline` in `parallel`, `optimizer.muon` in `optimizer`, `checkpoint.local` in `checkpoint`.
 
 model       which model is trained
 attention   `model.attention`: how far the tokens of the built-in decoder see

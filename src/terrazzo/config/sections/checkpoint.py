@@ -30,7 +30,7 @@ class LocalConfig(Section):
 class CheckpointConfig(Section):
     """When training state is saved, where, and what a new start does with what is there."""
 
-    folder: str | None = Field(None, description="folder or fsspec URL; default: log.folder/checkpoints")
+    folder: str | None = Field(None, description="folder or fsspec URL; null: log.folder/checkpoints")
     every: int | str | None = Field(
         None,
         description="steps between checkpoints; auto: as the cost of one, measured, and mtbf_hours have it; null: at "
@@ -45,7 +45,9 @@ class CheckpointConfig(Section):
     overhead: float = Field(0.05, gt=0, lt=1, description="auto: largest share of the time that saves hold training up")
     local: LocalConfig = LocalConfig()
     keep_last: int | None = Field(2, gt=0, description="older checkpoints are removed; null: all are kept")
-    keep_every: int | None = Field(None, gt=0, description="those of steps divisible by this are kept as well")
+    keep_every: int | None = Field(
+        None, gt=0, description="those of steps divisible by this are kept as well; null: none"
+    )
     keep_best: int = Field(0, ge=0, description="so many of the lowest validation loss are kept as well")
     background: bool = Field(False, description="train on while a copy of the state is written by another process")
     staging_gib: float | None = Field(None, gt=0, description="background: largest copy per rank, in GiB; null: any")

@@ -16,7 +16,7 @@ class ExpertsConfig(Section):
 
     count: int | None = Field(None, gt=0, description="experts of each block; null: one feed-forward for all tokens")
     top_k: int = Field(2, gt=0, description="experts that compute each token")
-    ffn_dim: int | None = Field(None, gt=0, description="width of one expert; default: as model.ffn_dim")
+    ffn_dim: int | None = Field(None, gt=0, description="width of one expert; null: as model.ffn_dim")
     shared: int = Field(0, ge=0, description="experts beside them that compute every token")
     scores: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="the router: `softmax` over all experts, or the `sigmoid` of each"

@@ -19,8 +19,8 @@ class LaunchConfig(Section):
 
     ranks: int | str | None = Field(
         None,
-        description="default: one per GPU, or one on a CPU; least:most, such as 2:4: as many of these as start, with "
-        "launch.restarts",
+        description="how many; least:most, such as 2:4: as many of these as start, with launch.restarts; null: one per "
+        "GPU, or one on a CPU",
     )
     restarts: int = Field(
         0,
@@ -37,7 +37,7 @@ class LaunchConfig(Section):
         gt=0,
         description="seconds in which nothing happens, and five times a phase's longest, after which a run hangs",
     )
-    threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
+    threads: int | None = Field(None, gt=0, description="CPU threads per rank; null: cores divided by ranks")
     ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
 
     @field_validator("ranks", mode="before")

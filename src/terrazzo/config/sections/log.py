@@ -20,4 +20,6 @@ class LogConfig(Section):
     )
     every: int = Field(10, gt=0, description="steps between console lines")
     tensorboard: bool = Field(True, description="write event files to log.folder/tensorboard")
-    note: str | None = Field(None, description="printed at the end; {terrazzo} is that command, as your shell finds it")
+    note: str | None = Field(
+        None, description="printed at the end; {terrazzo} is that command, as your shell finds it; null: nothing"
+    )

@@ -32,8 +32,7 @@ class LoraConfig(Section):
         return value
 
     def _agrees(self) -> None:
-        set_here = sorted(self.model_fields_set - {"rank"})
-        if self.rank is None and set_here and self != LoraConfig():
+        if self.rank is None and (set_here := self.changed_keys()):
             raise ValueError(
                 f"{', '.join(set_here)} without lora.rank: set lora.rank, such as 8, or remove the section"
             )

@@ -20,16 +20,18 @@ class ModelConfig(Section):
     kind: Literal["decoder", "huggingface"] = Field(
         "decoder", description="`decoder`: the built-in one. `huggingface`: a causal LM of `transformers`"
     )
-    path: Path | None = Field(None, description="huggingface: local folder with config.json (and safetensors)")
+    path: Path | None = Field(
+        None, description="huggingface: local folder with config.json (and safetensors); null: the decoder has none"
+    )
     weights: Literal["random", "pretrained"] = Field(
         "random", description="`random`, or for huggingface `pretrained`: the folder's safetensors"
     )
-    vocab_size: int | None = Field(None, gt=0, description="decoder: default: the tokenizer's")
+    vocab_size: int | None = Field(None, gt=0, description="decoder: number of tokens; null: the tokenizer's")
     dim: int = Field(256, gt=0, description="decoder: width of the residual stream")
     layers: int = Field(6, gt=0, description="decoder: number of blocks")
     heads: int = Field(4, gt=0, description="decoder: query heads per block")
-    kv_heads: int | None = Field(None, gt=0, description="decoder: key and value heads; default: as many as heads")
-    ffn_dim: int | None = Field(None, gt=0, description="decoder: width of the MLP; default: 8/3 dim, in steps of 64")
+    kv_heads: int | None = Field(None, gt=0, description="decoder: key and value heads; null: as many as heads")
+    ffn_dim: int | None = Field(None, gt=0, description="decoder: width of the MLP; null: 8/3 dim, in steps of 64")
     tie_embeddings: bool = Field(True, description="decoder: the head is the embedding matrix")
     rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training")

@@ -29,23 +29,24 @@ class OffloadConfig(Section):
     weight: str | None = Field(
         None, description="weights at rest: device, cpu, nvme, or shares of the units; null: as the plan says"
     )
-    grad: str | None = Field(None, description="finished gradients, likewise")
-    optim: str | None = Field(None, description="optimizer state, likewise, master weights included")
+    grad: str | None = Field(None, description="finished gradients, likewise; null: as the plan says")
+    optim: str | None = Field(
+        None, description="optimizer state, likewise, master weights included; null: as the plan says"
+    )
     activations: Literal["device", "cpu"] = Field(
         "device", description="inputs that activation checkpointing keeps: `device`, or `cpu` for host memory"
     )
     path: str | list[str] | None = Field(
         None,
-        description="nvme: folder for swap files; several are striped. Those in log.folder are made, others must exist",
+        description="nvme: folder for swap files; several are striped. Those in log.folder are made, others must exist"
+        "; null: none, where nothing is on nvme",
     )
     step: Literal["auto", "overlapped", "synchronous", "backward"] = Field(
         "auto",
         description="when units are updated: `overlapped` behind the next forward, `backward` behind the rest of "
         "backward, `synchronous` on the spot; `auto`: backward where nothing is clipped or scaled, else overlapped",
     )
-    threads: int | None = Field(
-        None, gt=0, description="of the update on the CPU, per rank; default: its share of cores"
-    )
+    threads: int | None = Field(None, gt=0, description="of the update on the CPU, per rank; null: its share of cores")
     pin: bool = Field(True, description="CUDA: page-lock the host memory of states and activations")
     direct: bool = Field(True, description="nvme: go past the page cache (O_DIRECT) where the file system can")
     block_mib: float = Field(4.0, gt=0, le=1024, description="nvme: size of one read or write")

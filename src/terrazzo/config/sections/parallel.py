@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from terrazzo.config.section import Section
 from terrazzo.errors import did_you_mean
@@ -68,10 +68,8 @@ class PipelineConfig(Section):
     )
     chunks: int = Field(1, gt=0, description="stages of each rank; several wait less, and send more, by `1f1b` alone")
 
-    @model_validator(mode="after")
-    def _one_for_gpipe(self) -> Self:
+    def _agrees(self) -> None:
         check_schedule(self.schedule, self.chunks)
-        return self
 
 
 class ParallelConfig(Section):

@@ -20,7 +20,9 @@ class MeshConfig(Section):
 
     pp: int = Field(1, gt=0, description="parts of the ranks that have other layers each (pipeline parallelism)")
     dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
-    dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by the others")
+    dp_shard: int | None = Field(
+        None, gt=0, description="ranks of a group that split states; null: the number of ranks divided by the others"
+    )
     cp: int = Field(1, gt=0, description="ranks that share each sequence (context parallelism)")
     tp: int = Field(1, gt=0, description="neighbouring ranks that share each matrix (tensor parallelism)")
     ep: int = Field(1, gt=0, description="neighbouring ranks, of the axes above, that have other experts each")
@@ -54,14 +56,18 @@ class PlanConfig(Named):
     """The row of the table: a preset by name, or four custom places such as "-", "D" or "S,R"."""
 
     name: str | None = Field(
-        None, description="preset, such as zero0, zero1, zero2, zero3, hybrid_shard; zero3@cpu with offload"
+        None,
+        description="preset, such as zero0, zero1, zero2, zero3, hybrid_shard; zero3@cpu with offload; null: zero3, or "
+        "the four places",
     )
-    weight: str | None = Field(None, description="compute weights, at rest")
-    between: str | None = Field(None, description="compute weights, from the end of forward to backward")
-    grad: str | None = Field(None, description="gradients, once reduced")
-    optim: str | None = Field(None, description="master weights and optimizer state")
+    weight: str | None = Field(None, description="compute weights, at rest; null: as the preset")
+    between: str | None = Field(
+        None, description="compute weights, from the end of forward to backward; null: as the preset"
+    )
+    grad: str | None = Field(None, description="gradients, once reduced; null: as the preset")
+    optim: str | None = Field(None, description="master weights and optimizer state; null: as the preset")
     mesh: MeshConfig = MeshConfig()
-    units: list[str] | None = Field(None, description="class names or name globs; default: found by themselves")
+    units: list[str] | None = Field(None, description="class names or name globs; null: found by themselves")
     prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
     sync_every: int | None = Field(
         None,

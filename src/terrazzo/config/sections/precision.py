@@ -23,15 +23,19 @@ class PrecisionConfig(Named):
     """A named precision, and single dtypes of it replaced where given."""
 
     name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = Field("fp32", description="all six dtypes by one name")
-    weight: DtypeName | None = Field(None, description="compute weights at rest")
-    compute: DtypeName | None = Field(None, description="inside modules")
-    reduce: DtypeName | None = Field(None, description="gradients on the wire")
-    accumulate: DtypeName | None = Field(None, description="gradient sums")
-    master: DtypeName | None = Field(None, description="weights that the optimizer updates")
-    moments: MomentsName | None = Field(None, description="optimizer state; in 8 bits, a scale for each 256 elements")
+    weight: DtypeName | None = Field(None, description="compute weights at rest; null: as the name")
+    compute: DtypeName | None = Field(None, description="inside modules; null: as the name")
+    reduce: DtypeName | None = Field(None, description="gradients on the wire; null: as the name")
+    accumulate: DtypeName | None = Field(None, description="gradient sums; null: as the name")
+    master: DtypeName | None = Field(None, description="weights that the optimizer updates; null: as the name")
+    moments: MomentsName | None = Field(
+        None, description="optimizer state; in 8 bits, a scale for each 256 elements; null: as the name"
+    )
     rounding: Rounding = Field("nearest", description="of master weights in bf16 with moments in 8 bits")
     frozen: FrozenName | None = Field(
-        None, description="matrices that lora freezes, in 4 bits and blocks of 64; `nf4-double`: their scales too"
+        None,
+        description="matrices that lora freezes, in 4 bits and blocks of 64; `nf4-double`: their scales too; null: as "
+        "other weights",
     )
     gather: GatherName = Field(
         "compute",

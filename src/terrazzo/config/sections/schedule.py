@@ -19,7 +19,7 @@ class ScheduleConfig(Section):
     )
     warmup_steps: int = Field(0, ge=0, description="linear warm-up; at most train.steps")
     final_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak that is left at the last step")
-    decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; default: a fifth")
+    decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; null: a fifth")
 
     def _agrees(self) -> None:
         if self.decay_steps is not None and self.name != "wsd":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from pydantic import Field, field_validator
 
 from terrazzo.config.section import Section
 from terrazzo.errors import did_you_mean
-from terrazzo.words import CHECKPOINT_MODES
+from terrazzo.words import CHECKPOINT_MODES, CheckpointMode
 
 __all__ = ["TrainConfig"]
 
@@ -32,12 +31,16 @@ class TrainConfig(Section):
     sample_tokens: int = Field(128, ge=0, description="length of a text sample; 0: none at all")
     sample_prompt: str = Field("\n", description="what a text sample begins with")
     sample_chat: str | None = Field(
-        None, description="a user's message; a sample is then its answer by the chat template, the likeliest tokens"
+        None,
+        description="a user's message; a sample is then its answer by the chat template, the likeliest tokens; null: "
+        "none",
     )
     activation_checkpointing: str = Field(
         "none", description=f"{', '.join(CHECKPOINT_MODES)}, or every_N such as every_2"
     )
-    activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
+    activation_checkpointing_ops: list[str] | None = Field(
+        None, description="selective: operators kept, not redone; null: products and attention"
+    )
     compile: bool = Field(False, description="torch.compile for each unit")
 
     def _agrees(self) -> None:
@@ -56,7 +59,7 @@ class TrainConfig(Section):
         return value
 
     @property
-    def checkpointing(self) -> tuple[Literal["none", "full", "selective", "selective_half"], int]:
+    def checkpointing(self) -> tuple[CheckpointMode, int]:
         """Mode, and one unit in how many, of `activation_checkpointing`: `every_2` is `("full", 2)`."""
         mode, _, every = self.activation_checkpointing.partition("every_")
         return ("full", int(every)) if every else (mode, 1)  # type: ignore[return-value]  # as the pattern has it

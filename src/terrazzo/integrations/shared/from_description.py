@@ -25,6 +25,7 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
+from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["setup_for"]
 
@@ -268,7 +269,7 @@ def _activation_checkpointing(description: Description) -> ActivationSetup:
     mode, every = value("mode") or "none", 1
     if mode == "every":
         mode, every = "full", value("every") or 1
-    if mode not in ("none", "full", "selective", "selective_half"):
+    if mode not in CHECKPOINT_MODES:
         raise BadInput(
             f"{_name(description, 'activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
             "full, selective or selective_half."

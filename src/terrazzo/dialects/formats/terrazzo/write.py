@@ -14,6 +14,7 @@ from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
 from terrazzo.optim import AdEMAMix, Lion, Muon
+from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["write"]
 
@@ -22,7 +23,6 @@ _OPTIMIZERS = {each.__name__: each for each in sorted((*ELEMENTWISE, *_OWN), key
 _SCHEDULES = KEYS["schedule.name"].choices
 _PIPELINES = KEYS["parallel.pipeline.schedule"].choices
 _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
-_RECOMPUTED = ("none", "full", "selective", "selective_half")
 _MIB = 2**20
 
 
@@ -325,11 +325,11 @@ def _activation_checkpointing(draft: TerrazzoDraft) -> None:
     mode, every = draft.value("activation_checkpointing.mode"), draft.value("activation_checkpointing.every")
     paths = ["activation_checkpointing.mode", "activation_checkpointing.every"]
     key = "train.activation_checkpointing"
-    if mode in _RECOMPUTED and not draft.left_to_defaults(*paths):
+    if mode in CHECKPOINT_MODES and not draft.left_to_defaults(*paths):
         draft.put(paths, key, mode)
     elif mode == "every" and every:
         draft.put(paths, key, f"every_{every}")
-    elif mode not in (None, *_RECOMPUTED):
+    elif mode not in (None, *CHECKPOINT_MODES):
         draft.lossy(paths, f"there is no mode {mode}; full is written", key)
         draft.write(key, "full")
     if draft.value("activation_checkpointing.ops"):
