@@ -16,7 +16,13 @@ import terrazzo as tz
 from terrazzo import cli
 from terrazzo.cli.plan import answer as planning
 from terrazzo.cli.plan import of_config
+from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments
+from terrazzo.cli.plan.sources import FromConfig
+from terrazzo.engine import DiLoCo
+from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
+from terrazzo.planner import Request
+from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.schema import ExplainedReport, PlanReport, StatesReport
 
 ROOT = Path(__file__).parents[2]
@@ -378,6 +384,21 @@ def test_a_configuration_is_planned_as_it_is() -> None:
     elsewhere = answer(quickstart, "--gpu", "h100-sxm", "--gpus", "1")
     assert elsewhere["setup"]["gpu"].startswith("H100")
     assert elsewhere["setup"]["gpus"] == 1
+
+
+def test_other_strategies_of_a_configuration_keep_what_else_its_plan_says(tmp_path: Path) -> None:
+    file = tmp_path / "diloco.yaml"
+    file.write_text(
+        "model: {dim: 32, layers: 2, heads: 2}\nbatch: {global_batch: 4, micro_batch: 1, sequence_length: 16}\n"
+        "plan: {name: zero3, sync_every: 5, outer: {lr: 0.5}, mesh: {dp_replicate: 2}}\n"
+        "launch: {ranks: 4, device: cpu}\n"
+    )
+    arguments = PlanArguments(file, [], frozenset(), **{row.argument: None for row in OPTION_ROWS})
+    planned = of_config.of_config(FromConfig(file, []), arguments, Request(1))
+    others = alternatives(planned.best, planned.estimate)
+    assert [each.setup.plan.name for each in others] == [*ROWS[:5]], "hybrid ones split states of one run"
+    assert {each.setup.diloco for each in others} == {DiLoCo(5, 0.5)}
+    assert {each.setup.mesh.dp_replicate for each in others} == {2}
 
 
 def test_calibrate_measures_the_configuration_and_says_where_the_record_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.cli.plan import answer as planning
-from terrazzo.cli.plan.options import OPTIONS
+from terrazzo.cli.plan.options import OPTION_ROWS
 from terrazzo.errors import BadInput
 
 PLAN = ["--model", "llama3-8b", "--gpus", "8", "--strategy", "zero3"]
-NUMBERS = [option for options in OPTIONS.values() for option in options if option.is_number]
+NUMBERS = [option for option in OPTION_ROWS if option.is_number]
 
 
 def refusal(*arguments: str) -> str:

@@ -24,8 +24,9 @@ How a verb is made:
   hands on typed values: options that belong together as one object (`PlanArguments`, `ContextOptions`,
   `HuggingFaceOptions`). In `checkpoint` and `config` each verb has a file of its name, with one function that does it:
   `VERB_checkpoint` or `VERB_config`, in the plural where it takes several (`diff_configs`), and `prune_folder`.
-- It raises `BadInput` for what is wrong with its arguments, which `main` prints, and ends by `typer.Exit(code)`; the
-  codes are the table of `terrazzo.exit_codes`.
+- It raises `BadInput` for what is wrong with its arguments, which `main` prints, and ends by `typer.Exit(code)`. Errors
+  and runs have the codes of `terrazzo.exit_codes`. A verb that answers a question, such as `config check` or
+  `checkpoint verify`, says in its docstring what its 1, or 2, answers.
 
 To add one: write the function, give it a row in `VERBS`, and name it in the list above. `python -m
 tools.reference_pages` writes its page.

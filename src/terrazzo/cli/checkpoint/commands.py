@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from terrazzo.cli.checkpoint.options import HuggingFaceOptions, Target
 from terrazzo.cli.shared.arguments import AsJsonOption
 from terrazzo.cli.shared.verb import Verb
 
 __all__ = ["checkpoint"]
 
-
 checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify, compare, prune and convert them.")
-
-
-class Target(StrEnum):
-    """What `convert` writes."""
-
-    TERRAZZO = "terrazzo"
-    HF = "hf"
-    DCP = "dcp"
 
 
 @checkpoint.command(cls=Verb)
@@ -108,6 +99,6 @@ def convert(
     max_shard_size: Annotated[str | None, typer.Option(help="hf: of a file, such as 500MB; default: 5GB")] = None,
 ) -> None:
     """Write a checkpoint of any format as one of Terrazzo, as a Hugging Face model folder, or for torch's DCP."""
-    from terrazzo.cli.checkpoint.convert import HuggingFaceOptions, convert_checkpoint  # torch, as above
+    from terrazzo.cli.checkpoint.convert import convert_checkpoint  # imports torch, as above
 
     convert_checkpoint(src, dst, to, HuggingFaceOptions(reference, dtype, max_shard_size))

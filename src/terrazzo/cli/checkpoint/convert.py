@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,43 +19,30 @@ from terrazzo.checkpoint.operations import describe
 from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.checkpoint.storage.places import check_new
+from terrazzo.cli.checkpoint.options import HuggingFaceOptions, Target
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say
 from terrazzo.errors import BadInput
 from terrazzo.words import dtype_named
 
-__all__ = ["HuggingFaceOptions", "convert_checkpoint"]
+__all__ = ["convert_checkpoint"]
 
-TERRAZZO, HF, DCP = "terrazzo", "hf", "dcp"  # what `convert` writes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 WANTED = f"give --reference FOLDER, which holds the model's {CONFIG_FILE} and tokenizer."
 
 
-class HuggingFaceOptions(NamedTuple):
-    """The options that `--to hf` alone has, as they are written; None for those left out."""
-
-    reference: Path | None
-    dtype: str | None
-    max_shard_size: str | None
-
-    @property
-    def flags(self) -> list[str]:
-        """Of those that are written."""
-        return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]
-
-
-def convert_checkpoint(src: str, dst: str, to: str, options: HuggingFaceOptions) -> None:
+def convert_checkpoint(src: str, dst: str, to: Target, options: HuggingFaceOptions) -> None:
     """Write a checkpoint in another format."""
     _check_target(to, dst, options.flags)
     keywords = _export_keywords(options)
     source = open_source(src)
-    model = _model_of(src, source, options.reference) if to == HF else None
-    with progress("converting", describe.total_bytes(source, WEIGHT if to == HF else None)) as advance:
+    model = _model_of(src, source, options.reference) if to is Target.HF else None
+    with progress("converting", describe.total_bytes(source, WEIGHT if to is Target.HF else None)) as advance:
         source.advance = advance
         if model is not None:
             export_huggingface(source, Path(dst), model, **keywords)
-        elif to == DCP:
+        elif to is Target.DCP:
             from terrazzo.checkpoint.exporters.dcp import export_dcp  # torch.distributed.checkpoint takes a second
 
             export_dcp(source, Path(dst))
@@ -66,10 +53,10 @@ def convert_checkpoint(src: str, dst: str, to: str, options: HuggingFaceOptions)
         say(f"not taken over: {line}")
 
 
-def _check_target(to: str, dst: str, flags: list[str]) -> None:
-    if flags and to != HF:
+def _check_target(to: Target, dst: str, flags: list[str]) -> None:
+    if flags and to is not Target.HF:
         raise BadInput(f"{flags[0]} is for --to hf, and this is --to {to}: leave it out.")
-    if "://" in dst and to != TERRAZZO:
+    if "://" in dst and to is not Target.TERRAZZO:
         raise BadInput(f"'{dst}' is a URL, and --to {to} writes local folders only: give a path.")
     check_new(dst)
 

@@ -17,7 +17,8 @@ from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["verify_checkpoints"]
 
-EXIT_CODES = {"whole": 0, "not verified": 2, "damaged": 1}  # the last that applies is the command's
+CODE_OF_STATE = {"whole": 0, "not verified": 2, "damaged": 1}
+"""The exit code, of the last state that applies."""
 
 
 def verify_checkpoints(paths: Sequence[str], threads: int | None, as_json: bool) -> int:
@@ -30,14 +31,14 @@ def verify_checkpoints(paths: Sequence[str], threads: int | None, as_json: bool)
             _say_verified(results[-1])
     seconds = time.perf_counter() - start
     size_bytes = sum(result["size_bytes"] for result in results)
-    states = [state for state in EXIT_CODES if any(result["state"] == state for result in results)]
+    states = [state for state in CODE_OF_STATE if any(result["state"] == state for result in results)]
     if as_json:
         say_json({"checkpoints": results, "size_bytes": size_bytes, "seconds": seconds})
     else:
         counts = [f"{sum(result['state'] == state for result in results)} {state}" for state in states]
         speed = f"{decimal(size_bytes)} in {seconds:.2f} s, {size_bytes / seconds / 1e9:.2f} GB/s"
         say(f"{', '.join(counts)}: {speed}")
-    return EXIT_CODES[states[-1]]
+    return CODE_OF_STATE[states[-1]]
 
 
 def _verify(path: str, threads: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.dialects.core.description import as_text
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.emit import plain
-from terrazzo.errors import printable
+from terrazzo.errors import counted, printable
 
 __all__ = ["STYLES", "cell_text", "columns_text", "counted_text", "say_report", "say_verdicts"]
 
@@ -42,7 +42,7 @@ def _becomes(verdict: KeyVerdict) -> str:
 
 def counted_text(number: int, noun: str) -> str:
     """`"no errors"`, `"1 error"`, `"2 errors"`."""
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+    return counted(number, noun) if number else f"no {noun}s"
 
 
 def columns_text(rows: Sequence[Sequence[str]]) -> str:

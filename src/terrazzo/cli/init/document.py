@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.cli.init.answers import DECODER, InitAnswers, Machine, Model
-from terrazzo.cli.plan.files import model_text, with_comments, write_model
 from terrazzo.cli.shared.terminal import say
+from terrazzo.cli.shared.written_files import model_text, with_comments, write_model
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, counted
 from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
+from terrazzo.planner.choice.candidates import CHECKPOINTING
 from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry.log.run_folder import RunFolder
@@ -23,7 +24,6 @@ from terrazzo.train.preflight import check
 
 __all__ = ["write_config"]
 
-MODES = ("none", "selective", "full")
 LARGEST_UNTIMED = 8
 """Sequences of a micro-batch where no speed is known; more would only take memory."""
 RATES = {"pretrain": 3e-4, "finetune": 2e-5}
@@ -89,8 +89,8 @@ def _best(frontier: Frontier, answers: InitAnswers) -> Estimate:
     if frontier.best.time is not None:
         return frontier.best
     sure = [one for one in frontier.ranked if one.memory.fits_surely is not False] or list(frontier.ranked)
-    least = min(MODES.index(one.setup.checkpointing) for one in sure)
-    least_recomputing = [one for one in sure if one.setup.checkpointing == MODES[least]]
+    least = min(CHECKPOINTING.index(one.setup.checkpointing) for one in sure)
+    least_recomputing = [one for one in sure if one.setup.checkpointing == CHECKPOINTING[least]]
     same = [one for one in least_recomputing if one.setup.plan == least_recomputing[0].setup.plan]
     return max(same, key=lambda one: one.setup.micro_batch if one.setup.micro_batch <= LARGEST_UNTIMED else 0)
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import textwrap
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from terrazzo.cli.shared.written_files import with_comments, write_model
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
 from terrazzo.planner.choice.emit import TrainFiles, train_config
@@ -18,9 +14,8 @@ from terrazzo.planner.report.picture import SUFFIXES
 from terrazzo.planner.text.words import parameters_text, verdict
 from terrazzo.words import FILL_IN
 
-__all__ = ["check_files", "emit", "files_of", "missing_parts", "model_text", "with_comments", "write_model"]
+__all__ = ["check_files", "emit", "files_of", "missing_parts"]
 
-WIDTH = 110
 EMITTED = (".yaml", ".yml", ".json")
 
 
@@ -82,15 +77,6 @@ def missing_parts(files: TrainFiles) -> list[str]:
     return [f"data.{key}" for key, value in files.config["data"].items() if value == FILL_IN]
 
 
-def with_comments(document: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
-    """Sections as YAML, each below its comments; those of no section, under the empty name, come first."""
-    parts = ["".join(f"# {line}".rstrip() + "\n" for line in comments.get("", ()))]
-    for name, section in document.items():
-        lines = [line for text in comments.get(name, ()) for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)]
-        parts.append("\n".join([*(f"# {line}" for line in lines), yaml.safe_dump({name: section}, sort_keys=False)]))
-    return "\n".join(parts)
-
-
 def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
     """What each section is, and what of it its user has to say."""
     setup, section = estimate.setup, files.config["model"]
@@ -120,17 +106,3 @@ def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
         "optimizer": ["lr is 3.0e-4 unless you say otherwise; the planner knows of none."],
         "train": ["steps: 1000 unless you say otherwise."],
     }
-
-
-def model_text(config: Mapping[str, Any]) -> str:
-    """The config.json of a model."""
-    return json.dumps(config, indent=2) + "\n"
-
-
-def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
-    """Write a model's config.json, for which `writer` asks. Raises: `BadInput` where another model's is there."""
-    text = model_text(config)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise BadInput(f"{writer} would replace '{path}', the config of another model: give FILE another name.")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text, encoding="utf-8")

@@ -12,8 +12,9 @@ import typer
 
 from terrazzo.cli.plan.options import PlanArguments
 from terrazzo.cli.plan.sources import FromConfig
-from terrazzo.config import Config, MeshConfig, PlanConfig, load_config
+from terrazzo.config import Config, MeshConfig, load_config
 from terrazzo.errors import BadInput, TerrazzoError, printable
+from terrazzo.exit_codes import FAILED
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
 from terrazzo.planner.choice.edits import Kinds, best_edits
 from terrazzo.planner.machine.devices import this_machine
@@ -38,7 +39,8 @@ def of_config(source: FromConfig, arguments: PlanArguments, machines: Request) -
 
     def under(setup: Setup) -> Estimate:
         mesh = MeshConfig(**{axis: getattr(setup.mesh, axis) for axis in MeshConfig.model_fields})
-        plan = PlanConfig(name=setup.plan.name, mesh=mesh, units=config.plan.units, prefetch=config.plan.prefetch)
+        places = dict.fromkeys(setup.plan.places())
+        plan = config.plan.model_copy(update={**places, "name": setup.plan.name, "mesh": mesh})
         return estimate_run(config.model_copy(update={"plan": plan}), ranks, cluster)
 
     estimate = estimate_run(config, ranks, cluster)
@@ -89,7 +91,7 @@ def _calibrated(source: FromConfig) -> str:
         raise
     except TerrazzoError as error:  # the steps failed, and the message holds their traceback
         print(f"Error: {printable(str(error))}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
     return f"{record.steps} steps were measured just now; the record is {where}"
 
 

@@ -1,5 +1,5 @@
-"""The arguments of `terrazzo plan`: `PlanArguments`, in which each option is declared once, and `OPTIONS`, the table of
-them: how each is written, what the help says, and what it is to the planner.
+"""The arguments of `terrazzo plan`: `PlanArguments`, in which each option is declared once, and `OPTION_ROWS`, the
+table of them: how each is written, what the help says, and what it is to the planner.
 """
 
 from __future__ import annotations
@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from itertools import groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-__all__ = ["OPTIONS", "OPTION_ROWS", "PlanArguments", "PlanOption"]
+__all__ = ["OPTION_ROWS", "PlanArguments", "PlanOption"]
 
 GIGA, TERA = 1e9, 1e12
 CONFIG, PARAMS = frozenset({"CONFIG"}), frozenset({"--params"})
@@ -314,6 +313,3 @@ def _rows() -> Iterator[PlanOption]:
 
 OPTION_ROWS = [*_rows()]
 """In the order of the help."""
-
-OPTIONS = {panel: [*rows] for panel, rows in groupby(OPTION_ROWS, lambda row: row.panel)}
-"""By the panel of the help."""

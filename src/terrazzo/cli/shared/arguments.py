@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from terrazzo.telemetry.log.run_folder import RunFolder
+
 __all__ = ["AsJsonOption", "RunArgument"]
 
 
 def _folder(run: Path) -> Path:
     """The folder of a run, which is named by it or by the `metrics.jsonl` in it."""
-    from terrazzo.telemetry.log.run_folder import RunFolder  # telemetry, and torch with it
-
     return RunFolder.of(run).path
 
 

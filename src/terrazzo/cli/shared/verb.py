@@ -99,7 +99,7 @@ def _value(option: str, words: list[str]) -> str:
 
 def _settings(option: str, value: str) -> str | None:
     """`plan=zero1`, or which settings it may be, of `--plan zero1`."""
-    from terrazzo.config import keys_meant  # the schema, and torch with it
+    from terrazzo.config import keys_meant  # the schema, which --help can do without
 
     keys = keys_meant(option.lstrip("-").replace("-", "_"))
     shown = [f"{key}={value or _example(key)}" for key in keys]

@@ -1,0 +1,30 @@
+"""What `terrazzo checkpoint convert` takes, as it is written on the command line."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["HuggingFaceOptions", "Target"]
+
+
+class Target(StrEnum):
+    """What `convert` writes."""
+
+    TERRAZZO = "terrazzo"
+    HF = "hf"
+    DCP = "dcp"
+
+
+class HuggingFaceOptions(NamedTuple):
+    """The options that `--to hf` alone has, as they are written; None for those left out."""
+
+    reference: Path | None
+    dtype: str | None
+    max_shard_size: str | None
+
+    @property
+    def flags(self) -> list[str]:
+        """Of those that are written."""
+        return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]

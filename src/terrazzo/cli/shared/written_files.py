@@ -1,0 +1,40 @@
+"""What verbs write for `terrazzo train`: a configuration that says why it is so, and a model's config.json."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from terrazzo.errors import BadInput
+
+__all__ = ["model_text", "with_comments", "write_model"]
+
+WIDTH = 110
+
+
+def with_comments(document: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
+    """Sections as YAML, each below its comments; those of no section, under the empty name, come first."""
+    parts = ["".join(f"# {line}".rstrip() + "\n" for line in comments.get("", ()))]
+    for name, section in document.items():
+        lines = [line for text in comments.get(name, ()) for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)]
+        parts.append("\n".join([*(f"# {line}" for line in lines), yaml.safe_dump({name: section}, sort_keys=False)]))
+    return "\n".join(parts)
+
+
+def model_text(config: Mapping[str, Any]) -> str:
+    """The config.json of a model."""
+    return json.dumps(config, indent=2) + "\n"
+
+
+def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
+    """Write a model's config.json, for which `writer` asks. Raises: `BadInput` where another model's is there."""
+    text = model_text(config)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise BadInput(f"{writer} would replace '{path}', the config of another model: give FILE another name.")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
