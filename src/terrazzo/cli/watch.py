@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from terrazzo.cli.shared.arguments import RunArgument
-
-if TYPE_CHECKING:
-    from terrazzo.telemetry import LiveRanks
+from terrazzo.telemetry.log.run_folder import RunFolder
 
 __all__ = ["watch"]
 
@@ -32,132 +30,126 @@ def watch(
     """
     from rich.console import Console
 
-    from terrazzo.telemetry import LiveRanks
-
-    console = Console(highlight=False)
+    console, watched = Console(highlight=False), _WatchedRun(run)
     try:
         if once:
-            console.print(_screen(run, _read(run), console.width, LiveRanks(run)), soft_wrap=True)
+            lines = watched.lines()
+            console.print(watched.screen(lines, watched.verdict(lines), console.width), soft_wrap=True)
         elif console.is_terminal:
-            _on_screen(run)
+            _on_screen(watched)
         else:
-            _as_lines(run, console.width)
+            _as_lines(watched, console.width)
     except KeyboardInterrupt:
         pass
 
 
-def _on_screen(run: Path) -> None:
+Lines = Sequence[Mapping[str, Any]]
+
+
+class _WatchedRun:
+    """A run's files, as another process writes them."""
+
+    def __init__(self, folder: Path) -> None:
+        from terrazzo.telemetry import LiveRanks
+
+        self._files, self._ranks = RunFolder(folder), LiveRanks(folder)
+
+    def lines(self, waits: bool = False) -> Lines:
+        """None yet, if that `waits`, where there is a folder that a run may be about to write into."""
+        from terrazzo.errors import BadInput
+        from terrazzo.telemetry import run_lines
+
+        folder, metrics = self._files.path, self._files.metrics
+        try:
+            return run_lines(folder)
+        except BadInput:
+            if waits and folder.is_dir() and (not metrics.exists() or metrics.is_file()):
+                return []
+            raise
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Other than before where there are new lines."""
+        try:
+            status = self._files.metrics.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size
+
+    def steps(self) -> int | None:
+        """How many steps the whole run has, as its configuration says; None for a loop of one's own."""
+        try:
+            return int((self._files.settings() or {})["train"]["steps"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def verdict(self, lines: Lines) -> str | None:
+        """What bounds its step."""
+        from terrazzo.train.planning.run_review import RunReview
+
+        bound = RunReview(self._files.path, lines).verdict() if lines else None
+        return None if bound is None else str(bound)
+
+    def failed(self, lines: Lines) -> str | None:
+        """How it has ended without a summary, in a line; None where it goes on, or is about to be started again."""
+        from terrazzo.telemetry import has_ended
+        from terrazzo.telemetry.log.exit_note import exit_of
+
+        try:
+            age_s = time.time() - self._files.exit_note.stat().st_mtime
+        except OSError:
+            return None
+        if has_ended(lines) or age_s < _FAILED_S or (note := exit_of(self._files.path)) is None:
+            return None
+        return f"ended with exit code {note.code}: {note.cause}"
+
+    def screen(self, lines: Lines, verdict: str | None, width: int) -> Any:
+        """All that is shown of it at once, as rich's text."""
+        from rich.text import Text
+
+        from terrazzo.errors import printable
+        from terrazzo.telemetry import has_ended, screen_of
+
+        if not lines:
+            return "\n".join(["waiting for the first log step", *self._ranks.lines()])
+        name, age_s = str(self._files.path), max(0.0, time.time() - self._files.metrics.stat().st_mtime)
+        now = [] if has_ended(lines) else self._ranks.lines()
+        text = screen_of(name, lines, steps=self.steps(), verdict=verdict, age_s=age_s, width=width, ranks=now)
+        return Text(printable(text))
+
+
+def _on_screen(run: _WatchedRun) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from terrazzo.telemetry import LiveRanks, has_ended
+    from terrazzo.telemetry import has_ended
 
-    console, stamp, ranks = Console(highlight=False), None, LiveRanks(run)
-    lines: Sequence[Mapping[str, Any]] = []
+    console, stamp, verdict = Console(highlight=False), None, None
+    lines: Lines = []
     with Live(console=console, auto_refresh=False) as live:
-        while not (has_ended(lines) or _failed(run, lines)):
-            if (newest := _stamp(run)) != stamp or not lines:
-                stamp, lines = newest, _read(run, waits=True)
-                verdict = _verdict(run, lines)
-            shown = _screen(run, lines, console.width, ranks, verdict) if lines else _waiting(ranks)
-            live.update(shown, refresh=True)
+        while not (has_ended(lines) or run.failed(lines)):
+            if (newest := run.stamp()) != stamp or not lines:
+                stamp, lines = newest, run.lines(waits=True)
+                verdict = run.verdict(lines)
+            live.update(run.screen(lines, verdict, console.width), refresh=True)
             time.sleep(0 if has_ended(lines) else _WAIT_S)
-    if failed := _failed(run, lines):
+    if failed := run.failed(lines):
         console.print(failed, soft_wrap=True)
 
 
-def _as_lines(run: Path, width: int) -> None:
+def _as_lines(run: _WatchedRun, width: int) -> None:
     from terrazzo.cli.shared.terminal import say
     from terrazzo.telemetry import has_ended, rows_of
 
-    lines: Sequence[Mapping[str, Any]] = []
+    lines: Lines = []
     told = 0
     failed: str | None = None
     while not (has_ended(lines) or failed):
-        lines = _read(run, waits=True)
-        failed = _failed(run, lines)
-        rows = rows_of(lines, _steps(run), width) if lines else []
+        lines = run.lines(waits=True)
+        failed = run.failed(lines)
+        rows = rows_of(lines, run.steps(), width) if lines else []
         for row in rows[told:]:
             say(row)
         told = max(told, len(rows))
         time.sleep(0 if has_ended(lines) or failed else _WAIT_S)
     if failed:
         say(failed)
-
-
-def _failed(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """How a run has ended that wrote no summary, in a line; None where it goes on, or is about to be started again."""
-    from terrazzo.telemetry import has_ended
-    from terrazzo.telemetry.log.exit_note import exit_of
-    from terrazzo.telemetry.log.run_folder import RunFolder
-
-    try:
-        age_s = time.time() - RunFolder(run).exit_note.stat().st_mtime
-    except OSError:
-        return None
-    if has_ended(lines) or age_s < _FAILED_S or (note := exit_of(run)) is None:
-        return None
-    return f"ended with exit code {note.code}: {note.cause}"
-
-
-def _read(run: Path, waits: bool = False) -> Sequence[Mapping[str, Any]]:
-    """The run's lines; none yet, if that `waits`, where there is a folder that a run may be about to write into."""
-    from terrazzo.errors import BadInput
-    from terrazzo.telemetry import run_lines
-
-    try:
-        return run_lines(run)
-    except BadInput:
-        if waits and run.is_dir() and (not _metrics(run).exists() or _metrics(run).is_file()):
-            return []
-        raise
-
-
-def _waiting(ranks: LiveRanks) -> str:
-    return "\n".join(["waiting for the first log step", *ranks.lines()])
-
-
-def _screen(
-    run: Path, lines: Sequence[Mapping[str, Any]], width: int, ranks: LiveRanks, verdict: str | None = None
-) -> Any:
-    from rich.text import Text
-
-    from terrazzo.errors import printable
-    from terrazzo.telemetry import has_ended, screen_of
-
-    age_s = max(0.0, time.time() - _metrics(run).stat().st_mtime)
-    sentence = verdict or _verdict(run, lines)
-    now = [] if has_ended(lines) else ranks.lines()
-    text = screen_of(str(run), lines, steps=_steps(run), verdict=sentence, age_s=age_s, width=width, ranks=now)
-    return Text(printable(text))
-
-
-def _verdict(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
-    from terrazzo.train.planning.run_review import RunReview
-
-    bound = RunReview(run, lines).verdict() if lines else None
-    return None if bound is None else str(bound)
-
-
-def _stamp(run: Path) -> tuple[int, int] | None:
-    try:
-        status = _metrics(run).stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
-
-
-def _steps(run: Path) -> int | None:
-    """How many steps the whole run has, as its configuration says; None for a loop of one's own."""
-    from terrazzo.telemetry.log.run_folder import RunFolder
-
-    try:
-        return int((RunFolder(run).settings() or {})["train"]["steps"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _metrics(run: Path) -> Path:
-    from terrazzo.telemetry.log.run_folder import RunFolder
-
-    return RunFolder(run).metrics
