@@ -58,15 +58,20 @@ class TerrazzoError(Exception):
 
     Attributes:
         exit_code: of a run that it ends.
+        says_all: its message is shown without a traceback.
+        lasts: a run that is started again would end so, too.
     """
 
     exit_code = FAILED
+    says_all = False
+    lasts = False
 
 
 class BadInput(TerrazzoError, ValueError):
     """The plan, configuration, model or data cannot work; nothing has been started or changed."""
 
     exit_code = BAD_INPUT
+    says_all = lasts = True
 
 
 class Damaged(BadInput):
@@ -76,6 +81,8 @@ class Damaged(BadInput):
 class Misuse(TerrazzoError, RuntimeError):
     """A valid object was used at a moment when it cannot answer, such as reading a sharded parameter."""
 
+    lasts = True
+
 
 class RanksApart(Misuse):
     """Ranks have not run the same, and what they exchange does not belong together; no step uses it."""
@@ -84,25 +91,33 @@ class RanksApart(Misuse):
 class SaveFailed(TerrazzoError, RuntimeError):
     """A checkpoint could not be written completely; it is not visible, and earlier ones are intact."""
 
+    says_all = True
+
 
 class FolderLost(SaveFailed):
     """The folder that a run writes to was renamed, removed or replaced; nothing more is written there."""
 
+    lasts = True
+
 
 class SwapFailed(TerrazzoError, RuntimeError):
     """A state could not be written to a swap file, or read back as it was; checkpoints are intact."""
+
+    says_all = True
 
 
 class Diverged(TerrazzoError, ArithmeticError):
     """A loss or gradient became non-finite and no policy allows training to go on."""
 
     exit_code = DIVERGED
+    says_all = lasts = True
 
 
 class Corrupted(TerrazzoError):
     """A rank computes wrongly, or memory or a drive has changed what was written; earlier checkpoints are intact."""
 
     exit_code = CORRUPTED
+    lasts = True
 
 
 class CopiesDiffer(Diverged, Corrupted):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from terrazzo import tether
 from terrazzo.config import without_passwords
-from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
+from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import FAILED, PREEMPTED
 from terrazzo.files import replace_file
 from terrazzo.telemetry.log.torchrun_report import report_to_torchrun, torchrun_file
@@ -28,9 +28,7 @@ from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure
 from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
 from terrazzo.train.launch.stopping.preemption import leave_note
 
-__all__ = ["MENDABLE", "reporter_of"]
-
-MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
+__all__ = ["reporter_of", "says_all"]
 
 WATCH_EVERY_S = 0.5
 
@@ -48,6 +46,11 @@ def reporter_of(rank: int) -> Reporter:
     restarts, port = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("MASTER_PORT", "0")
     scratch = ScratchFolder(f"{job}-{step}-{restarts}-{port}")
     return SiblingReporter(rank, _folder_of_run(scratch.path, rank), scratch)
+
+
+def says_all(error: BaseException) -> bool:
+    """Whether its message is shown without a traceback."""
+    return isinstance(error, TerrazzoError) and error.says_all
 
 
 class SiblingReporter(Reporter):
@@ -92,11 +95,11 @@ def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) ->
     """
     if not isinstance(error, Exception):
         return
-    if isinstance(error, MENDABLE) and not is_first:
+    if says_all(error) and not is_first:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SIBLING_GRACE_S)
         return
-    if isinstance(error, MENDABLE):
+    if says_all(error):
         report_to_torchrun(failure.text)
     else:  # as torch's own handler has it, which would write passwords
         report_to_torchrun(without_passwords(f"{type(error).__name__}: {error}"), failure.text)

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, TerrazzoError
+from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import FAILED, INTERRUPTED, reason_of
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, note_of_code
 from terrazzo.train.launch.launcher_pipe import Failure, Reporter
-from terrazzo.train.launch.rank.failure_reporters import MENDABLE, reporter_of
+from terrazzo.train.launch.rank.failure_reporters import reporter_of, says_all
 
 __all__ = ["RankProcess"]
-
-_LASTING = (BadInput, Misuse, Diverged, Corrupted, FolderLost, KeyboardInterrupt)
-"""What no restart mends, or nobody wants one after."""
 
 
 class RankProcess:
@@ -84,7 +81,7 @@ class RankProcess:
 
     def _fail(self, error: BaseException, code: int) -> None:
         """Note it, and report it, on screen where that fails: this process ends here, and nobody else can say it."""
-        failure = Failure(self._rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING))
+        failure = Failure(self._rank, time.monotonic_ns(), code, _text(error), _lasts(error))
         cause = _cause(error)
         self._note_exit(lambda step: ExitNote(code, reason_of(code), cause, self._rank, step))
         try:
@@ -107,14 +104,19 @@ def _exit_code(error: BaseException) -> int:
     return FAILED
 
 
+def _lasts(error: BaseException) -> bool:
+    """Whether no restart mends it, or nobody wants one after it."""
+    return error.lasts if isinstance(error, TerrazzoError) else isinstance(error, KeyboardInterrupt)
+
+
 def _text(error: BaseException) -> str:
     """A paragraph for what the user can mend, the whole traceback for everything else; no passwords."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted."
-    text = f"Error: {error}" if isinstance(error, MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
+    text = f"Error: {error}" if says_all(error) else "".join(traceback.format_exception(error)).rstrip()
     return str(without_passwords(text))
 
 
 def _cause(error: BaseException) -> str:
     """Without a traceback."""
-    return _text(error) if isinstance(error, MENDABLE) else _text(error).splitlines()[-1]
+    return _text(error) if says_all(error) else _text(error).splitlines()[-1]
