@@ -26,7 +26,7 @@ def logged(step: int, loss: float) -> dict[str, Any]:
 
 
 LINES = [
-    {"kind": "validation", "step": 0, "loss": 5.25},
+    {"kind": "validation", "step": 0, "loss": 5.25, "bits_per_byte": 7.57413},
     logged(10, 4.5),
     record(10, input=0.25, late=[0.5, 0.0, 0.25]),
     logged(20, 4.25),
@@ -43,7 +43,7 @@ def test_a_screen_has_progress_log_steps_causes_and_ranks() -> None:
     assert text.startswith("run · step 20 of 40 · 20 s left · last record 3 s ago\n")
     header, validation, first, second = rows_of(LINES, 40, 80)
     assert header.split()[:2] == ["step", "loss"]
-    assert "held out" in validation
+    assert validation == "     0   5.2500  held out, 7.5741 bits per byte"
     assert [row.split()[:2] for row in (first, second)] == [["10", "4.5000"], ["20", "4.2500"]]
     assert second.endswith("40 s")
     assert f"  input       25%  {'█' * 10}\n" in text

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from terrazzo.telemetry.display.step_table import StepTable, duration
-from terrazzo.telemetry.log.records import restart_text
+from terrazzo.telemetry.log.records import restart_text, validation_text
 from terrazzo.telemetry.steps.metrics import StepMetrics
 
 __all__ = ["has_ended", "rows_of", "screen_of"]
@@ -45,9 +45,9 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
         if metrics is not None:
             rows.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
         elif line["kind"] == "validation" and "loss" in line:
-            rows.append(table.remark(line["step"], f"{line['loss']:.4f}", "held out"))
+            rows.append(table.remark(line["step"], validation_text(line), f"{line['loss']:.4f}")[:width])
         elif line["kind"] == "restart":
-            rows.append(table.remark(line["step"], "", restart_text(line))[:width])
+            rows.append(table.remark(line["step"], restart_text(line))[:width])
         elif not known and line["kind"] == "step":  # a loop of one's own, which says nothing of its loss
             rows.append(f"{line['step']:>6}  {line['step_s']:.3g} s a step")
     return rows

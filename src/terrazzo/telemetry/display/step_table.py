@@ -81,7 +81,7 @@ class StepTable:
         """A log step; `left_s` are the seconds that the rest of the run will take at this pace."""
         return self._line(str(metrics.step), [column.cell(metrics) for column in self._columns], duration(left_s))
 
-    def remark(self, step: int, loss: str, text: str) -> str:
+    def remark(self, step: int, text: str, loss: str = "") -> str:
         """What else there is to say of a step, after a loss below those of the other rows, if it has one."""
         return f"{step:>{self._step}}  {f'{loss:>{_COLUMNS[0].width}}  ' if loss else ''}{text}"
 

@@ -18,6 +18,7 @@ __all__ = [
     "restart_text",
     "run_lines",
     "steps_of",
+    "validation_text",
     "weighted",
 ]
 
@@ -104,6 +105,13 @@ def of_these_ranks(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
 def restart_text(line: Mapping[str, Any]) -> str:
     """A line of kind `restart` in words."""
     return f"restart {line['number']} of {line['most']}, on {counted(line['ranks'], 'rank')}, after: {line['why']}"
+
+
+def validation_text(line: Mapping[str, Any]) -> str:
+    """What a line of kind `validation` has beside its loss, in words."""
+    if "accuracy" in line:
+        return f"held out, {line['accuracy']:.1%} of pairs in order"
+    return f"held out, {line['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in line else "held out"
 
 
 def weighted(records: Sequence[Mapping[str, Any]], *names: str) -> float:

@@ -17,6 +17,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import counted
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry import StepMetrics, duration, restart_text
+from terrazzo.telemetry.log.records import validation_text
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.planning.run_review import RunReview
@@ -90,7 +91,7 @@ class RunReport:
         self._first_validation = self._first_validation or (self._session.step, validation)
         self._last_validation = validation
         self._files.log("validation", validation.as_dict())
-        self._remark(f"held out, {validation.number(4)} {validation.unit}", f"{validation.loss:.4f}")
+        self._remark(validation_text(validation.as_dict()), f"{validation.loss:.4f}")
 
     def sample(self, text: str) -> None:
         """A text sample; the last one is in the summary."""

@@ -70,7 +70,7 @@ class RunScreen:
 
     def remark(self, step: int, text: str, loss: str = "") -> None:
         """What else there is to say of a step, between the rows of the table."""
-        self.say(self._table.remark(step, loss, text))
+        self.say(self._table.remark(step, text, loss))
 
     def command(self, label: str, command: str) -> None:
         """A command to be copied, which has to be seen."""
