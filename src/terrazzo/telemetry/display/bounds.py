@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 __all__ = ["BOUNDS", "BoundRow"]
 
@@ -11,13 +11,17 @@ class BoundRow(NamedTuple):
     """A cause of the record of a step, or what a verdict says in place of one.
 
     Attributes:
+        kind: how records have it: as a number of its own in a step (`part`) or between two (`between`), by axis
+            (`exchange`), by rank (`late`), or as what is left (`rest`).
         title: its name in a verdict; `{rank}` is the rank that others wait for.
         evidence: what was measured, in the words behind the seconds.
         edit: what would help, where no setting is known to, or there are none; `{axis}` is that of the exchange.
-        script_edit: the same for a script of somebody else's; empty where that depends on what the script uses.
+        script_edit: the same for a script of somebody else's, where nothing that it uses says more; empty where that
+            always does.
         color: of its part in a picture; empty for what no record has as a cause.
     """
 
+    kind: Literal["rest", "exchange", "late", "part", "between"]
     title: str
     evidence: str
     edit: str
@@ -25,38 +29,46 @@ class BoundRow(NamedTuple):
     color: str = ""
 
 
-_COMMUNICATION, _FASTER = "exposed communication", "More ranks, or faster ones, would shorten it"
+_COMMUNICATION, _FASTER = "exposed communication", "More ranks, or faster ones,"
 
 BOUNDS: dict[str, BoundRow] = {
     "compute": BoundRow(
+        "rest",
         "compute",
         "is arithmetic, the engine and the loop",
+        f"{_FASTER} would shorten it",
         _FASTER,
         color="#3b7dd8",
     ),
     "device": BoundRow(
+        "rest",
         "the device's queue",
         "is neither input nor evaluation nor saving; compute and exchanges are not told apart on CUDA",
+        f"{_FASTER} would shorten it",
         _FASTER,
     ),
     "host": BoundRow(
+        "rest",
         "the host",
         "goes by while the device mostly has nothing to do, because the script queues work too slowly",
-        _FASTER,
+        f"{_FASTER} would shorten it",
     ),
     "gather": BoundRow(
+        "exchange",
         _COMMUNICATION,
         "is waiting for weights, all ranks being there",
         "A plan that gathers less, such as zero2 in place of zero3, or larger micro-batches would help",
         color="#d9730d",
     ),
     "reduce": BoundRow(
+        "exchange",
         _COMMUNICATION,
         "is waiting for sums of gradients, all ranks being there",
         "Larger micro-batches, or a plan that reduces once a step, such as zero1, would help",
         color="#c9a227",
     ),
     "exchange": BoundRow(
+        "exchange",
         _COMMUNICATION,
         "is waiting for activations, all ranks being there",
         "A shorter {axis} axis, or one that stays inside a machine, would help",
@@ -64,6 +76,7 @@ BOUNDS: dict[str, BoundRow] = {
         "#8f5fbf",
     ),
     "late_peer": BoundRow(
+        "late",
         "waiting for late ranks",
         "is waiting while not all are there, and no one rank is always the last",
         "Cores of its own for each rank, and batches of equal length, would help",
@@ -71,6 +84,7 @@ BOUNDS: dict[str, BoundRow] = {
         "#cf3f3f",
     ),
     "late_rank": BoundRow(
+        "late",
         "rank {rank}",
         "is what the others wait for it",
         "A look at its machine (what else runs there, its clock, its drives) would help",
@@ -78,12 +92,14 @@ BOUNDS: dict[str, BoundRow] = {
         " alone,",
     ),
     "tier": BoundRow(
+        "part",
         "offload",
         "is waiting for updates away from the device",
         "States on the device, as far as they fit, would help",
         color="#5f9ea0",
     ),
     "update": BoundRow(
+        "part",
         "the optimizer",
         "is its update, which every rank makes of all weights",
         "A plan that divides the optimizer's state, such as zero1, would help",
@@ -91,12 +107,14 @@ BOUNDS: dict[str, BoundRow] = {
         "#4fa36b",
     ),
     "input": BoundRow(
+        "part",
         "data",
         "is waiting for the next batch",
         "Batches read in the background, from a local drive, would help",
         color="#b35c8f",
     ),
     "evaluate": BoundRow(
+        "between",
         "evaluation",
         "goes to it and to samples",
         "Evaluating less often would help",
@@ -104,6 +122,7 @@ BOUNDS: dict[str, BoundRow] = {
         "#8b8f94",
     ),
     "save": BoundRow(
+        "between",
         "saving",
         "goes to checkpoints",
         "Saving in the background, or less often, would help",

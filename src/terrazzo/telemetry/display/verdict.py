@@ -28,14 +28,11 @@ STARVED = 0.8
 """Least share of looks at which a device had nothing to do: it waits for the host."""
 
 _ACTIVATIONS = ("tp", "cp", "ep", "pp")
-_EXCHANGES = ("gather", "reduce", "exchange")
-_PARTS = ("tier", "update", "input", "evaluate", "save")
+_BETWEEN = tuple(name for name, row in BOUNDS.items() if row.kind == "between")
+"""Without them also what ranks wait for each other there would take no time."""
+
+_PARTS = (*(name for name, row in BOUNDS.items() if row.kind == "part"), *_BETWEEN)
 """Causes that a record has as one number each, without axes and without ranks."""
-
-_BETWEEN = ("evaluate", "save")
-"""Between steps: without them also what ranks wait for each other there would take no time."""
-
-_RESTS = ("compute", "device", "host")
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Verdict:
     def __str__(self) -> str:
         amount = f"{_seconds(self.seconds)} of {_seconds(self.step_s)} s ({self.share:.0%})"
         mended = f"{self.edit} would help" if "=" in self.edit else self.edit
-        most = "" if self.bound in _RESTS else f", by {self.share:.0%} at most"
+        most = "" if BOUNDS[self.bound].kind == "rest" else f", by {self.share:.0%} at most"
         return f"{self.name} bounds the step: {amount} {self.evidence}. {mended}{most}."
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +121,9 @@ def verdict_of(
         seconds=largest.seconds,
         step_s=step_s,
         evidence=_evidence(largest, records, uneven),
-        edit=edit_for("compute" if largest.name in _RESTS else largest.name, largest.axis, settings, admits),
+        edit=edit_for(
+            "compute" if BOUNDS[largest.name].kind == "rest" else largest.name, largest.axis, settings, admits
+        ),
         steps=sum(record["steps"] for record in records),
         axis=largest.axis,
         rank=largest.rank,
@@ -212,7 +211,7 @@ def _mends(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) ->
 
 
 def _title(cause: _Cause) -> str:
-    along = f" along {cause.axis}" if cause.name in _EXCHANGES and cause.axis else ""
+    along = f" along {cause.axis}" if BOUNDS[cause.name].kind == "exchange" and cause.axis else ""
     return BOUNDS[cause.name].title.format(rank=cause.rank) + along
 
 

@@ -18,7 +18,7 @@ from terrazzo.errors import BadInput
 from terrazzo.files import replacing
 from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
-from terrazzo.telemetry.log.run_folder import RunFolder
+from terrazzo.telemetry.log.run_folder import RunFolder, rank_files
 
 __all__ = ["FlightRecorder", "flights_of", "save_flight", "tails_of"]
 
@@ -143,11 +143,8 @@ def _clear(folder: Path, table: Mapping[str, Any]) -> None:
     """Remove what this rank has left in an earlier run; the first one does so of ranks that there are no more."""
     flight = RunFolder(folder).flight
     flight.mkdir(parents=True, exist_ok=True)
-    for path in flight.glob("rank-*.*"):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal() and (
-            int(number) == table["rank"] or (table["rank"] == 0 and int(number) >= table["world"])
-        ):
+    for rank, path in rank_files(flight):
+        if rank == table["rank"] or (table["rank"] == 0 and rank >= table["world"]):
             path.unlink(missing_ok=True)
 
 

@@ -19,15 +19,6 @@ __all__ = ["trace_of"]
 _ROWS = 100
 """Numbers of threads that a group may have."""
 
-_TITLES = {
-    "step": "steps",
-    "phase": "phases",
-    "unit": "units",
-    "wait": "waits",
-    "exchange": "exchanges",
-    "tier": "tiers",
-}
-
 
 def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
     """The last `steps` steps, and what follows them, as the object of a JSON file.
@@ -86,7 +77,7 @@ def _of_rank(flight: Flight, spans: Sequence[FlightSpan], shift: int) -> Iterato
         for row, content in enumerate(rows[:_ROWS]):
             thread = number * _ROWS + row
             if content:
-                title = _TITLES[group] + (f" {row + 1}" if len(rows) > 1 else "")
+                title = f"{group}s" + (f" {row + 1}" if len(rows) > 1 else "")
                 yield _about("thread_name", rank, thread, name=title)
                 yield _about("thread_sort_index", rank, thread, sort_index=thread)
             for span in content:

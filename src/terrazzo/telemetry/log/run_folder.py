@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from terrazzo.errors import BadInput
 from terrazzo.files import CHECKPOINTS, read_json
 
-__all__ = ["RunFolder", "note_of"]
+__all__ = ["RunFolder", "note_of", "rank_files"]
 
 _MOST_BYTES = 1 << 20
 """Of a configuration or a note; more is somebody else's file."""
@@ -17,6 +18,13 @@ _MOST_BYTES = 1 << 20
 def note_of(folder: Path) -> Path:
     """Beside a Hugging Face folder of a run: of which run and step it is."""
     return folder.with_name(f"{folder.name}.json")
+
+
+def rank_files(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The number of the rank, and the path, of each `rank-NUMBER.*` in a folder of a run."""
+    for path in sorted(folder.glob("rank-*.*")):
+        if (number := path.stem.removeprefix("rank-")).isdecimal():
+            yield int(number), path
 
 
 class RunFolder(NamedTuple):

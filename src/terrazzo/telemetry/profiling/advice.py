@@ -53,4 +53,4 @@ def _computing(cause: str, facts: Mapping[str, Any]) -> str:
     fused = [] if facts.get("compiles") else ["model = torch.compile(model)"]
     if cause == "host":
         return " or ".join([*fused, "larger batches"])
-    return " or ".join([*fused, *wide]) or "More ranks, or faster ones,"
+    return " or ".join([*fused, *wide]) or BOUNDS[cause].script_edit

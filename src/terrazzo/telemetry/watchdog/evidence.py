@@ -15,7 +15,7 @@ from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry.flight.ring import EventKind, Flight
 from terrazzo.telemetry.flight.spans import TableNames
 from terrazzo.telemetry.log.exit_note import ExitNote, overrule_exit
-from terrazzo.telemetry.log.run_folder import RunFolder
+from terrazzo.telemetry.log.run_folder import RunFolder, rank_files
 from terrazzo.telemetry.watchdog.recording import Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 
@@ -67,9 +67,8 @@ def keep_evidence(suspects: Sequence[Suspect], stall: Stall, code: int = STALLED
 
 def _clear(target: Path, world: int) -> None:
     """Remove what an earlier run has left of ranks that there are no more."""
-    for old in target.glob("rank-*.txt"):
-        number = old.stem.removeprefix("rank-")
-        if number.isdecimal() and int(number) >= world:
+    for rank, old in rank_files(target):
+        if rank >= world:
             old.unlink(missing_ok=True)
 
 

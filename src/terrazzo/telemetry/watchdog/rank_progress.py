@@ -158,15 +158,16 @@ class RankProgress:
 
     def issued(self, key: ExchangeKey) -> FlightEvent | None:
         """What it has said of an exchange that it has asked for."""
-        tracks = self.table.get("tracks", [])
-        track = tracks.index(list(key[:3])) if list(key[:3]) in tracks else -1
-        return self._issued[track].get(key[3])
+        return self._issued_beside(key).get(key[3])
 
     def has_come_to(self, key: ExchangeKey) -> bool:
         """Whether it has asked for that exchange, or for a later one on its track."""
-        tracks = self.table.get("tracks", [])
-        track = tracks.index(list(key[:3])) if list(key[:3]) in tracks else -1
-        return max(self._issued[track], default=0) >= key[3]
+        return max(self._issued_beside(key), default=0) >= key[3]
+
+    def _issued_beside(self, key: ExchangeKey) -> Mapping[int, FlightEvent]:
+        """What it has asked for on the track of that exchange."""
+        tracks, wanted = self.table.get("tracks", []), list(key[:3])
+        return self._issued.get(tracks.index(wanted), {}) if wanted in tracks else {}
 
     def words(self, key: ExchangeKey) -> str:
         """An exchange, as a sentence names it."""

@@ -185,7 +185,7 @@ class _PlainChat:
             head, content = self.tokenizer.encode([f"<|{message['role']}|>\n", message["content"]])
             start, length = length, length + len(head) + len(content) + 1
             if document.prompt_length is None and (self.loss_on == "all" or message["role"] == ASSISTANT):
-                learnt = (start + len(head), length) if self.loss_on == ASSISTANT else (max(start, 1), length)
+                learnt = (start + len(head), length) if self.loss_on == "assistant" else (max(start, 1), length)
                 spans.append(learnt)
             if index == document.prompt_length:
                 completion = start + len(head)
@@ -309,7 +309,7 @@ class _Conversation:
         if self.document.prompt_length is not None:
             tokens = self.tokens_of(self.text)
             return tokens, [self.completion(tokens, self.document.prompt_length)]
-        if loss_on == ASSISTANT and GENERATION.search(self.template):
+        if loss_on == "assistant" and GENERATION.search(self.template):
             return self.marked(*self.apply(self.messages, mask=True))
         tokens = self.tokens_of(self.text)
         return tokens, [(0, len(tokens))] if loss_on == "all" else self.turns(tokens)

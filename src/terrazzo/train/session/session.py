@@ -118,9 +118,14 @@ class Session:
         """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
         return steps * self.places_per_step / seconds / self.ranks.world_size * self.flops_per_token
 
-    def seed_from(self, step: int) -> int:
-        """For what ranks draw each for itself from `step` on; those along tp draw alike, as `DataShare.drawer` says."""
-        return self.config.train.seed + 1 + self.share.drawer + step * 1_000_003
+    def seed_from(self, step: int, drawer: int | None = None) -> int:
+        """For what is drawn from `step` on.
+
+        Args:
+            drawer: those with the same one draw alike; default: `DataShare.drawer`, of ranks that draw each for itself
+                but along tp.
+        """
+        return self.config.train.seed + 1 + (self.share.drawer if drawer is None else drawer) + step * 1_000_003
 
     def save(self) -> str:
         """Save a checkpoint of the current step; returns its path. Collective."""

@@ -100,7 +100,7 @@ class Replay:
         session, mesh = self._session, self._session.config.plan.mesh
         reader = (session.share.reader - offset) % session.share.readers
         place = session.ranks.rank % mesh.ranks_per_batch
-        torch.manual_seed(session.config.train.seed + 1_000_003 * session.step + 1_009 * reader + place // mesh.tp)
+        torch.manual_seed(session.seed_from(session.step, drawer=1_009 * reader + place // mesh.tp))
         batch = session.loader.first_of(reader, self._from)
         with unused_gradients(engine_of(session.model)) as unused:
             train_on(session, [batch], denominator=1.0)
