@@ -428,6 +428,38 @@ def test_bytes_are_those_of_the_table(plan: str, precision: str, ranks: int, exp
     assert cost.bytes_per_parameter == pytest.approx(expected + gradients)
 
 
+# twice 2 bytes of each element that is sent in codes, and of the part of the sums that a rank encodes
+@pytest.mark.parametrize(
+    ("plan", "replicas", "expected"),
+    [
+        ("zero0", 1, 4 + 4 / 8),
+        ("zero1", 1, 4.0),
+        ("zero3", 1, 4.0),
+        ("zero0", 2, 4 + 4 / 2),
+        ("zero3", 2, 4 / 4),  # along dp_replicate, behind the sums of the 4 ranks of dp_shard
+        ("hybrid_shard", 2, 4 / 4 + 4 / 8),
+        ("hpz", 2, 4 / 4),
+    ],
+)
+def test_what_codes_lose_is_in_the_table(plan: str, replicas: int, expected: float) -> None:
+    document: dict[str, Any] = {"plan": {"name": plan, "mesh": {"dp_replicate": replicas}}}
+    plain, coded = ({"name": "bf16", "quantized_reduce": "int4", "error_feedback": on} for on in (False, True))
+    without, description = (OURS.read({**document, "precision": each}).description for each in (plain, coded))
+    (before,), (cost,) = costs(without, (8,)), costs(description, (8,))
+    assert before.bytes_per_parameter is not None
+    assert cost.bytes_per_parameter == pytest.approx(before.bytes_per_parameter + expected)
+    assert cost.upcast == before.upcast
+    rows = [precisions(each).reduce for each in (without, description)]
+    assert rows == ["fp32, int4 codes", "fp32, int4 codes with error feedback"]
+
+
+def test_what_is_sent_in_codes_is_named_on_the_page() -> None:
+    precision = {"name": "bf16", "gather": "int8", "quantized_reduce": "int4", "error_feedback": True}
+    (line,) = [each for each in plan_words(OURS.read({"precision": precision}).description) if "dtypes: " in each]
+    assert line.endswith("moments fp32, gather int8, quantized_reduce int4, error_feedback")
+    assert "gather" not in "".join(plan_words(OURS.read({"precision": "bf16"}).description)).partition("dtypes")[2]
+
+
 def foreign(weight: str, compute: str, master: str, **more: Any) -> Description:
     dtypes = {"weight": weight, "compute": compute, "accumulate": "fp32", "master": master, "moments": "fp32"}
     rows = {f"sharding.{state}": Setting(str(place)) for state, place in Plan.named("zero3").places().items()}

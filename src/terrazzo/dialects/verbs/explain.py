@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.agreement import extras_by_key
-from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, as_text
+from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.mesh import data_ranks, degrees
 from terrazzo.dialects.verbs.understand import Understood
@@ -133,6 +133,10 @@ def _dtypes(description: Description) -> str:
     names = ("weight", "compute", "reduce", "accumulate", "master", "moments")
     dtypes = [(name, description.value(f"precision.{name}")) for name in names]
     known = [f"{name} {'as loaded' if dtype == LOADED else dtype}" for name, dtype in dtypes if dtype]
+    sent = {name: description.value(f"precision.{name}") for name in ("gather", "quantized_reduce")}
+    known += [f"{name} {form}" for name, form in sent.items() if not asks_for_nothing(f"precision.{name}", form)]
+    if description.value("precision.error_feedback"):
+        known.append("error_feedback")
     if scaling := description.value("precision.loss_scaling"):
         known.append(scaling_words(scaling))
     if fixed := description.value("precision.static_loss_scale"):

@@ -1,8 +1,9 @@
 """Every tensor's dtype, and what the dtypes cost in memory: the table that two configurations are compared by.
 
 Bytes are of model states at rest, per parameter and rank: compute weights, the gradient that is kept, master weights,
-and the optimizer's moments. A weight of the master's dtype at the master's place is the same memory; Terrazzo also
-derives a narrower weight from a master that is split alike (its table: 16/D for zero3 in bf16, and not 18/D).
+the optimizer's moments, and what codes of gradients lose, where that is kept: as if all parameters were matrices. A
+weight of the master's dtype at the master's place is the same memory; Terrazzo also derives a narrower weight from a
+master that is split alike (its table: 16/D for zero3 in bf16, and not 18/D).
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ def precisions(description: Description) -> Precisions:
         cells["compute"] += " autocast"
     if (linears := description.value("precision.linears")) not in (None, "compute"):
         cells["compute"] += f", linears {linears}"
+    if (form := description.value("precision.quantized_reduce")) not in (None, "none"):
+        owed = " with error feedback" if description.value("precision.error_feedback") else ""
+        cells["reduce"] += f", {form} codes{owed}"
     return Precisions(**cells)
 
 
@@ -78,13 +82,34 @@ def _cost(description: Description, ranks: int) -> Cost:
     split = {state: count or 1 for state, count in shards.items()}
     narrow = {name: min(size, known["compute"]) for name, size in known.items()}
     whole = _total(description, known, split)
-    return Cost(ranks, whole, whole - _total(description, narrow, split))
+    upcast = whole - _total(description, narrow, split)
+    return Cost(ranks, whole + _owed(description, ranks), upcast)
 
 
 def _total(description: Description, sizes: dict[str, float], split: dict[str, int]) -> float:
     states = sizes["master"] + _MOMENTS.get(description.value("optimizer.name"), _ADAM) * sizes["moments"]
     total = states / split["optim"] + sizes["accumulate"] / split["grad"]
     return total if _shared(description, sizes) else total + sizes["weight"] / split["weight"]
+
+
+_OWED = 4
+"""Bytes of what codes of one element have lost: in bf16 behind the last step, and behind the next."""
+
+
+def _owed(description: Description, ranks: int) -> float:
+    """What a rank keeps of that: of gradients that it sends along the outermost data axis, which those of dp_shard may
+    have split before; and of the sums that it sends back, where ranks along that axis keep all of them.
+    """
+    if not description.value("precision.error_feedback"):
+        return 0.0
+    sizes = _degrees(description, ranks)
+    shards, replicas = sizes["dp_shard"] or 1, sizes["dp_replicate"] or 1
+    parts = [_NAMES.get(part, part) for part in str(description.value("sharding.optim")).split(",")]
+    splits = {axis: axis in parts or "D" in parts for axis in "SR"}
+    along, ranks_along = ("R", replicas) if replicas > 1 else ("S", shards)
+    elements = 1 / shards if along == "R" and splits["S"] else 1.0
+    elements += 0 if splits[along] else elements / ranks_along
+    return _OWED * elements / ((sizes["tp"] or 1) * (sizes["pp"] or 1))
 
 
 def _shared(description: Description, sizes: dict[str, float]) -> bool:
@@ -105,10 +130,14 @@ def _size(description: Description, name: str) -> float | None:
     return _BYTES.get(value)
 
 
+def _degrees(description: Description, ranks: int) -> dict[str, int | None]:
+    return degrees(description.replace({"mesh.world": Setting(ranks, "derived")}))
+
+
 def _shards(description: Description, state: str, ranks: int) -> int | None:
     """Into how many parts a state is cut; None where that is not known, or not of so many ranks."""
     axes = description.value(f"sharding.{state}")
-    sizes = degrees(description.replace({"mesh.world": Setting(ranks, "derived")}))
+    sizes = _degrees(description, ranks)
     if None not in sizes.values() and math.prod(degree or 1 for degree in sizes.values()) != ranks:
         return None
     data = {"S": sizes["dp_shard"], "R": sizes["dp_replicate"], "cp": sizes["cp"]}
