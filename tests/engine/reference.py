@@ -96,7 +96,10 @@ class Owed:
         waiting = (blocks == 0).all(1).repeat_interleave(256)[: values.numel()].view(values.shape)
         total = torch.where(waiting, 0.0, before * self.scale + values.float())
         decoded = as_sent(total, form)
-        self._next[place] = torch.where(waiting, before, (total - decoded) / self.scale).bfloat16().float()
+        lost = (total - decoded) / self.scale
+        finite = nn.functional.pad(lost.flatten(), (0, -lost.numel() % 256)).view(-1, 256).isfinite().all(1)
+        keeps = waiting | ~finite.repeat_interleave(256)[: values.numel()].view(values.shape)
+        self._next[place] = torch.where(keeps, before, lost).bfloat16().float()
         return decoded
 
     def settle(self, taken: bool) -> None:

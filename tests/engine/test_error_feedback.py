@@ -164,6 +164,62 @@ def test_gradients_that_are_forgotten_for_some_parameters_are_owed_by_these_alon
         torch.testing.assert_close(applied + owing, true, rtol=0, atol=0.1)  # to bf16 of what is owed
 
 
+@pytest.mark.parametrize("in_one_call", [False, True])
+def test_a_gradient_that_is_set_to_zero_in_place_is_forgotten(in_one_call: bool) -> None:
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        model, optimizer = shard("zero3", (2,))
+        for step in range(3):
+            before = owed(model)["all"]
+            model(slopes(step, rank)).sum().backward()
+            if step == 1:
+                grads = [parameter.grad for parameter in model.parameters()]
+                if in_one_call:
+                    torch._foreach_zero_(grads)
+                else:
+                    for grad in grads:
+                        grad.zero_()
+            optimizer.step()
+            assert torch.equal(before, owed(model)["all"]) == (step == 1)
+            optimizer.zero_grad()
+        return -2 * tz.full_state_dict(model, keep=True)["matrix"].double().flatten(), owed(model)["all"]
+
+    (applied, first), (_, second) = on_ranks(2, body)
+    true = sum(slopes(step, rank).double().flatten() for step in (0, 2) for rank in range(2))
+    torch.testing.assert_close(applied + first + second, true, rtol=0, atol=0.1)  # to bf16 of what is owed
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_block_that_is_not_finite_owes_what_it_owed_before(plan: str, value: float) -> None:
+    """Of four blocks of a matrix the first, on the rank that sends it and, of sums, on the one that adds it."""
+
+    def body(rank: int) -> list[dict[str, Tensor]]:
+        model, optimizer = shard(plan, (2,))
+        behind = []
+        for step in range(3):
+            values = slopes(step, rank)
+            if step == 1 and rank == 0:
+                values[3, 3] = value
+            model(values).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            behind.append(owed(model))
+        return behind
+
+    ranks = on_ranks(2, body)
+    sent = "error_feedback, 0"
+    assert ranks[0][0][sent][:256].any()
+    for rank, (first, second, third) in enumerate(ranks):
+        assert all(each[kind].isfinite().all() for each in (first, second, third) for kind in each)
+        number = sent if rank == 0 else next(kind for kind in first if kind.startswith("error_feedback@1"))
+        assert torch.equal(first[number][:256], second[number][:256]) == (rank == 0)
+        assert not torch.equal(second[number][:256], third[number][:256])
+        assert not torch.equal(first[number][256:], second[number][256:])
+    if plan == "zero0":
+        of_sums = next(kind for kind in ranks[0][0] if "of_sums" in kind)
+        assert torch.equal(*(ranks[0][step][of_sums][:256] for step in (0, 1)))
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,12 @@ class GradientAnswers:
         self._engine.progress.note(f"{name}.grad.{what}")
         bucket.gradient.finished.change(index, change)
 
+    def zero(self, key: GradientKey) -> None:
+        """Set one parameter's gradient to zero: no step will have what was sent of it."""
+        bucket, index = key
+        self.change(key, "zero_()", Tensor.zero_)
+        bucket.gradient.feedback.forget([index])
+
     def prepare_change(self, name: str) -> None:
         """Refuse a change of the gradient of `name` where there can be none now.
 

@@ -41,6 +41,9 @@ class Gradients(Protocol):
     def change(self, key: GradientKey, what: str, change: Callable[[Tensor], Any]) -> None:
         """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
 
+    def zero(self, key: GradientKey) -> None:
+        """Set one parameter's gradient to zero: no step will have what was sent of it."""
+
 
 class GradientStandIn(Placeholder):
     """Shape, dtype and device of a gradient; what is not one of the actions below raises `Misuse`."""
@@ -144,7 +147,9 @@ def _clamp(grad: GradientStandIn, *bounds: Any, **named: Any) -> GradientStandIn
 
 
 def _zero(grad: GradientStandIn) -> GradientStandIn:
-    return _changed(grad, "zero_()", Tensor.zero_)
+    answers, key = _answers_for(grad)
+    answers.zero(key)
+    return grad
 
 
 def _same(grad: GradientStandIn, *rest: Any) -> GradientStandIn:

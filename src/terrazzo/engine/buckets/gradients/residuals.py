@@ -70,7 +70,7 @@ class Residual:
         """Replace the blocks `into` by those of `values` and what is owed, of which the loss is owed from now on.
 
         What is owed of a block that is zero waits: so it makes no difference whether a parameter without a gradient is
-        summed, or how often.
+        summed, or how often. Of a block that is not finite nothing is known to be lost: it owes what it did before.
 
         Args:
             values: 1-D, all of this rank's.
@@ -86,7 +86,8 @@ class Residual:
                 total = owed.mul(scale).add_(rows).masked_fill_(waiting, 0).view(-1)
                 blocks.encode(total, into[packed])
                 total = total.sub_(blocks.decode(into[packed])).div_(scale).view_as(rows)
-                lost.copy_(torch.where(waiting, owed, total).view(-1))
+                keeps = waiting | ~total.isfinite().all(1, keepdim=True)
+                lost.copy_(torch.where(keeps, owed, total).view(-1))
         self._ahead = True
 
     def settle(self, stepped: Sequence[Range] | None) -> None:
