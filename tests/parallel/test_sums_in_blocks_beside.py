@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 import terrazzo as tz
+from terrazzo import checkpoint
 from terrazzo.engine import WireFormat, engine_of
 from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.train.model.decoder import Block
@@ -147,3 +149,63 @@ def test_parts_are_bitwise_the_sums_of_plain_pytorch(plan: str, axes: dict[str, 
                         assert torch.equal(own, whole[0, first - start : last - start]), (name, start, step)
                         checked += bool(form)
     assert checked > 16
+
+
+class Beside(nn.Module):
+    """One matrix that ranks along `tp` share, and compute the same gradient of, and two of which each has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.shared = nn.Linear(32, 32, bias=False)
+            self.parts = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.parts(self.shared(values))  # type: ignore[no-any-return]
+
+
+def owed_of_shared(axes: dict[str, int], rank: int, load: Path | None, save: Path | None) -> list[dict[str, Tensor]]:
+    """By kind, this rank's: at the start, behind two steps that are saved, and behind two more."""
+    model: Any = Beside()
+    mesh = tz.mesh(**axes, device="cpu")  # type: ignore[arg-type]
+    if "tp" in axes:
+        styles = {"parts": "enter", "parts.0": "column", "parts.2": "row"}
+        tz.parallelize(model, mesh, tensor=styles, sequence=False)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = replace(tz.Precision.named("fp32"), quantized_reduce=WireFormat.INT4, error_feedback=True)
+    model, optimizer = tz.shard(model, optimizer, "zero3", precision=precision, mesh=mesh)
+    if load is not None:
+        checkpoint.load(load, model, optimizer)
+    shown = list[dict[str, Tensor]]()
+    for step in range(5):
+        if step % 2 == 0:
+            pieces = tz.engine.ModelState(model).pieces()
+            of_shared = [each for each in pieces if each.name == "shared.weight" and "error" in each.kind]
+            shown.append({each.kind: each.tensor.clone() for each in of_shared})
+        if step == 2 and save is not None:
+            checkpoint.save(save, model, optimizer, {})
+        seed = 10 * step + rank // axes.get("tp", 1)
+        model(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine_of(model).close()
+    return shown
+
+
+def test_what_is_owed_of_a_shared_matrix_goes_to_ranks_whose_gradients_count(tmp_path: Path) -> None:
+    """The others send zeros of it: a share of theirs would wait for ever."""
+    axes = {"dp_shard": 2, "tp": 2}
+    before = run_in_threads(
+        2, lambda rank: owed_of_shared({"dp_shard": 2}, rank, None, tmp_path / "data"), timeout_s=60.0
+    )
+    after = run_in_threads(
+        4, lambda rank: owed_of_shared(axes, rank, tmp_path / "data", tmp_path / "both"), timeout_s=60.0
+    )
+    again = run_in_threads(4, lambda rank: owed_of_shared(axes, rank, tmp_path / "both", None), timeout_s=60.0)
+    for rank, (start, *later) in enumerate(after):
+        assert len(start) == (rank % 2 == 0)
+        for kind, value in start.items():
+            assert value.any() and torch.equal(value, before[rank // 2][1][kind])
+            assert not any(torch.equal(value, each[kind]) for each in later), "what is owed has waited"
+        assert all(torch.equal(value, again[rank][0][kind]) for kind, value in later[0].items())

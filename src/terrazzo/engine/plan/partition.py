@@ -66,6 +66,11 @@ class Member:
         return Family.DENSE if self.record is None else self.record.family
 
     @property
+    def replicated(self) -> bool:
+        """Whether each rank of the family's axes computes the same whole gradient, of which the first one's counts."""
+        return self.record is not None and self.record.replicated
+
+    @property
     def box(self) -> Box:
         """What this rank has of it."""
         return Box.all_of(self.parameter.shape) if self.record is None else self.record.box

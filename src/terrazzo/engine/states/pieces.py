@@ -161,7 +161,10 @@ def feedback_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
             split = (*residual.axes, *residual.apart)
             alike = (axis for axis in bucket.sharding.axes.names if axis not in split)
             share = bucket.space.range((*residual.axes, *alike))
-            yield from _pieces(bucket, kind_of_replica(residual.kind, residual.number), residual.kept, share)
+            for slot, member in zip(bucket.slots, bucket.members, strict=True):
+                own = share.intersect(slot.range)
+                if own.numel and (number := residual.number_of(member.replicated)) is not None:
+                    yield from _stored(bucket, slot, kind_of_replica(residual.kind, number[0]), own, residual.kept)
 
 
 def copied_pieces(

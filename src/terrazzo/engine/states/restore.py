@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradients.residuals import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
@@ -82,23 +81,24 @@ def restore_outer(buckets: list[Bucket], read: Read) -> None:
 def restore_feedback(buckets: list[Bucket], read: Read) -> None:
     """Set what is owed of codes, so that all ranks together owe what they did.
 
-    Of m ranks that owe for themselves, number r takes over the numbers r, r + m, r + 2m and so on, added in that order
-    in fp32; where no sums are encoded here, what is owed of these likewise.
+    Of m ranks that owe for themselves of a parameter, number r takes over the numbers r, r + m, r + 2m and so on, added
+    in that order in fp32; where no sums are encoded here, what is owed of these likewise.
     """
     for bucket in buckets:
         residuals = bucket.gradient.feedback.residuals
         for residual in residuals:
             residual.clear()
             kinds = [residual.kind] if len(residuals) > 1 else [OWED, OWED_OF_SUMS]
-            for slot in bucket.slots:
-                taken = [kind for each in kinds for kind in _numbered(read, slot.name, each, residual)]
+            for slot, member in zip(bucket.slots, bucket.members, strict=True):
+                own = residual.number_of(member.replicated)
+                taken = [kind for each in kinds if own for kind in _numbered(read, slot.name, each, *own)]
                 _restore(residual.kept, slot, residual.kind, residual.kept.range, _total(read, taken))
 
 
-def _numbered(read: Read, name: str, kind: str, residual: Residual) -> list[str]:
-    """The kinds of a parameter's states that a rank takes over."""
+def _numbered(read: Read, name: str, kind: str, own: int, count: int) -> list[str]:
+    """The kinds of a parameter's states that the rank of that number, of so many, takes over."""
     numbers = itertools.takewhile(lambda n: read(name, kind_of_replica(kind, n), 0, 0) is not None, itertools.count())
-    return [kind_of_replica(kind, number) for number in numbers if number % residual.count == residual.number]
+    return [kind_of_replica(kind, number) for number in numbers if number % count == own]
 
 
 def _total(read: Read, kinds: Sequence[str]) -> Read:

@@ -77,7 +77,7 @@ class Gradient:
         self.feedback = ErrorFeedback(space, spec)
         self._numels = [math.prod(member.shape) for member in members]
         first = sharding.axes.is_first(sharding.axes.summed_beside)
-        self._counts = [first or member.record is None or not member.record.replicated for member in members]
+        self._counts = [first or not member.replicated for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
         self._partial_place: Buffer | None = None

@@ -53,18 +53,21 @@ class Residual:
     def nbytes(self) -> int:
         return self.kept.nbytes + self._next.nbytes
 
-    @property
-    def number(self) -> int:
-        """Of this rank among those that owe for themselves."""
-        number = 0
-        for place, size in self._space.axes.cuts(self.apart):
-            number = number * size + place
-        return number
+    def number_of(self, replicated: bool) -> tuple[int, int] | None:
+        """This rank's number among those that owe for themselves of a parameter, and how many these are.
 
-    @property
-    def count(self) -> int:
-        """Of these ranks."""
-        return self._space.axes.size(self.apart)
+        Args:
+            replicated: ranks beside each other compute the same gradient, of which the first one's counts. The others
+                send zeros and never owe anything: None.
+        """
+        axes = self._space.axes
+        beside = [axis for axis in self.apart if replicated and axis in axes.summed_beside]
+        if not axes.is_first(beside):
+            return None
+        number, apart = 0, [axis for axis in self.apart if axis not in beside]
+        for place, size in axes.cuts(apart):
+            number = number * size + place
+        return number, axes.size(apart)
 
     def encode(self, values: Tensor, blocks: BlockCodes, into: Tensor, scale: float) -> None:
         """Replace the blocks `into` by those of `values` and what is owed, of which the loss is owed from now on.
