@@ -304,6 +304,27 @@ def test_a_checkpoint_goes_on_without_and_one_without_owes_nothing(saved: Any, t
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_an_optimizer_that_loads_a_state_dict_owes_nothing(plan: str) -> None:
+    def body(rank: int) -> list[Tensor]:
+        model, optimizer = shard(plan, (2,))
+        state = optimizer.state_dict()
+        run(model, optimizer, rank, range(2))
+        model(slopes(2, rank)).sum().backward()
+        before = owed(model)["all"]
+        optimizer.load_state_dict(state)
+        behind = owed(model)["all"]
+        optimizer.zero_grad()
+        run(model, optimizer, rank, (3,))
+        fresh, fresh_optimizer = shard(plan, (2,))
+        run(fresh, fresh_optimizer, rank, (3,))
+        return [before, behind, owed(model)["all"], owed(fresh)["all"]]
+
+    for before, behind, later, fresh in on_ranks(2, body):
+        assert before.any() and not behind.any()
+        assert torch.equal(later, fresh)
+
+
 # -- bytes and what is refused ---------------------------------------------------------------------------------------
 
 

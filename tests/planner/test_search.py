@@ -397,6 +397,16 @@ def test_a_floor_that_is_the_answer_is_not_called_only_a_floor() -> None:
     assert str(offloaded) == ("1 is the first that runs, by offload; without, model states alone would need 2.")
 
 
+def test_what_is_owed_of_codes_is_not_in_the_floor() -> None:
+    """It is not split: one rank owes nothing, and of several each may owe of the whole model."""
+    codes = "bf16,quantized_reduce=int4"
+    plain, owing = (
+        min_gpus(request("llama3-8b", "1..2", strategy="zero3", precision=codes + more))
+        for more in ("", ",error_feedback=true")
+    )
+    assert (owing.floor, owing.state_bytes) == (plain.floor, plain.state_bytes)
+
+
 def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
     assert min_gpus(request("llama3-8b", "16..64")).gpus == 16
     none = min_gpus(request("llama3-405b", "8..32"))

@@ -146,7 +146,10 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[ChunkStorageMetada
 
 
 def _size_bytes(source: Source) -> int:
-    states = [state for info in source.tensors.values() for state in info.states.values()]
+    """Of what is written of it."""
+    states = [info.states[kind] for info in source.tensors.values() for kind in (WEIGHT, BUFFER) if kind in info.states]
+    if source.optimizer is not None:
+        states += [state for info in source.tensors.values() for state in _optimizer_states(info).values()]
     return sum(state.numel * state.dtype.itemsize + ENTRY_BYTES for state in states) + ENTRY_BYTES
 
 

@@ -38,10 +38,9 @@ _STATE_OF = {
     "master": "optim",
     "moments": "optim",
     "outer": "optim",
-    "feedback": "grad",
     "gradients": "grad",
 }
-"""The states of a plan that terms are of."""
+"""The states of a plan that terms are of, where a disk can hold them."""
 
 DOUBT = 1.3
 """A run is refused for its activations only where the estimate is so much more than there is. Of published runs, nine
@@ -142,7 +141,10 @@ def _listed(terms: Sequence[Term]) -> str:
 def _edits(config: Config, setup: Setup, largest: Term) -> str:
     """Two edits that shrink the largest term."""
     batch, on_cpu, edits = config.batch, setup.cluster.device.kind == "cpu", []
-    if largest.name in CERTAIN:
+    smaller = "a smaller model.dim or model.layers" if config.model.kind == "decoder" else "a smaller model"
+    if largest.name == "feedback":
+        edits += ["precision.error_feedback=false, since no plan splits what a rank owes", smaller]
+    elif largest.name in CERTAIN:
         if setup.plan.base not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
         state = _STATE_OF.get(largest.name)
@@ -154,7 +156,7 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
             edits.append("precision=bf16-pure for 8 bytes per parameter")
         if not on_cpu:  # where ranks share one memory
             edits.append("more ranks")
-        edits.append("a smaller model.dim or model.layers" if config.model.kind == "decoder" else "a smaller model")
+        edits.append(smaller)
     else:
         if setup.checkpointing == "none":
             edits.append("train.activation_checkpointing=full")

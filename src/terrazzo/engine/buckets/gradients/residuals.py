@@ -109,11 +109,12 @@ class Residual:
         elif self._ahead:
             _copy(self.kept, self._next, elements)
 
-    def clear(self) -> None:
-        """Nothing is owed."""
-        self.forget(None)
-        with self.kept.opened(self.kept.range, "replace") as owed:
-            owed.zero_()
+    def clear(self, elements: Sequence[Range] | None = None) -> None:
+        """Nothing is owed of these elements; None: of all."""
+        for each in [self.kept.range] if elements is None else elements:
+            with self.kept.opened(each, "replace") as owed:
+                owed.zero_()
+        self.forget(elements)
 
 
 def _copy(source: Resting, target: Resting, elements: Sequence[Range]) -> None:
@@ -163,6 +164,11 @@ class ErrorFeedback:
         """Gradients of the parameters `own`, by default all, are forgotten: what was owed before them is owed."""
         for residual in self.residuals:
             residual.forget(None if own is None else self._elements(own))
+
+    def clear(self, own: Sequence[int]) -> None:
+        """Nothing is owed of the parameters `own`."""
+        for residual in self.residuals:
+            residual.clear(self._elements(own))
 
     def _elements(self, own: Sequence[int]) -> list[Range] | None:
         return None if len(own) == len(self._slots) else [self._slots[index] for index in own]
