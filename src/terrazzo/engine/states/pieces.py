@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradients.residuals import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
@@ -161,10 +162,15 @@ def feedback_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
             split = (*residual.axes, *residual.apart)
             alike = (axis for axis in bucket.sharding.axes.names if axis not in split)
             share = bucket.space.range((*residual.axes, *alike))
-            for slot, member in zip(bucket.slots, bucket.members, strict=True):
-                own = share.intersect(slot.range)
-                if own.numel and (number := residual.number_of(member.replicated)) is not None:
-                    yield from _stored(bucket, slot, kind_of_replica(residual.kind, number[0]), own, residual.kept)
+            yield from _owed(bucket, residual, share)
+
+
+def _owed(bucket: Bucket, residual: Residual, share: Range) -> Iterator[Piece]:
+    """What `share` has of what a rank owes; nothing of parameters of which another rank's gradient counts."""
+    for slot, member in zip(bucket.slots, bucket.members, strict=True):
+        own = share.intersect(slot.range)
+        if own.numel and (number := residual.number_of(member.replicated)) is not None:
+            yield from _stored(bucket, slot, kind_of_replica(residual.kind, number[0]), own, residual.kept)
 
 
 def copied_pieces(
@@ -177,8 +183,7 @@ def copied_pieces(
         axes = bucket.sharding.axes
         for residual in bucket.gradient.feedback.residuals if bucket.trainable else ():
             along = tuple(axis for axis in axes.live(axes.names) if axis not in (*residual.axes, *residual.apart))
-            kind = kind_of_replica(residual.kind, residual.number)
-            others.setdefault(along, []).extend(_pieces(bucket, kind, residual.kept, residual.kept.range))
+            others.setdefault(along, []).extend(_owed(bucket, residual, residual.kept.range))
         for momentum in bucket.outer[1:]:  # the weights that a round began with are compared in each round
             along = axes.live(axis for axis in (*axes.names, *axes.replicas) if axis not in bucket.outer_axes)
             others.setdefault(along, []).extend(_pieces(bucket, OUTER_MOMENTUM, momentum, momentum.range))
