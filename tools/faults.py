@@ -58,8 +58,8 @@ MUTATIONS = [
     Mutation(
         "what all tp ranks compute alike is counted for each of them",
         "engine/buckets/gradients/gradient.py",
-        "not member.record.replicated for",
-        "member.record.replicated for",
+        "not member.replicated for",
+        "member.replicated for",
         "parallel/test_tensor.py",
     ),
     Mutation(
