@@ -325,6 +325,17 @@ def test_an_optimizer_that_loads_a_state_dict_owes_nothing(plan: str) -> None:
         assert torch.equal(later, fresh)
 
 
+def test_what_is_owed_has_to_fit_beside_an_optimizer_without_states(saved: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("terrazzo.checkpoint.loading.misfits.OWED_DTYPE", torch.float16)  # as if it were kept so
+
+    def body(rank: int) -> None:
+        model, optimizer = shard("zero1", (2,))
+        with pytest.raises(BadInput, match=r"error_feedback\S* is torch\.bfloat16 .* would be rounded"):
+            checkpoint.load(saved["zero1 (2,)"][0], model, optimizer)
+
+    on_ranks(2, body)
+
+
 # -- bytes and what is refused ---------------------------------------------------------------------------------------
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.format.runs import Runs
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, kind_of_first
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.engine.plan.kinds import first_of
 from terrazzo.engine.plan.layout import PAGE_BYTES, Range
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput
@@ -180,7 +181,7 @@ class Source(ABC):
 
 def is_of_optimizer(kind: str) -> bool:
     """Whether a state is the optimizer's own, of whichever replica."""
-    return kind_of_first(kind) not in OF_NO_OPTIMIZER
+    return first_of(kind) not in OF_NO_OPTIMIZER
 
 
 def by_runs(read: Callable[[int, int], Tensor], shape: tuple[int, ...], part: Rectangle, dtype: torch.dtype) -> Tensor:

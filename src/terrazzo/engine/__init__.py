@@ -73,7 +73,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use
-    states.materialize, sharding.mesh_checks          what is done to a model before it is sharded
+    states.materialize, sharding.mesh_checks    what is done to a model before it is sharded
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     buckets.parameters.parameter                what a forward does with a weight
 

@@ -41,7 +41,7 @@ from terrazzo.checkpoint.source import (
     TensorInfo,
     is_of_optimizer,
 )
-from terrazzo.engine.plan.diloco import is_of_replica
+from terrazzo.engine.plan.kinds import is_numbered
 from terrazzo.errors import BadInput
 
 __all__ = ["export_dcp"]
@@ -177,7 +177,7 @@ def _add_states(writer: _Writer, root: TreePath, source: Source) -> None:
 
 def _optimizer_states(info: TensorInfo) -> dict[str, StateInfo]:
     """Of replicas that train by themselves those of the first: the format has one optimizer."""
-    return {kind: state for kind, state in info.states.items() if is_of_optimizer(kind) and not is_of_replica(kind)}
+    return {kind: state for kind, state in info.states.items() if is_of_optimizer(kind) and not is_numbered(kind)}
 
 
 def _reader(source: Source, name: str, kind: str) -> Callable[[int, int], Tensor]:

@@ -11,8 +11,9 @@ import torch
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo, is_of_optimizer
 from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica, kind_of_first, kind_of_replica
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import OWED, OWED_DTYPE, OWED_OF_SUMS
+from terrazzo.engine.plan.kinds import first_of, is_numbered, numbered
 
 __all__ = ["fitted_groups", "misfits", "unstepped"]
 
@@ -120,7 +121,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
         if info.shape != parameter.shape:
             continue
         wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (parameter.numel, parameter.dtype)}
-        there = {kind for kind in info.states if is_of_optimizer(kind) and not is_of_replica(kind)}
+        there = {kind for kind in info.states if is_of_optimizer(kind) and not is_numbered(kind)}
         if parameter.name in averaged:
             wanted[AVERAGE] = (parameter.numel, parameter.dtype)
             if AVERAGE not in info.states and parameter.numel:  # of what has no elements none is saved
@@ -130,10 +131,11 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
             yield from (f"{_shown(name)} has {kind}, which this optimizer does not keep"
                         for kind in sorted(there - parameter.states.keys()))  # fmt: skip
             wanted.update(parameter.states)
-            wanted.update((kind_of_replica(kind, replica), state) for kind, state in parameter.states.items())
+            wanted.update((numbered(kind, replica), state) for kind, state in parameter.states.items())
+        if with_optimizer:
             if momentum:
                 wanted[OUTER_MOMENTUM] = (parameter.numel, torch.float32)
-            owed = [kind for kind in info.states if kind_of_first(kind) in (OWED, OWED_OF_SUMS)]
+            owed = [kind for kind in info.states if first_of(kind) in (OWED, OWED_OF_SUMS)]
             wanted.update(dict.fromkeys(owed, (parameter.numel, OWED_DTYPE)))
         for kind, (numel, dtype) in wanted.items():
             if (state := info.states.get(kind)) is not None:

@@ -10,8 +10,9 @@ from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, is_of_optimizer
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.tensors import name_of
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, is_of_replica, kind_of_first
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.engine.plan.kinds import first_of, is_numbered
 from terrazzo.errors import BadInput
 
 __all__ = ["describe", "expand", "listing", "lost", "tensors", "total_bytes"]
@@ -97,7 +98,7 @@ def lost(source: Source, to: str) -> list[str]:
     if to != "terrazzo":
         kinds = {kind for info in source.tensors.values() for kind in info.states}
         lines += _lost_of_optimizer(source, kinds, to)
-        lines += [words for kind, words in _NOWHERE_ELSE.items() if kind in map(kind_of_first, kinds)]
+        lines += [words for kind, words in _NOWHERE_ELSE.items() if kind in map(first_of, kinds)]
         if source.extra:
             lines.append(f"extra: {', '.join(source.extra)}")
     if source.ranks:
@@ -111,7 +112,7 @@ def _lost_of_optimizer(source: Source, kinds: Set[str], to: str) -> Iterator[str
     if to == "hf":
         yield "the optimizer's state"
         return
-    if any(is_of_optimizer(kind) and is_of_replica(kind) for kind in kinds):
+    if any(is_of_optimizer(kind) and is_numbered(kind) for kind in kinds):
         yield "the optimizer's states of all replicas but the first (DiLoCo)"
     if source.optimizer.scaler:
         yield "the counters of the loss scaler"

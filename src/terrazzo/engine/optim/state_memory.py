@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.buckets.resting.narrow import NarrowState
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.plan.layout import Range
@@ -26,8 +27,8 @@ class StateMemory:
         state = self.segment.bucket.moments[key]
         if isinstance(state, NarrowState):
             elements, state = elements.as_bytes(state.form.blocks), state.codes
-        with state.opened(elements, "change") as data:
-            return data
+        assert isinstance(state, Buffer), "what is in files has to be staged"
+        return state.part(elements)
 
     def keep(self, key: str) -> None:
         """A step has written the segment's part of a state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,8 +29,8 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stages:
-    """The stages of a model that this rank runs.
+class Stages(ABC):
+    """The stages of a model that this rank runs: what the engine asks of a `ModelLine` of `parallel.pipeline`.
 
     Attributes:
         ranks: how many have stages of the model.
@@ -41,25 +42,25 @@ class Stages:
     rank: int
     chunks: tuple[tuple[str, ...], ...]
 
+    @abstractmethod
     def turns(self, micro_batches: int) -> Sequence[Turn]:
         """What this rank does in a step, in its order.
 
         Raises:
             BadInput: too few micro-batches.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def holders(self, names: Sequence[str]) -> tuple[int, ...]:
         """The ranks, in order, that have a parameter of these names; several where their stages share it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def runs(self, module: str) -> bool:
         """Whether this rank runs a module: in one of its stages or, where it has the last one, behind all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has(self, module: str) -> bool:
         """Whether a module is one of a stage's, or inside of one."""
-        raise NotImplementedError
 
     def buffers_here(self, model: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
         """The modules that have some, but those of stages that other ranks run, each with its own by name."""

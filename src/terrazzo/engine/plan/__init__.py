@@ -1,18 +1,19 @@
 """What is stated before anything is allocated: parameters in flat spaces, where their states rest, and what that moves.
 
-    layout         where each parameter lies in a flat space, and which part of it a rank has
-    rectangles     rectangular parts of tensors, and those that a flat range is made of
-    place          a plan: over which ranks each state is split, and on which tier it rests
-    precision      the dtype of every tensor
-    weight_wire    what weights are sent as
-    diloco         replicas that train by themselves, and their outer step
-    error_feedback what codes of gradients lose, and where it is kept
-    moves          one collective or copy, and the sums of a step that these make
-    bucket_spec    what follows from all of these for one bucket: its states, their memory, its moves
-    bucket_memory  what a bucket allocates and frees at each event of a step
-    box            the part of a parameter that a rank holds along `tp` or `ep`
-    partition      which module is a unit, and which unit owns each parameter
-    sharding_spec  the plan and the precision on this mesh, which all units follow
+    layout          where each parameter lies in a flat space, and which part of it a rank has
+    rectangles      rectangular parts of tensors, and those that a flat range is made of
+    place           a plan: over which ranks each state is split, and on which tier it rests
+    precision       in which dtype or format each state and message is, how it is rounded, and loss scaling
+    weight_wire     what weights are sent as
+    diloco          replicas that train by themselves, and their outer step
+    error_feedback  what codes of gradients lose, and where it is kept
+    kinds           names of states of which several ranks have their own
+    moves           one collective or copy, and the sums of a step that these make
+    bucket_spec     what follows from all of these for one bucket: its states, their memory, its moves
+    bucket_memory   what a bucket allocates and frees at each event of a step
+    box             the part of a parameter that a rank holds along `tp` or `ep`
+    partition       which module is a unit, and which unit owns each parameter
+    sharding_spec   the plan and the precision on this mesh, which all units follow
 
 Read them in that order.
 

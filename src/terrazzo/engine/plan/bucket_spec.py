@@ -111,7 +111,8 @@ class BucketSpec:
         update_wire: what new weights are sent as, from where the optimizer's are to where weights rest. If it rounds,
             those at rest are what ranks see of these.
         reduce_format: what its gradients are sent as along `block_axis`, the outermost data axis; None in a dtype.
-        owed: what is kept of the loss of their codes, and `feedback_tier` where: in host memory beside gradients there.
+        owed: what is kept of the loss of their codes, and `feedback_tier` where: in host memory where gradients are off
+            the device.
         weight_axes, between_axes, optim_axes: over which the states are split.
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
         has_own_master: whether master weights have memory of their own.
@@ -354,8 +355,7 @@ class BucketSpec:
         message = first.form.blocks.size_bytes(full)
         held = first.received_bytes + first.sum_bytes
         then = MoveBytes("all_gather", "gradients", axis, first.sent_bytes, held - message, form=first.form)
-        if self.owed:  # of sums before their division
-            return [first._replace(received_bytes=held), then]
+        divides = divides and not self.owed  # what is owed is of sums before their division
         return [first._replace(received_bytes=held, divides=divides), then]
 
     @property

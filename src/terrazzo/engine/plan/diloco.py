@@ -15,9 +15,6 @@ __all__ = [
     "OUTER_BLOCKS",
     "OUTER_MOMENTUM",
     "DiLoCo",
-    "is_of_replica",
-    "kind_of_first",
-    "kind_of_replica",
 ]
 
 OuterTraffic = Literal["fp32", "int8"]
@@ -99,21 +96,6 @@ class DiLoCo:
         if self.traffic == "int8":
             return OUTER_BLOCKS.size_bytes(numel) * (replicas - 1)
         return 2 * (round_up(numel, replicas) * 4 // replicas) * (replicas - 1)
-
-
-def kind_of_replica(kind: str, replica: int) -> str:
-    """What checkpoints call a state of the optimizer of one replica; that of the first has the optimizer's own name."""
-    return f"{kind}@{replica}" if replica else kind
-
-
-def is_of_replica(kind: str) -> bool:
-    """Whether that is what they call one of another than the first."""
-    return kind_of_first(kind) != kind
-
-
-def kind_of_first(kind: str) -> str:
-    """What they call that state of the first replica."""
-    return kind.partition("@")[0]
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,6 @@
-"""The dtype of every tensor the engine keeps, sends or computes with. Nothing is left to a library's default."""
+"""The dtype or format of every tensor that the engine keeps, sends or computes with, how it is rounded, and loss
+scaling. Nothing is left to a library's default.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.diloco import kind_of_first
+from terrazzo.engine.plan.kinds import first_of
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer
@@ -81,7 +81,7 @@ class ParameterInfo:
 
     def per_element(self, kind: str) -> bool:
         """Whether a state has a value for each element; weights and their averages have."""
-        return self.states is None or self.states.get(kind_of_first(kind), (self.numel, self.dtype))[1] is not None
+        return self.states is None or self.states.get(first_of(kind), (self.numel, self.dtype))[1] is not None
 
 
 class ModelState:

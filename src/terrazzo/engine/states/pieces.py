@@ -21,7 +21,8 @@ from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.plan.box import Owned
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, kind_of_replica
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
+from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
 from terrazzo.errors import Misuse, listed
@@ -115,7 +116,7 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
             if not (own := share(segment.bucket).intersect(part)).numel:
                 continue
             for kind, value in state.items():
-                name = kind_of_replica(kind, replica)
+                name = numbered(kind, replica)
                 if segment.keeps_per_element(kind, value):
                     yield from (replace(piece, kind=name) for piece in _moment(segment, slot, kind, own, value))
                 elif _has_first(segment.bucket, slot, own):
@@ -170,7 +171,7 @@ def _owed(bucket: Bucket, residual: Residual, share: Range) -> Iterator[Piece]:
     for slot, member in zip(bucket.slots, bucket.members, strict=True):
         own = share.intersect(slot.range)
         if own.numel and (number := residual.number_of(member.replicated)) is not None:
-            yield from _stored(bucket, slot, kind_of_replica(residual.kind, number[0]), own, residual.kept)
+            yield from _stored(bucket, slot, numbered(residual.kind, number[0]), own, residual.kept)
 
 
 def copied_pieces(

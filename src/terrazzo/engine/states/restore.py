@@ -16,8 +16,9 @@ from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.template import Template
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM, kind_of_replica
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range, Slot
 
 __all__ = [
@@ -97,8 +98,8 @@ def restore_feedback(buckets: list[Bucket], read: Read) -> None:
 
 def _numbered(read: Read, name: str, kind: str, own: int, count: int) -> list[str]:
     """The kinds of a parameter's states that the rank of that number, of so many, takes over."""
-    numbers = itertools.takewhile(lambda n: read(name, kind_of_replica(kind, n), 0, 0) is not None, itertools.count())
-    return [kind_of_replica(kind, number) for number in numbers if number % count == own]
+    numbers = itertools.takewhile(lambda n: read(name, numbered(kind, n), 0, 0) is not None, itertools.count())
+    return [numbered(kind, number) for number in numbers if number % count == own]
 
 
 def _total(read: Read, kinds: Sequence[str]) -> Read:
@@ -118,10 +119,10 @@ def _of_replica(read: Read, driver: OptimizerDriver) -> Read:
     """
     replica = driver.sharding.axes.replica
     names = [slot.name for bucket in driver.buckets for slot in bucket.slots]
-    kinds = {kind_of_replica(kind, replica) for segment in driver.segments for kind in segment.template}
+    kinds = {numbered(kind, replica) for segment in driver.segments for kind in segment.template}
     if not replica or all(read(name, kind, 0, 0) is None for name in names for kind in kinds):
         return read
-    return lambda name, kind, start, stop: read(name, kind_of_replica(kind, replica), start, stop)
+    return lambda name, kind, start, stop: read(name, numbered(kind, replica), start, stop)
 
 
 def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
@@ -179,8 +180,8 @@ def _read_off_device(segment: Segment, kind: str, read: Read) -> Tensor:
         _restore(state, slot, kind, own, read)
     if (placeholder := segment.state_placeholder(kind)) is not None:
         return placeholder
-    with state.opened(segment.range) as data:
-        return data
+    assert isinstance(state, Buffer), "what is in files has a placeholder"
+    return state.part(segment.range)
 
 
 def _read_fixed(

@@ -251,12 +251,11 @@ class Gradient:
             if move.form is not None:
                 with self.ledger.holding(move.received_bytes):
                     if move.kind == "reduce_scatter":
-                        encode = functools.partial(self.feedback.encode, False)
+                        encode = self.feedback.encode_gradients
                         summed = yield from sum_scattered(along, data, move.form.blocks, dtype, encode)
                         data = divide(summed, divisor)
                     else:
-                        encode = functools.partial(self.feedback.encode, True)
-                        data = yield from gather_sums(along, data, move.form.blocks, encode)
+                        data = yield from gather_sums(along, data, move.form.blocks, self.feedback.encode_sums)
             elif move.kind == "reduce_scatter":
                 data = yield from along.reduce_scatter(data.to(wire), dtype)
             else:

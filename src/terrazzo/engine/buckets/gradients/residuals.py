@@ -144,14 +144,17 @@ class ErrorFeedback:
         """Gradients have been multiplied by this loss scale from now on."""
         self._scaling = scaling
 
-    def encode(self, of_sums: bool, values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
-        """Replace the blocks `into` by those of `values`, and of what is owed where there is error feedback.
+    def encode_gradients(self, values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
+        """Replace the blocks `into` by those of `values`, and of what is owed where there is error feedback."""
+        self._encode(0, values, blocks, into)
 
-        Args:
-            of_sums: these are sums of what others have sent in blocks.
-        """
+    def encode_sums(self, values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
+        """The same of sums of what others have sent in blocks."""
+        self._encode(1, values, blocks, into)
+
+    def _encode(self, place: int, values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
         if self.residuals:
-            self.residuals[of_sums].encode(values, blocks, into, self._scaling.scale)
+            self.residuals[place].encode(values, blocks, into, self._scaling.scale)
         else:
             encode_all(values, blocks, into)
 

@@ -20,7 +20,7 @@ from terrazzo.engine.plan.layout import Range, tiles
 
 __all__ = ["NarrowState"]
 
-NARROW_STATES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, "momentum_buffer": False}
+_NARROW_STATES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, "momentum_buffer": False}
 """What optimizers keep for each element that may be in 8 bits, and whether it is an average of squares."""
 
 
@@ -40,7 +40,7 @@ class NarrowState(Resting):
     kind: str
 
     def __post_init__(self) -> None:
-        self._squares = NARROW_STATES[self.kind]
+        self._squares = _NARROW_STATES[self.kind]
 
     @property
     def dtype(self) -> torch.dtype:

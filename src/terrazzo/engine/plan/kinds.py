@@ -1,0 +1,23 @@
+"""Names of states of which several ranks have their own: in checkpoints the first has the plain name, others a number.
+
+They are what optimizers keep in replicas that train by themselves, and what ranks owe of codes of gradients.
+"""
+
+from __future__ import annotations
+
+__all__ = ["first_of", "is_numbered", "numbered"]
+
+
+def numbered(kind: str, number: int) -> str:
+    """What checkpoints call the state `kind` of the rank or replica of this number, from 0."""
+    return f"{kind}@{number}" if number else kind
+
+
+def first_of(kind: str) -> str:
+    """What they call that state of the first."""
+    return kind.partition("@")[0]
+
+
+def is_numbered(kind: str) -> bool:
+    """Whether that is the state of another than the first."""
+    return first_of(kind) != kind
