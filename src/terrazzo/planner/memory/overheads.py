@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from terrazzo.files import GIB
 from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "device_bytes", "reserved_bytes", "upper_bytes", "workspace_bytes"]
@@ -20,9 +21,8 @@ when memory runs out, so more where there is room. From benchmarks/results/alloc
 `python -m benchmarks.allocator` makes, over all rows of the table, with the expandable segments that `terrazzo train`
 asks for: without room the most on the smallest device, and with room the median."""
 
-RESTING = ("weights", "master", "moments", "outer", "feedback", "gradients")
 RESTING_UPPER, MOVING_UPPER = 0.02, 0.35
-"""Of the bytes of these terms, the states, and of all others, what a bound has besides. They come first and stay: they
+"""Of the bytes of states, and of all other terms, what a bound has besides. They come first and stay: they
 are rounded up, and leave no gaps. Of others the allocator keeps 35 % where sequences vary and segments are fixed, as in
 others' scripts (benchmarks/results/allocator); published are 30 % of the 25 GiB beside the states of one of eight ranks
 of an 8B model (pytorch/torchtitan#929)."""
@@ -90,7 +90,7 @@ def upper_bytes(setup: Setup, terms: Sequence[Term]) -> float:
     if setup.model.bare:
         return sum(term.upper for term in terms)
     shares = {True: 1 + RESTING_UPPER, False: 1 + MOVING_UPPER}
-    bound = sum(term.upper * shares[term.name in RESTING] for term in terms) + _around(setup, upper=True)
+    bound = sum(term.upper * shares[term.name in STATE_OF] for term in terms) + _around(setup, upper=True)
     if not _on_cuda(setup):
         return bound
     return max(bound, _without_room(setup, terms))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from terrazzo.engine.plan.bucket_memory import copied_bytes
 from terrazzo.engine.plan.bucket_spec import Pass
@@ -13,7 +14,7 @@ from terrazzo.planner.memory.placement import Placement, placed_units, placement
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FORMULAS", "UnitStates", "state_terms", "unit_states"]
+__all__ = ["FORMULAS", "STATE_OF", "CountedState", "UnitStates", "state_terms", "unit_states"]
 
 FORMULAS = {
     "memory.weights": Formula(
@@ -48,15 +49,23 @@ FORMULAS = {
     ),
 }
 
+
+class CountedState(NamedTuple):
+    """What a term counts: a state, as `BucketSpec.at_rest` calls it, and that of a `Plan` in whose place it is."""
+
+    name: str
+    place: str
+
+
 STATE_OF = {
-    "weights": "weight",
-    "gradients": "grad",
-    "master": "master",
-    "moments": "moments",
-    "outer": "outer",
-    "feedback": "feedback",
+    "weights": CountedState("weight", "weight"),
+    "gradients": CountedState("grad", "grad"),
+    "master": CountedState("master", "optim"),
+    "moments": CountedState("moments", "optim"),
+    "outer": CountedState("outer", "optim"),
+    "feedback": CountedState("feedback", "grad"),
 }
-"""The state that each term counts."""
+"""By the names of their terms."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
     for unit, count, placement in rows:
         for bucket in buckets(unit, placement):
             for name in values if bucket.trainable or not updated else ():
-                state = bucket.resting.get(STATE_OF[name])
+                state = bucket.resting.get(STATE_OF[name].name)
                 if state is not None and tier in (None, state.tier):
                     values[name] += count * state.nbytes
     elements, placement = float(sum(unit.numel * count for unit, count, _ in rows)), placement_of(setup)

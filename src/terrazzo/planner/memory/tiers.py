@@ -10,7 +10,7 @@ from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, saving_blocks
-from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.memory.states import STATE_OF, state_terms
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "disk_writes", "host_writes", "moved_activations", "on_device", "tier_terms"]
@@ -52,21 +52,12 @@ FORMULAS = {
     ),
 }
 
-_STATE_OF = {
-    "weights": "weight",
-    "gradients": "grad",
-    "master": "optim",
-    "moments": "optim",
-    "outer": "optim",
-    "feedback": "grad",
-}
-
 
 def on_device(setup: Setup, stage: int) -> tuple[Term, ...]:
     """The state terms of what is on the device; none for a state that is wholly elsewhere."""
     places = setup.plan.places()
     return tuple(
-        term for term in state_terms(setup, stage, "device") if "device" in places[_STATE_OF[term.name]].shares
+        term for term in state_terms(setup, stage, "device") if "device" in places[STATE_OF[term.name].place].shares
     )
 
 

@@ -17,6 +17,7 @@ from terrazzo.files import gib_text
 from terrazzo.planner import Framework, MemoryFigures, Setup, objections
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.launch.machine import ranks_here, resolve_device
@@ -27,20 +28,8 @@ from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
 
 __all__ = ["AvailableMemory", "available", "check_plan"]
 
-CERTAIN = (
-    "weights", "master", "moments", "outer", "feedback", "gradients", "gathered", "unreduced", "receive", "buffers",
-    "sums", "disk buffers",
-)  # fmt: skip
+CERTAIN = (*STATE_OF, "gathered", "unreduced", "receive", "buffers", "sums", "disk buffers")
 """Terms that follow from the plan alone. The others depend on the kernels that torch takes."""
-
-_STATE_OF = {
-    "weights": "weight",
-    "master": "optim",
-    "moments": "optim",
-    "outer": "optim",
-    "gradients": "grad",
-}
-"""The states of a plan that terms are of, where a disk can hold them."""
 
 DOUBT = 1.3
 """A run is refused for its activations only where the estimate is so much more than there is. Of published runs, nine
@@ -147,9 +136,9 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     elif largest.name in CERTAIN:
         if setup.plan.base not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
-        state = _STATE_OF.get(largest.name)
-        if on_cpu and state and "nvme" not in setup.plan.places()[state].shares:
-            edits.append(f"offload.{state}=nvme with an offload.path to keep the {largest.name} on a disk")
+        state = STATE_OF.get(largest.name)
+        if on_cpu and state and "nvme" not in setup.plan.places()[state.place].shares:
+            edits.append(f"offload.{state.place}=nvme with an offload.path to keep the {largest.name} on a disk")
         if not on_cpu and not setup.plan.optim.offloaded:
             edits.append("offload.optim=cpu to keep optimizer state in host memory")
         if setup.precision.weight == torch.float32 and setup.precision.master == torch.float32:
