@@ -14,7 +14,9 @@ __all__ = ["FrozenFormat", "StateFormat", "WireFormat"]
 
 
 class _FormatName(enum.StrEnum):
-    """The attributes `blocks`, and what follows in a row, are set by `_fill`."""
+    """The attribute `blocks`, and what follows it in a row, are set by `_fill`."""
+
+    blocks: Any
 
     def __new__(cls, name: str, *row: Any) -> Self:
         made = str.__new__(cls, name)
@@ -23,7 +25,7 @@ class _FormatName(enum.StrEnum):
         return made
 
     def _fill(self, *row: Any) -> None:
-        raise NotImplementedError
+        (self.blocks,) = row
 
 
 class StateFormat(_FormatName):
@@ -37,9 +39,6 @@ class StateFormat(_FormatName):
 
     INT8 = "int8", STATE_INT8
     FP8 = "fp8", STATE_FP8
-
-    def _fill(self, *row: Any) -> None:
-        (self.blocks,) = row
 
     @property
     def itemsize(self) -> float:
@@ -58,9 +57,6 @@ class FrozenFormat(_FormatName):
 
     NF4 = "nf4", NF4_BLOCKS
     NF4_DOUBLE = "nf4-double", NF4_DOUBLE_BLOCKS
-
-    def _fill(self, *row: Any) -> None:
-        (self.blocks,) = row
 
     @property
     def itemsize(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -57,10 +57,15 @@ _KEYS_ARE = f"Keys are {', '.join(KEYS)}, as in bf16,gather=int8."
 LINEARS = {"fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-rowwise"}
 """The names of recipes whose linear layers multiply in 8 bits, by the values of the key `linears`."""
 
-_UNSET = {"frozen": "none", "gather": "compute", "quantized_reduce": "none", "linears": "compute"}
-"""What a key is where nothing is kept or sent in less than a dtype."""
+_PLAIN_LINEARS = "compute"
 
-_YES_OR_NO = {"true": True, "false": False}
+_MEANINGS: Mapping[str, Mapping[str, Any]] = {
+    "frozen": {"none": None},
+    "gather": {"compute": None},
+    "quantized_reduce": {"none": None},
+    "error_feedback": {"true": True, "false": False},
+}
+"""What a key's words mean to a `Precision`, where that is not the word itself."""
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Of matrix products, by the dtype that is computed in; others multiply as fp32."""
@@ -98,9 +103,7 @@ def precision(name: str) -> tuple[Precision, str]:
     if not own:
         return recipe, matmul
     linears = own.pop("linears", "")
-    values: dict[str, Any] = {key: None if value == _UNSET.get(key) else value for key, value in own.items()}
-    if "error_feedback" in values:
-        values["error_feedback"] = _YES_OR_NO.get(values["error_feedback"], values["error_feedback"])
+    values = {key: _MEANINGS.get(key, {}).get(word, word) for key, word in own.items()}
     changed = replace(recipe, **values)
     plain = matmul != "fp8" if not linears else linears not in LINEARS
     return changed, _FORMATS.get(changed.compute, "fp32") if plain else "fp8"
@@ -156,8 +159,8 @@ def _own(chosen: Precision, base: str) -> Iterator[str]:
     for key in FIELDS:
         value = getattr(chosen, key)
         if value != getattr(RECIPES[base][0], key):
-            text = _UNSET[key] if value is None else str(value).lower() if value in (True, False) else value
-            yield f"{key}={MOMENTS_NAMES.get(text, text)}"
+            words = {meaning: word for word, meaning in _MEANINGS.get(key, {}).items()}
+            yield f"{key}={words.get(value) or MOMENTS_NAMES.get(value, value)}"
 
 
 def _parts(name: str) -> tuple[str, dict[str, Any]]:
@@ -177,7 +180,7 @@ def _parts(name: str) -> tuple[str, dict[str, Any]]:
             problem = f"names {field} twice" if value else f"has no value for {field}"
             raise BadInput(f"precision {name!r} {problem}. {_KEYS_ARE}")
         own[field] = value
-    if (linears := own.get("linears", _UNSET["linears"])) not in (known := (_UNSET["linears"], *LINEARS)):
+    if (linears := own.get("linears", _PLAIN_LINEARS)) not in (known := (_PLAIN_LINEARS, *LINEARS)):
         near = did_you_mean(linears, known)
         raise BadInput(f"precision: linears is {linears!r}; it must be one of {', '.join(known)}.{near}")
     return key, own
