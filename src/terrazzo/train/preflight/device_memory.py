@@ -132,7 +132,7 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     batch, on_cpu, edits = config.batch, setup.cluster.device.kind == "cpu", []
     smaller = "a smaller model.dim or model.layers" if config.model.kind == "decoder" else "a smaller model"
     if largest.name == "feedback":
-        edits += ["precision.error_feedback=false, since no plan splits what a rank owes", smaller]
+        edits += ["precision.error_feedback=false to keep nothing of what codes lose", smaller]
     elif largest.name in CERTAIN:
         if setup.plan.base not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:
             edits.append("plan=zero3 to split all states over the ranks")
