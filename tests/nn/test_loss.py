@@ -82,6 +82,20 @@ def test_narrow_dtypes_round_no_more_than_torch(dtype: torch.dtype) -> None:
         assert (ours - truth).norm() <= 1.25 * (theirs - truth).norm() + 1e-7 * truth.norm()
 
 
+def test_autocast_has_products_in_its_dtype() -> None:
+    """As `F.linear` has them. Against fp64."""
+    given = inputs(torch.float32, tokens=600)
+    exact = gradients(whole, *(each.double() if each.is_floating_point() else each for each in given))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = gradients(linear_cross_entropy, *given), gradients(whole, *given)
+        with torch.no_grad():
+            assert torch.equal(linear_cross_entropy(*given), found[0])
+    assert torch.equal(found[0], linear_cross_entropy(given[0].bfloat16(), given[1].bfloat16(), given[2]))
+    assert [each.dtype for each in found] == [torch.float32] * 3
+    for ours, theirs, truth in zip(found, plain, exact, strict=True):
+        assert (ours - truth).norm() <= 1.25 * (theirs - truth).norm() + 1e-7 * truth.norm()
+
+
 def test_one_chunk_is_cut_by_the_batch_and_the_vocabulary_alone() -> None:
     assert [chunk_rows(tokens, 32_000) for tokens in (1, 4096, 8192, 65_536, 10**6)] == [128, 128, 256, 2048, 2048]
     assert chunk_rows(10**6, 128_256) == 512 and chunk_rows(10**6, 10**9) == 128 and chunk_rows(8192, 256) == 4096

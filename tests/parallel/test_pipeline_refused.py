@@ -208,6 +208,22 @@ def test_freezing_what_is_in_front_does_what_detaching_did() -> None:
     run_in_threads(2, body)
 
 
+@pytest.mark.parametrize("axis", ["pp", "dp_shard"])
+def test_a_step_that_is_refused_leaves_the_denominator(axis: str) -> None:
+    def body(rank: int) -> None:
+        mesh = tz.mesh(**{axis: 2}, device="cpu")
+        model = layers()
+        if axis == "pp":
+            tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        model, _ = tz.shard(model, None, "zero3", mesh=mesh)
+        model.set_gradient_denominator(3)
+        with pytest.raises(tz.RanksApart):
+            tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * (2 + rank), F.mse_loss, denominator=7)
+        assert engine_of(model).progress.denominator.unscaled == 3
+
+    run_in_threads(2, body)
+
+
 def test_values_that_are_changed_in_place_between_stages():
     """Without gradients, where torch lets it be: each of two stages would double them."""
 

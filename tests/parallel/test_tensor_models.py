@@ -483,7 +483,27 @@ class Mixing(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
+class Choosing(nn.Module):
+    """The number of the largest channel, beside a number that is far larger."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x.argmax(-1).flatten(), torch.tensor([31_999])])
+
+
 MIXING = {"0": "sequence", "0.up": "column", "0.down": "row"}
+
+
+def test_numbers_of_tokens_are_compared_exactly() -> None:
+    wrong = seeded(lambda: nn.Sequential(Mixing(True), Choosing()))
+
+    def body(rank: int) -> None:
+        mesh = tz.mesh(tp=2, device="cpu")
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad(), pytest.raises(tz.BadInput, match="returns other values as output 0"):
+            tz.parallel.check(wrong, mesh, [x], tensor=MIXING)
+        tz.parallel.check(wrong, mesh, [x], tensor=MIXING, sequence=False)
+
+    run_in_threads(2, body)
 
 
 def test_a_plan_is_checked_by_what_the_model_returns() -> None:

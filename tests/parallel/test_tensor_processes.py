@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
+from terrazzo.parallel.tensor import dropout
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
@@ -100,6 +102,34 @@ def test_dropout_is_each_ranks_own_and_comes_again_when_a_block_is_recomputed(po
 
 def test_ranks_that_see_the_same_data_are_seeded_alike(pool: Pool) -> None:
     assert all("random states" in found for found in pool.run(dropped, True, "none"))
+
+
+class AnotherGenerator:
+    """Stands for a device's, as `torch.get_device_module` has it."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def get_rng_state(self) -> Tensor:
+        return self._generator.get_state()
+
+
+def drawn_on_a_device_by_one_rank() -> str:
+    mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
+    torch.manual_seed(3)
+    model = Decoder(DROPS)
+    model, _ = tz.shard(tz.parallelize(model, mesh), None, "zero0", mesh=mesh)
+    torch.manual_seed(11)
+    with mock.patch.object(dropout, "_generators", return_value=[torch, AnotherGenerator(rank)]):
+        try:
+            loss_of(model, tokens(0)).backward()
+        except tz.RanksApart as error:
+            return str(error)
+    return "trained"
+
+
+def test_the_generators_of_devices_are_compared_too(pool: Pool) -> None:
+    assert all("random states" in found for found in pool.run(drawn_on_a_device_by_one_rank))
 
 
 class Dropping(nn.Module):

@@ -64,13 +64,14 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     """The sum over tokens of the cross-entropy of `hidden @ weight.T`, 0-d fp32, which never has all logits at once.
 
     `F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")` but for rounding: products are in the
-    dtype of `hidden`, all else is in fp32, and so is the sum of the weight's gradient over chunks. Differentiable once.
+    dtype of `hidden`, or under `torch.autocast` in its dtype, all else is in fp32, and so is the sum of the weight's
+    gradient over chunks. Differentiable once.
 
     Memory, beside the gradients of `hidden` and, in fp32, of `weight`: some three times the logits of a chunk.
 
     Args:
         hidden: what the head is given, `[..., dim]`; fp32, bf16, or fp64, which all is in then.
-        weight: of the head, `[vocabulary, dim]`, of the same dtype.
+        weight: of the head, `[vocabulary, dim]`, of the same dtype but under autocast.
         targets: int64, of the shape before `dim`.
         ignore_index: the target of tokens that do not count.
         label_smoothing: probability that is spread over the vocabulary, as in `F.cross_entropy`.
@@ -90,6 +91,7 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     """
     loss = _Loss(parts.vocabulary if parts else weight.shape[0], label_smoothing, z_loss, softcap, parts)
     loss.check()
+    hidden, weight = _as_autocast(hidden, weight)
     _check_tensors(hidden, weight, targets, token_weights)
     if rows is not None and rows < 1:
         raise BadInput(f"linear_cross_entropy: rows is {rows}; a chunk has at least one token.")
@@ -99,10 +101,20 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
         flat.masked_fill(ignored, 0), ~ignored, token_weights, rows or chunk_rows(flat.numel(), loss.vocabulary)
     )
     learns = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
-    total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), weight, tokens, loss, learns or (False, False)
-    )
+    with torch.autocast(hidden.device.type, enabled=False):  # which would change the dtype of chunks' products
+        total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, -2), weight, tokens, loss, learns or (False, False)
+        )
     return total
+
+
+def _as_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in autocast's dtype where it is on, as `F.linear` has them; it leaves fp64 alone."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device) or hidden.dtype == torch.float64:
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype)
 
 
 @dataclass(frozen=True)

@@ -141,10 +141,16 @@ def _is_cpu_flash(part: Part) -> bool:
 
 
 def _is_cuda_flash(part: Part) -> bool:
-    """Whether torch's kernel for GPUs takes it: 16 bits, no mask."""
-    size, dtype = part.query.shape[-1], part.query.dtype
+    """Whether torch's kernel for GPUs takes it: 16 bits, no mask, Ampere or later."""
+    size, dtype, device = part.query.shape[-1], part.query.dtype, part.query.device
     fits = dtype in (torch.float16, torch.bfloat16) and size == part.value.shape[-1] and size % 8 == 0 and size <= 256
-    return part.query.device.type == "cuda" and isinstance(part.seen, str) and fits
+    return device.type == "cuda" and isinstance(part.seen, str) and fits and _is_ampere_or_later(device)
+
+
+@functools.cache
+def _is_ampere_or_later(device: torch.device) -> bool:
+    """Torch's flash attention raises on GPUs before (`sm80` in `aten/native/transformers/cuda/sdp_utils.cpp`)."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _bias(seen: VisibleKeys, dtype: torch.dtype) -> Tensor | None:

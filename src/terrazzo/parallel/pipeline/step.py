@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine import accumulate, engine_of, stages_of
+from terrazzo.engine import Engine, accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.pipeline_step import PipelineStep
@@ -68,10 +68,12 @@ def step(
     if isinstance(line, ModelLine):
         links = links_of(model, engine, line)
         with links.failures.named():
-            arguments = begin_alike(engine.axes, links, read)
+            with _denominator_kept_if_refused(engine):
+                arguments = begin_alike(engine.axes, links, read)
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(arguments.inputs, micro_batches, strict=True)]
             return PipelineStep(model, line, links, pairs, loss_fn, auxiliary).run()
-    check_as_many(model, engine, read)
+    with _denominator_kept_if_refused(engine):
+        check_as_many(model, engine, read)
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
@@ -82,6 +84,18 @@ def step(
                 (loss if aside is None else loss + aside).backward()
         total += loss.detach()
     return total
+
+
+@contextmanager
+def _denominator_kept_if_refused(engine: Engine) -> Iterator[None]:
+    """Put the gradient denominator back to what it was, if the step is refused."""
+    denominator = engine.progress.denominator
+    chosen = denominator.chosen
+    try:
+        yield
+    except BaseException:
+        denominator.chosen = chosen
+        raise
 
 
 def _check(micro_batches: Sequence[MicroBatch]) -> None:

@@ -79,7 +79,7 @@ class _RandomStates:
     ranks: TensorRanks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not self.ranks.agree_on(int(torch.randint(2**62, ()))):
+        if module.training and torch.is_grad_enabled() and not self.ranks.agree_on(random_states()):
             raise RanksApart(APART_STATES)
 
 
@@ -91,7 +91,7 @@ APART_STATES = (
 
 
 def watch_seeds(model: nn.Module, ranks: TensorRanks) -> None:
-    """Compare the random states of the ranks as each training forward begins.
+    """Compare the random states of the ranks, of host and device, as each training forward begins.
 
     A forward raises `RanksApart` where they differ.
     """
