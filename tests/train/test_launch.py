@@ -19,7 +19,7 @@ from terrazzo.config import Config, LaunchConfig, config_from_dict
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.watchdog.watchdog import Patience
-from terrazzo.train.launch.environment import adopt_slurm, first_host
+from terrazzo.train.launch.environment import adopt_slurm, first_host, is_rank
 from terrazzo.train.launch.launcher import local_ranks
 from terrazzo.train.launch.launcher.local_ranks import LocalRank, LocalRanks
 from terrazzo.train.launch.launcher.run_end import RanksAtEnd, report_end
@@ -348,6 +348,15 @@ def test_ranks_with_other_kinds_of_devices_are_refused() -> None:
     assert len(set(said)) == 1
     assert said[0].startswith("launch.device is cuda on rank 0 and cpu on rank 1: ")
     run_in_threads(2, lambda rank: _agree_on_device("cpu"))
+
+
+def test_a_lone_slurm_task_starts_the_ranks_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PROCID": "0", "STEP_ID": "3", "STEP_NUM_TASKS": "1", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    adopt_slurm()
+    assert not is_rank()
 
 
 def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

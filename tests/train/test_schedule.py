@@ -38,6 +38,12 @@ def test_wsd_is_flat_until_its_decay() -> None:
     assert shares(ScheduleConfig(name="wsd"), 10).count(1.0) == 9, "the default decay is a fifth: 1, final"
 
 
+def test_a_decay_of_one_step_is_the_last() -> None:
+    found = shares(ScheduleConfig(name="wsd", decay_steps=1, final_fraction=0.1), 5)
+    assert found == pytest.approx([1, 1, 1, 1, 0.1])
+    assert shares(ScheduleConfig(name="wsd", final_fraction=0.1), 4)[-1] == pytest.approx(0.1), "a fifth: 1 at least"
+
+
 @pytest.mark.parametrize("name", ["constant", "cosine", "linear", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_shares_stay_between_final_and_one(name: str, steps: int) -> None:

@@ -18,9 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
-from terrazzo.config import Config, config_from_dict, load_config
+from terrazzo.config import Config, config_from_dict, load_config, without_passwords
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.train import loop
+from terrazzo.train.checkpoints.resume import data_changes
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import ByteTokenizer, load_data
 from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
@@ -438,6 +439,11 @@ def test_changed_data_are_named_with_the_ways_on(tmp_path: Path) -> None:
     source = {"source": str(folder)}
     trained(config_in(tmp_path, data=source))
     assert "What has changed: data.max_bytes is 700 and was null. Put it" in refused(data={**source, "max_bytes": 700})
+    secret = {"source": "https://someone:secret@example.org/x"}
+    was = config_from_dict({"data": secret | {"max_bytes": None}}).model_dump(mode="json")
+    now = config_from_dict({"data": secret | {"max_bytes": 700}})
+    changed = data_changes(now, {"config": without_passwords(was), "step": 3}, ())
+    assert "changed: data.max_bytes is 700 and was null. Put" in changed, "the password is not what has changed"
     (folder / "a.txt").write_text("the other text of a.txt\n" * 20)
     assert "in data.source, 'a.txt' was written anew. Put it back" in refused(data=source)
     (folder / "b.txt").write_text("short")

@@ -89,4 +89,4 @@ def _place(folder: str, index: int) -> Path:
 
 def _number(place: Path) -> int:
     """The number of the newest checkpoint there, as rank 0 sees it."""
-    return step_of(on_first(lambda: latest(place)) or "") or 0
+    return step_of(on_first(lambda: latest(place), BadInput) or "") or 0

@@ -43,7 +43,7 @@ class OneHost:
 
     def find(self, run: str, since: int) -> Mapping[str, CheckpointFolder]:
         """As `PartnerHosts.find`, of what the first rank sees; nothing is read for it."""
-        paths = on_first(lambda: local_folder.newer_checkpoints(self._folder, run, since))
+        paths = on_first(lambda: local_folder.newer_checkpoints(self._folder, run, since), BadInput)
         places = {path: store_and_name(path) for path in paths}
         return {path: store.folder(name) for path, (store, name) in places.items()}
 
@@ -118,7 +118,7 @@ class LocalCheckpoints:
         """
         if self._folder is None:
             return {}
-        run, since = on_first(lambda: local_folder.run_and_step(self._config, durable))
+        run, since = on_first(lambda: local_folder.run_and_step(self._config, durable), BadInput)
         return self._files.find(run, since) if run else {}
 
     def due(self, step: int) -> bool:

@@ -159,7 +159,8 @@ def _settings_of(config: Config | dict[str, Any]) -> dict[str, str]:
 
 
 def _changed_settings(config: Config, saved: dict[str, Any]) -> str:
-    now, before = flatten(config), flatten(Config()) | flatten(saved)
+    now = flatten(without_passwords(config.model_dump(mode="json")))  # as it was saved
+    before = flatten(Config()) | flatten(saved)
     keys = [key for key in now if key.startswith("data.") and key not in _NOT_TRAINED_ON]
     keys += ["batch.sequence_length", "train.seed"]
     changed = [key for key in keys if now[key] != before.get(key)]

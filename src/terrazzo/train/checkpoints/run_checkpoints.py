@@ -73,7 +73,7 @@ class RunCheckpoints:
 
         The next `resume` takes these.
         """
-        self._local_folders = self._local.find(on_first(lambda: checkpoint.latest(self.folder)))
+        self._local_folders = self._local.find(on_first(lambda: checkpoint.latest(self.folder), BadInput))
         return self._local_folders
 
     def extra_of(self, path: str) -> dict[str, Any]:

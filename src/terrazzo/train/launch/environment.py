@@ -48,12 +48,17 @@ def is_rank() -> bool:
 
 
 def adopt_slurm() -> None:
-    """Inside an `srun` task, set the variables that torchrun would have set. Elsewhere nothing happens."""
+    """Inside one of several `srun` tasks, set the variables that torchrun would have set. Elsewhere nothing happens.
+
+    A lone task is no rank, as a shell may be one: the ranks of its machine are still to be started.
+    """
     env = os.environ
     if is_rank() or "SLURM_PROCID" not in env or not ({"SLURM_STEP_ID", "SLURM_STEPID"} & set(env)):
         return
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "0")
     tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
+    if tasks == "1":
+        return
     env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], tasks, env.get("SLURM_LOCALID", "0")
     per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", tasks))
     env["LOCAL_WORLD_SIZE"] = str(per_node[int(env["SLURM_NODEID"])] if len(set(per_node)) > 1 else per_node[0])

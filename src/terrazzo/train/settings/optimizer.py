@@ -218,8 +218,9 @@ def learning_rate_share(config: ScheduleConfig, steps: int, step: int) -> float:
         start = max(start, steps - (config.decay_steps or max(1, steps // 5)))
     if config.name == "constant" or step < start:
         return 1.0
-    # The last step (steps - 1) gets exactly the final share; later ones, if any, keep it.
-    progress = min(1.0, (step - start) / max(1, steps - 1 - start))
+    # The last step (steps - 1) gets exactly the final share; later ones, if any, keep it. A run's only step learns.
+    falling = steps - 1 - start
+    progress = min(1.0, (step - start) / falling) if falling > 0 else float(steps > 1)
     remaining = (1 + math.cos(math.pi * progress)) / 2 if config.name == "cosine" else 1 - progress
     return config.final_fraction + (1 - config.final_fraction) * remaining
 

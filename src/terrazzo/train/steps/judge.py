@@ -92,14 +92,14 @@ class StepJudge:
         self._norms.append(norm)
         self._newest = self._session.step + 1
         self._steps.append(self._newest)
-        if not self._settings.acts and not self._scales and not math.isfinite(self._norm_on_host(norm)):
-            self._refuse_norm(norm)
+        if not self._settings.acts and not self._scales and not math.isfinite(known := self._norm_on_host(norm)):
+            self._refuse_norm(known)
         return None
 
-    def _refuse_norm(self, norm: Tensor) -> None:
+    def _refuse_norm(self, norm: float) -> None:
         """Raise `Diverged`; on the ranks of one replica alone where each trains by itself, since the others go on."""
         if self._session.config.plan.sync_every is not None:
-            self.refuse(f"gradients' norm of a replica, near step {self._newest},", float("nan"))
+            self.refuse(f"gradients' norm of a replica, near step {self._newest},", norm)
         self.check()
 
     def _unlike(self, loss: Tensor, norm: Tensor) -> str | None:

@@ -54,8 +54,7 @@ def run_script(script: Script, ranks: int | None) -> int:
         raise BadInput(
             f"'{script.target}' is a configuration, and no script: write {terrazzo_command()} train {script.target}."
         )
-    if not _is_lone_task():
-        adopt_slurm()
+    adopt_slurm()
     if is_rank():
         _become(script, ranks)
     count = ranks_to_start(Config()) if ranks is None else ranks
@@ -77,11 +76,6 @@ def environment_of_script(ranks: int) -> dict[str, str]:
     """What torchrun sets where the user has not."""
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
     return threads | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-
-
-def _is_lone_task() -> bool:
-    """Whether Slurm has started this one process only, as a shell may be: then ranks are still to be started."""
-    return (os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS")) == "1"
 
 
 def _become(script: Script, ranks: int | None) -> NoReturn:
