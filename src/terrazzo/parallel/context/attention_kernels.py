@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from terrazzo.engine.runtime.device import properties
+
 __all__ = ["ROWS", "Part", "Result", "VisibleKeys", "attend", "backward"]
 
 VisibleKeys = Tensor | Literal["all", "causal", "anticausal"]
@@ -150,7 +152,7 @@ def _is_cuda_flash(part: Part) -> bool:
 @functools.cache
 def _is_ampere_or_later(device: torch.device) -> bool:
     """Torch's flash attention raises on GPUs before (`sm80` in `aten/native/transformers/cuda/sdp_utils.cpp`)."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return bool(properties(device.index).major >= 8)
 
 
 def _bias(seen: VisibleKeys, dtype: torch.dtype) -> Tensor | None:
