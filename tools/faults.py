@@ -142,8 +142,8 @@ MUTATIONS = [
     Mutation(
         "a mean is taken along each axis",
         "engine/buckets/gradients/gradient.py",
-        "denominator if move.divides else 1",
-        "denominator",
+        "divisor.product if move.divides else 1",
+        "divisor.product",
         "engine/test_parity.py engine/test_order.py",
     ),
     Mutation(

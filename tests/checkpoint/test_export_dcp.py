@@ -25,7 +25,7 @@ from terrazzo.checkpoint.importers.parts.values import LoadedTensor
 from terrazzo.checkpoint.operations.describe import lost
 from terrazzo.checkpoint.source import AVERAGE, OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
-from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.errors import BadInput, SaveFailed
 from tests.helpers.processes import Pool
 
@@ -210,9 +210,9 @@ def test_a_model_alone_and_states_of_another_optimizer(tmp_path: Path) -> None:
         (AVERAGE, "the average of the weights"),
         (OUTER_MOMENTUM, "the momentum of the outer step"),
         ("momentum_buffer@1", "states of all replicas but the first"),
-        (OWED, "what codes of gradients have lost"),
-        (f"{OWED}@1", "what codes of gradients have lost"),
-        (OWED_OF_SUMS, "what codes of sums of gradients have lost"),
+        (RESIDUAL, "what codes of gradients have lost"),
+        (f"{RESIDUAL}@1", "what codes of gradients have lost"),
+        (RESIDUAL_OF_SUMS, "what codes of sums of gradients have lost"),
     ],
 )
 def test_states_that_the_format_does_not_have_are_said_to_be_lost(tmp_path: Path, kind: str, words: str) -> None:
@@ -286,7 +286,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_room_is_asked_for_what_is_written(tmp_path: Path) -> None:
-    """What ranks owe of codes, an average and the like are left behind: no disk would have room for these."""
+    """Residuals of codes, an average and the like are left behind: no disk would have room for these."""
     source = PlainSource(*trained())
     left = {kind: StateInfo(torch.bfloat16, 10**15) for kind in ("error_feedback", "error_feedback@1", "average")}
     source.tensors = {name: TensorInfo(info.shape, {**info.states, **left}) for name, info in source.tensors.items()}

@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_found_and_its_rank_named(plan: str, state: str) -> Non
 
 @pytest.mark.parametrize("state", ["average", "error_feedback", "outer_momentum"])
 def test_a_flipped_bit_of_what_few_models_have_is_found(state: str) -> None:
-    """Ranks that differ in `dp_replicate` alone owe for themselves, and the two of a group owe the same."""
+    """Ranks that differ in `dp_replicate` alone have residuals of their own, and the two of a group the same."""
     base = Net()
     options: dict[str, Any] = {
         "average": {},
@@ -87,7 +87,7 @@ def test_a_flipped_bit_of_what_few_models_have_is_found(state: str) -> None:
             bucket: Any = next(each for each in engine.units[1].buckets if each.matrices)
             resting = {
                 "average": lambda: engine.average.buffers[bucket],
-                "error_feedback": lambda: bucket.gradient.feedback.residuals[0].kept,
+                "error_feedback": lambda: bucket.gradient.residuals[0].committed,
                 "outer_momentum": lambda: bucket.outer[1],
             }[state]()
             resting.data.view(torch.uint8)[5] ^= 1

@@ -77,7 +77,7 @@ class Recipe:
 
 
 @dataclass
-class Owed:
+class Residuals:
     """What codes of one parameter's gradients have lost: by the rank along the outermost axis, and of the sum (-1).
 
     Attributes:
@@ -90,7 +90,7 @@ class Owed:
     _next: dict[int, Tensor] = field(default_factory=dict)
 
     def sent(self, place: int, values: Tensor, form: str) -> Tensor:
-        """What the codes of `values` and of what is owed stand for, in fp32; blocks that are zero stay zero."""
+        """What the codes of `values` and of its residual stand for, in fp32; blocks that are zero stay zero."""
         before = self._next.get(place, self.kept.get(place, torch.zeros_like(values, dtype=torch.float32)))
         blocks = nn.functional.pad(values.flatten(), (0, -values.numel() % 256)).view(-1, 256)
         waiting = (blocks == 0).all(1).repeat_interleave(256)[: values.numel()].view(values.shape)
@@ -156,7 +156,7 @@ class Trainer:
     model: nn.Module = field(init=False)
     optimizer: Optimizer = field(init=False)
     stepped: dict[str, nn.Parameter] = field(init=False)
-    owed: dict[str, Owed] = field(default_factory=dict)
+    residuals: dict[str, Residuals] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.compute, self.sum_dtype, master = CASTS[self.recipe.precision]
@@ -174,8 +174,8 @@ class Trainer:
         self.after_backward(self.model)
         kept = {name: p.grad.flatten().clone() for name, p in self.model.named_parameters() if p.grad is not None}
         taken = all(bool(torch.isfinite(grad).all()) for grad in kept.values())
-        for owed in self.owed.values():
-            owed.settle(taken)
+        for residuals in self.residuals.values():
+            residuals.settle(taken)
         if taken:
             self._update()
         else:
@@ -224,21 +224,23 @@ class Trainer:
         dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
         for name, shape in shapes.items():
             parts = [[grads_of[name] for _, grads_of in micro] for micro in runs]
-            owed = self._owed(name, shape)
-            total = add_up(parts, recipe.sums, torch.zeros(shape, dtype=self.sum_dtype), owed)
-            if total is not None and owed is not None and recipe.sums.whole:
-                grads[name] = (owed.sent(-1, total, recipe.sums.form).to(total.dtype) / denominator).to(dtypes[name])
+            residuals = self._residuals_of(name, shape)
+            total = add_up(parts, recipe.sums, torch.zeros(shape, dtype=self.sum_dtype), residuals)
+            if total is not None and residuals is not None and recipe.sums.whole:
+                grads[name] = (residuals.sent(-1, total, recipe.sums.form).to(total.dtype) / denominator).to(
+                    dtypes[name]
+                )
             elif total is not None:
                 total = total / denominator
                 grads[name] = (as_sent(total, recipe.sums.form) if recipe.sums.whole else total).to(dtypes[name])
         return losses, grads
 
-    def _owed(self, name: str, shape: torch.Size) -> Owed | None:
+    def _residuals_of(self, name: str, shape: torch.Size) -> Residuals | None:
         if not (self.recipe.sums.feedback and in_blocks(torch.empty(shape, device="meta"))):
             return None
-        owed = self.owed.setdefault(name, Owed())
-        owed.scale = self.scale
-        return owed
+        residuals = self.residuals.setdefault(name, Residuals())
+        residuals.scale = self.scale
+        return residuals
 
     def _twin(self) -> nn.Module:
         """The model with the weights that ranks compute with."""
@@ -297,20 +299,20 @@ def _pad(tensor: Tensor) -> Tensor:
 
 
 def add_up(
-    parts: Sequence[Sequence[Tensor | None]], sums: Sums, zero: Tensor, owed: Owed | None = None
+    parts: Sequence[Sequence[Tensor | None]], sums: Sums, zero: Tensor, residuals: Residuals | None = None
 ) -> Tensor | None:
     """The sum of gradients [micro-batch][rank]; None where there is none at all. A missing one counts as zero."""
     if all(part is None for micro in parts for part in micro):
         return None
     if sums.each == "":
         local = [_left_to_right([micro[rank] for micro in parts], zero) for rank in range(sums.ranks)]
-        return _over_replicas(_over_shards(local, sums, owed), sums, owed)
+        return _over_replicas(_over_shards(local, sums, residuals), sums, residuals)
     filled = [[zero if part is None else part for part in micro] for micro in parts]
-    over_shards = [_over_shards(micro, sums, owed) for micro in filled]
+    over_shards = [_over_shards(micro, sums, residuals) for micro in filled]
     if sums.each == "SR":
-        return _over_axis([_over_replicas(micro, sums, owed) for micro in over_shards])
+        return _over_axis([_over_replicas(micro, sums, residuals) for micro in over_shards])
     replicas = [_over_axis([micro[replica] for micro in over_shards]) for replica in range(sums.replicas)]
-    return _over_replicas(replicas, sums, owed)
+    return _over_replicas(replicas, sums, residuals)
 
 
 def _left_to_right(parts: Sequence[Tensor | None], zero: Tensor) -> Tensor:
@@ -318,22 +320,22 @@ def _left_to_right(parts: Sequence[Tensor | None], zero: Tensor) -> Tensor:
     return _over_axis(present) if present else zero
 
 
-def _over_shards(ranks: Sequence[Tensor], sums: Sums, owed: Owed | None) -> list[Tensor]:
+def _over_shards(ranks: Sequence[Tensor], sums: Sums, residuals: Residuals | None) -> list[Tensor]:
     """One sum per replica, over its shards in rank order."""
     form = sums.form if sums.replicas == 1 else ""
-    return [_sent(ranks[first : first + sums.shards], form, owed) for first in range(0, sums.ranks, sums.shards)]
+    return [_sent(ranks[first : first + sums.shards], form, residuals) for first in range(0, sums.ranks, sums.shards)]
 
 
-def _over_replicas(parts: Sequence[Tensor], sums: Sums, owed: Owed | None) -> Tensor:
-    return _sent(parts, sums.form, owed) if sums.replicas > 1 else parts[0]
+def _over_replicas(parts: Sequence[Tensor], sums: Sums, residuals: Residuals | None) -> Tensor:
+    return _sent(parts, sums.form, residuals) if sums.replicas > 1 else parts[0]
 
 
-def _sent(parts: Sequence[Tensor], form: str, owed: Owed | None) -> Tensor:
+def _sent(parts: Sequence[Tensor], form: str, residuals: Residuals | None) -> Tensor:
     """Their sum, of matrices in fp32 of what ranks have sent in blocks."""
     if not form or not in_blocks(parts[0]):
         return _over_axis(parts)
-    if owed is not None:
-        return _over_axis([owed.sent(rank, part, form) for rank, part in enumerate(parts)]).to(parts[0].dtype)
+    if residuals is not None:
+        return _over_axis([residuals.sent(rank, part, form) for rank, part in enumerate(parts)]).to(parts[0].dtype)
     return _over_axis([as_sent(part.float(), form) for part in parts]).to(parts[0].dtype)
 
 

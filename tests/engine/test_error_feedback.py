@@ -74,8 +74,8 @@ def shard(plan: str, shape: Sequence[int], name: str = "fp32", **others: Any) ->
     return tz.shard(Slopes(), sgd, plan, precision=sending(name=name, **others), mesh=mesh_of(shape))
 
 
-def owed(model: Any) -> dict[str, Tensor]:
-    """This rank's share of what is owed of the matrix: sums of these over all ranks are what all owe."""
+def residuals(model: Any) -> dict[str, Tensor]:
+    """This rank's share of the residuals of the matrix: their sums over all ranks are those of all."""
     total = torch.zeros(1024, dtype=torch.float64)
     kinds = {}
     for piece in tz.engine.ModelState(model).pieces():
@@ -100,7 +100,7 @@ TOPOLOGIES = [
 
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 @pytest.mark.parametrize(("plan", "shape"), TOPOLOGIES[:-1], ids=str)
-def test_what_is_applied_and_owed_is_the_sum_of_gradients(plan: str, shape: tuple[int, ...], name: str) -> None:
+def test_what_is_applied_and_residuals_are_the_sum_of_gradients(plan: str, shape: tuple[int, ...], name: str) -> None:
     """Under fp16 the loss scale doubles behind each step, and the second step overflows on one rank."""
     scaling = {"loss_scaling": tz.LossScaling(init=2.0, interval=1)} if name == "fp16" else {}
     count = torch.Size(shape).numel()
@@ -111,7 +111,7 @@ def test_what_is_applied_and_owed_is_the_sum_of_gradients(plan: str, shape: tupl
             values = slopes(step, rank).half().float()
             if name == "fp16" and step == 1 and rank == count - 1:
                 values[3, 3] = float("inf")
-            before = owed(model)
+            before = residuals(model)
             loss = model(values.to(torch.half if name == "fp16" else torch.float32)).float().sum()
             loss.backward()
             if step == 4:  # is left out
@@ -119,21 +119,21 @@ def test_what_is_applied_and_owed_is_the_sum_of_gradients(plan: str, shape: tupl
             optimizer.step()
             optimizer.zero_grad()
             if step in ((1, 4) if name == "fp16" else (4,)):
-                assert all(torch.equal(before[kind], value) for kind, value in owed(model).items())
+                assert all(torch.equal(before[kind], value) for kind, value in residuals(model).items())
         applied = -tz.full_state_dict(model, keep=True)["matrix"].double().flatten()
-        return applied, owed(model)["all"], getattr(optimizer, "skipped_steps", 0)
+        return applied, residuals(model)["all"], getattr(optimizer, "skipped_steps", 0)
 
     ranks = on_ranks(count, body)
     taken = [step for step in range(6) if step != 4 and not (name == "fp16" and step == 1)]
     wanted = sum(slopes(step, rank).half().double().flatten() for step in taken for rank in range(count))
-    owing = sum(share for _, share, _ in ranks)
-    assert owing.abs().max() > 1, "codes have lost little"
+    left = sum(share for _, share, _ in ranks)
+    assert left.abs().max() > 1, "codes have lost little"
     for applied, _, skipped in ranks:
         assert skipped == (name == "fp16")
-        torch.testing.assert_close(applied * count + owing, wanted, rtol=0, atol=0.1)  # to bf16 of what is owed
+        torch.testing.assert_close(applied * count + left, wanted, rtol=0, atol=0.1)  # to the bf16 of residuals
 
 
-def test_gradients_that_are_forgotten_for_some_parameters_are_owed_by_these_alone() -> None:
+def test_gradients_that_are_forgotten_for_some_parameters_change_no_residual_of_these() -> None:
     """Two optimizers: one takes its matrix, the other forgets; the next step has both."""
 
     class Two(nn.Module):
@@ -154,14 +154,14 @@ def test_gradients_that_are_forgotten_for_some_parameters_are_owed_by_these_alon
             for optimizer in optimizers:
                 optimizer.zero_grad()
         applied, pieces = tz.full_state_dict(model, keep=True), list(tz.engine.ModelState(model).pieces())
-        owing = {name: [p.tensor for p in pieces if p.name == name and p.kind.startswith("error")] for name in "ab"}
-        return [(-2 * applied[name].double(), torch.cat(owing[name]).view(32, 32).double()) for name in "ab"]
+        left = {name: [p.tensor for p in pieces if p.name == name and p.kind.startswith("error")] for name in "ab"}
+        return [(-2 * applied[name].double(), torch.cat(left[name]).view(32, 32).double()) for name in "ab"]
 
     first, second = on_ranks(2, body)
     for place, steps in enumerate([range(5), (0, 1, 3, 4)]):
         true = sum(slopes(step, rank).double() for step in steps for rank in range(2)) * (place + 1)
-        applied, owing = first[place][0], first[place][1] + second[place][1]
-        torch.testing.assert_close(applied + owing, true, rtol=0, atol=0.1)  # to bf16 of what is owed
+        applied, left = first[place][0], first[place][1] + second[place][1]
+        torch.testing.assert_close(applied + left, true, rtol=0, atol=0.1)  # to the bf16 of residuals
 
 
 @pytest.mark.parametrize("in_one_call", [False, True])
@@ -169,7 +169,7 @@ def test_a_gradient_that_is_set_to_zero_in_place_is_forgotten(in_one_call: bool)
     def body(rank: int) -> tuple[Tensor, Tensor]:
         model, optimizer = shard("zero3", (2,))
         for step in range(3):
-            before = owed(model)["all"]
+            before = residuals(model)["all"]
             model(slopes(step, rank)).sum().backward()
             if step == 1:
                 grads = [parameter.grad for parameter in model.parameters()]
@@ -179,18 +179,18 @@ def test_a_gradient_that_is_set_to_zero_in_place_is_forgotten(in_one_call: bool)
                     for grad in grads:
                         grad.zero_()
             optimizer.step()
-            assert torch.equal(before, owed(model)["all"]) == (step == 1)
+            assert torch.equal(before, residuals(model)["all"]) == (step == 1)
             optimizer.zero_grad()
-        return -2 * tz.full_state_dict(model, keep=True)["matrix"].double().flatten(), owed(model)["all"]
+        return -2 * tz.full_state_dict(model, keep=True)["matrix"].double().flatten(), residuals(model)["all"]
 
     (applied, first), (_, second) = on_ranks(2, body)
     true = sum(slopes(step, rank).double().flatten() for step in (0, 2) for rank in range(2))
-    torch.testing.assert_close(applied + first + second, true, rtol=0, atol=0.1)  # to bf16 of what is owed
+    torch.testing.assert_close(applied + first + second, true, rtol=0, atol=0.1)  # to the bf16 of residuals
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_block_that_is_not_finite_owes_what_it_owed_before(plan: str, value: float) -> None:
+def test_the_residual_of_a_block_that_is_not_finite_stays(plan: str, value: float) -> None:
     """Of four blocks of a matrix the first, on the rank that sends it and, of sums, on the one that adds it."""
 
     def body(rank: int) -> list[dict[str, Tensor]]:
@@ -203,7 +203,7 @@ def test_a_block_that_is_not_finite_owes_what_it_owed_before(plan: str, value: f
             model(values).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            behind.append(owed(model))
+            behind.append(residuals(model))
         return behind
 
     ranks = on_ranks(2, body)
@@ -225,16 +225,16 @@ def test_a_block_that_is_not_finite_owes_what_it_owed_before(plan: str, value: f
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[dict[str, Tensor]]]]:
-    """By topology: a checkpoint behind three steps, and what each rank owed."""
+    """By topology: a checkpoint behind three steps, and residuals of each rank."""
     found = {}
     for plan, shape in TOPOLOGIES:
-        path = tmp_path_factory.mktemp("owed") / "step"
+        path = tmp_path_factory.mktemp("residuals") / "step"
 
         def body(rank: int, plan: str = plan, shape: tuple[int, ...] = shape, path: Path = path) -> dict[str, Tensor]:
             model, optimizer = shard(plan, shape)
             run(model, optimizer, rank, range(3))
             checkpoint.save(path, model, optimizer, {})
-            return owed(model)
+            return residuals(model)
 
         found[f"{plan} {shape}"] = path, on_ranks(torch.Size(shape).numel(), body)
     return found
@@ -256,12 +256,12 @@ def test_a_resumed_run_is_to_the_bit_the_one_that_went_on(plan: str, shape: tupl
         for resumed in (False, True):
             model, optimizer = shard(plan, shape)
             if resumed:
-                run(model, optimizer, rank, (7, 8))  # it owes something else
+                run(model, optimizer, rank, (7, 8))  # its residuals are others
                 checkpoint.load(path, model, optimizer)
             else:
                 run(model, optimizer, rank, range(3))
             run(model, optimizer, rank, (3, 4))
-            ends.append({"weight": tz.full_state_dict(model, keep=True)["matrix"], **owed(model)})
+            ends.append({"weight": tz.full_state_dict(model, keep=True)["matrix"], **residuals(model)})
         return ends
 
     for straight, resumed in on_ranks(torch.Size(shape).numel(), body):
@@ -272,13 +272,13 @@ def test_a_resumed_run_is_to_the_bit_the_one_that_went_on(plan: str, shape: tupl
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("source", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("target", TOPOLOGIES, ids=str)
-def test_ranks_of_another_topology_owe_the_same_sum(target: Any, source: Any, saved: Any) -> None:
+def test_residuals_on_another_topology_have_the_same_sum(target: Any, source: Any, saved: Any) -> None:
     path, before = saved[f"{source[0]} {source[1]}"]
 
     def body(rank: int) -> Tensor:
         model, optimizer = shard(*target)
         checkpoint.load(path, model, optimizer)
-        return owed(model)["all"]
+        return residuals(model)["all"]
 
     after = sum(on_ranks(torch.Size(target[1]).numel(), body))
     wanted = sum(each["all"] for each in before)
@@ -289,7 +289,7 @@ def test_ranks_of_another_topology_owe_the_same_sum(target: Any, source: Any, sa
         assert torch.equal(after, wanted)
 
 
-def test_a_checkpoint_goes_on_without_and_one_without_owes_nothing(saved: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_without_and_one_without_begins_at_zero(saved: Any, tmp_path: Path) -> None:
     path, _ = saved["zero1 (2,)"]
 
     def body(rank: int) -> None:
@@ -299,34 +299,34 @@ def test_a_checkpoint_goes_on_without_and_one_without_owes_nothing(saved: Any, t
         model, optimizer = shard("zero1", (2,))
         run(model, optimizer, rank, range(2))
         checkpoint.load(tmp_path / "without", model, optimizer)
-        assert not owed(model)["all"].any()
+        assert not residuals(model)["all"].any()
 
     on_ranks(2, body)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
-def test_an_optimizer_that_loads_a_state_dict_owes_nothing(plan: str) -> None:
+def test_residuals_are_zero_behind_a_loaded_state_dict(plan: str) -> None:
     def body(rank: int) -> list[Tensor]:
         model, optimizer = shard(plan, (2,))
         state = optimizer.state_dict()
         run(model, optimizer, rank, range(2))
         model(slopes(2, rank)).sum().backward()
-        before = owed(model)["all"]
+        before = residuals(model)["all"]
         optimizer.load_state_dict(state)
-        behind = owed(model)["all"]
+        behind = residuals(model)["all"]
         optimizer.zero_grad()
         run(model, optimizer, rank, (3,))
         fresh, fresh_optimizer = shard(plan, (2,))
         run(fresh, fresh_optimizer, rank, (3,))
-        return [before, behind, owed(model)["all"], owed(fresh)["all"]]
+        return [before, behind, residuals(model)["all"], residuals(fresh)["all"]]
 
     for before, behind, later, fresh in on_ranks(2, body):
         assert before.any() and not behind.any()
         assert torch.equal(later, fresh)
 
 
-def test_what_is_owed_has_to_fit_beside_an_optimizer_without_states(saved: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("terrazzo.checkpoint.loading.misfits.OWED_DTYPE", torch.float16)  # as if it were kept so
+def test_residuals_have_to_fit_beside_an_optimizer_without_states(saved: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("terrazzo.checkpoint.loading.misfits.RESIDUAL_DTYPE", torch.float16)  # as if it were kept so
 
     def body(rank: int) -> None:
         model, optimizer = shard("zero1", (2,))
@@ -355,18 +355,18 @@ def test_the_bill_has_two_copies_in_bf16_of_what_a_rank_sends(plan: str, shape: 
         engine, bill = engine_of(model), engine_of(model).bill
         train(model, optimizer, 2, rank)
         states = bill.weight_bytes + bill.master_bytes + bill.moments_bytes
-        assert engine.state_bytes() == states + bill.feedback_bytes
+        assert engine.state_bytes() == states + bill.residual_bytes
         assert engine.peak_transient_bytes == bill.transient_bytes
         kept = 4 * copies * sum(bucket.whole for bucket in engine.trainable() if bucket.matrices)
         without = estimate(
             Net(width=64), sgd, plan, precision=replace(sending(), error_feedback=False), mesh=mesh_of(shape)
         )
-        assert without.feedback_bytes == 0
+        assert without.residual_bytes == 0
         if "@cpu" in plan:
             assert bill.host_bytes == engine.store.usage()["host_bytes"] >= without.host_bytes + kept
         else:
-            assert bill.feedback_bytes == kept
-            assert "error feedback" in bill.table()
+            assert bill.residual_bytes == kept
+            assert "residuals" in bill.table()
 
     on_ranks(4, body)
 
@@ -385,11 +385,11 @@ def test_what_cannot_be_is_refused() -> None:
     on_ranks(4, body)
 
 
-def test_one_rank_owes_nothing() -> None:
+def test_one_rank_has_no_residuals() -> None:
     def body(rank: int) -> None:
         model, optimizer = shard("zero3", (1,))
         run(model, optimizer, rank, range(2))
-        assert engine_of(model).bill.feedback_bytes == 0
-        assert not owed(model)["all"].any()
+        assert engine_of(model).bill.residual_bytes == 0
+        assert not residuals(model)["all"].any()
 
     on_ranks(1, body)

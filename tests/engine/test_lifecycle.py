@@ -440,7 +440,7 @@ def test_what_sums_are_divided_by_outlives_the_engine() -> None:
         schedule = engine_of(model).schedule
         del model
         gc.collect()
-        assert schedule._reductions._denominator() == 3.0
+        assert schedule._reductions._divisor().product == 3.0
 
 
 def test_backwards_that_no_step_uses_leave_nothing_that_holds_the_model() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import Precision, engine_of
 from terrazzo.engine.comm.transfer import Released
+from terrazzo.engine.plan.moves import Divisor
 from tests.engine.census import PeakBytes, census, live_bytes
 from tests.engine.toys import EVERY_PLAN, TABLE_2D, Block, Net, adamw, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import places
@@ -68,7 +69,7 @@ def _check_states(model: Any, plan: str, precision: Precision | str) -> None:
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     model, optimizer = tz.shard(model, optimizer, plan, units=["blocks.*"], precision=precision, mesh=mesh(plan))
     bill = engine_of(model).bill
-    at_rest = before + bill.weight_bytes + bill.master_bytes + bill.feedback_bytes
+    at_rest = before + bill.weight_bytes + bill.master_bytes + bill.residual_bytes
     assert live_bytes() == at_rest
     loss_of(model, batch()).backward()
     assert live_bytes() == at_rest + bill.grad_bytes
@@ -345,7 +346,7 @@ def test_memory_is_lent_as_it_was_when_its_reduction_began() -> None:
     def body(rank: int) -> list[bool]:
         model, _ = sharded(Net())
         gradient = engine_of(model).units[1].buckets[0].gradient
-        moves, lent = gradient.reduce(None), []  # of a unit that got none: its zeros are lent
+        moves, lent = gradient.reduce(Divisor(), last=False), []  # of a unit that got none: its zeros are lent
         for number, step in enumerate(moves):
             if number == 0:
                 parameter: Any = SimpleNamespace(grad=torch.ones(gradient.space.layout.slots[0].shape))

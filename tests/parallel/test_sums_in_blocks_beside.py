@@ -97,17 +97,17 @@ class Sender:
     """What codes of values stand for; with feedback their loss is added to the next values at the same place."""
 
     def __init__(self, form: str, feedback: bool) -> None:
-        self._form, self._feedback, self._owed = form, feedback and bool(form), dict[object, Tensor]()
+        self._form, self._feedback, self._residuals = form, feedback and bool(form), dict[object, Tensor]()
 
     def sent(self, place: object, values: Tensor) -> Tensor:
         blocks = pad(values, (0, -values.numel() % 256)).view(-1, 256)
         if not self._feedback:
             return as_sent(blocks.view(1, -1), self._form)
-        before = self._owed.get(place, torch.zeros_like(blocks))
+        before = self._residuals.get(place, torch.zeros_like(blocks))
         waiting = (blocks == 0).all(1, keepdim=True)
         total = torch.where(waiting, 0.0, blocks + before)
         decoded = as_sent(total.view(1, -1), self._form)
-        self._owed[place] = torch.where(waiting, before, total - decoded.view(-1, 256)).bfloat16().float()
+        self._residuals[place] = torch.where(waiting, before, total - decoded.view(-1, 256)).bfloat16().float()
         return decoded
 
 
@@ -165,7 +165,9 @@ class Beside(nn.Module):
         return self.parts(self.shared(values))  # type: ignore[no-any-return]
 
 
-def owed_of_shared(axes: dict[str, int], rank: int, load: Path | None, save: Path | None) -> list[dict[str, Tensor]]:
+def residuals_of_shared(
+    axes: dict[str, int], rank: int, load: Path | None, save: Path | None
+) -> list[dict[str, Tensor]]:
     """By kind, this rank's: at the start, behind two steps that are saved, and behind two more."""
     model: Any = Beside()
     mesh = tz.mesh(**axes, device="cpu")  # type: ignore[arg-type]
@@ -193,19 +195,19 @@ def owed_of_shared(axes: dict[str, int], rank: int, load: Path | None, save: Pat
     return shown
 
 
-def test_what_is_owed_of_a_shared_matrix_goes_to_ranks_whose_gradients_count(tmp_path: Path) -> None:
+def test_residuals_of_a_shared_matrix_go_to_ranks_whose_gradients_count(tmp_path: Path) -> None:
     """The others send zeros of it: a share of theirs would wait for ever."""
     axes = {"dp_shard": 2, "tp": 2}
     before = run_in_threads(
-        2, lambda rank: owed_of_shared({"dp_shard": 2}, rank, None, tmp_path / "data"), timeout_s=60.0
+        2, lambda rank: residuals_of_shared({"dp_shard": 2}, rank, None, tmp_path / "data"), timeout_s=60.0
     )
     after = run_in_threads(
-        4, lambda rank: owed_of_shared(axes, rank, tmp_path / "data", tmp_path / "both"), timeout_s=60.0
+        4, lambda rank: residuals_of_shared(axes, rank, tmp_path / "data", tmp_path / "both"), timeout_s=60.0
     )
-    again = run_in_threads(4, lambda rank: owed_of_shared(axes, rank, tmp_path / "both", None), timeout_s=60.0)
+    again = run_in_threads(4, lambda rank: residuals_of_shared(axes, rank, tmp_path / "both", None), timeout_s=60.0)
     for rank, (start, *later) in enumerate(after):
         assert len(start) == (rank % 2 == 0)
         for kind, value in start.items():
             assert value.any() and torch.equal(value, before[rank // 2][1][kind])
-            assert not any(torch.equal(value, each[kind]) for each in later), "what is owed has waited"
+            assert not any(torch.equal(value, each[kind]) for each in later), "residuals have waited"
         assert all(torch.equal(value, again[rank][0][kind]) for kind, value in later[0].items())

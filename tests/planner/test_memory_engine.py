@@ -140,7 +140,7 @@ def check_bill(
     assert found == {
         "weights": bill.weight_bytes,
         "gradients": bill.grad_bytes,
-        **({"feedback": bill.feedback_bytes} if precision.error_feedback else {}),
+        **({"residuals": bill.residual_bytes} if precision.error_feedback else {}),
         "master": bill.master_bytes,
         "moments": bill.moments_bytes,
     }

@@ -397,14 +397,14 @@ def test_a_floor_that_is_the_answer_is_not_called_only_a_floor() -> None:
     assert str(offloaded) == ("1 is the first that runs, by offload; without, model states alone would need 2.")
 
 
-def test_what_is_owed_of_codes_is_not_in_the_floor() -> None:
-    """It is not split: one rank owes nothing, and of several each may owe of the whole model."""
+def test_residuals_of_codes_are_not_in_the_floor() -> None:
+    """They are not split: one rank has none, and of several each may have some of the whole model."""
     codes = "bf16,quantized_reduce=int4"
-    plain, owing = (
+    plain, with_feedback = (
         min_gpus(request("llama3-8b", "1..2", strategy="zero3", precision=codes + more))
         for more in ("", ",error_feedback=true")
     )
-    assert (owing.floor, owing.state_bytes) == (plain.floor, plain.state_bytes)
+    assert (with_feedback.floor, with_feedback.state_bytes) == (plain.floor, plain.state_bytes)
 
 
 def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:

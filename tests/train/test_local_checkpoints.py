@@ -265,21 +265,21 @@ def test_the_header_says_where_they_are(tmp_path: Path) -> None:
     assert f"local: a checkpoint every 2 steps in {local_folder(config)}, until the run ends" in check(config, 1)
 
 
-@pytest.mark.parametrize(("partner", "times", "owes"), [("auto", 4, False), ("none", 2, False), ("none", 2, True)])
+@pytest.mark.parametrize(("partner", "times", "feedback"), [("auto", 4, False), ("none", 2, False), ("none", 2, True)])
 def test_what_they_take_of_a_host_is_said(
-    partner: str, times: int, owes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    partner: str, times: int, feedback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps, of the host's own part and of its copy: half each of weights and two moments, in fp32. With error
-    feedback each rank owes of all matrices, in bf16.
+    feedback each rank has residuals of all matrices, in bf16.
     """
     local = {"folder": str(tmp_path), "partner": partner}
-    codes = {"precision": {"name": "bf16", "quantized_reduce": "int4", "error_feedback": True}} if owes else {}
+    codes = {"precision": {"name": "bf16", "quantized_reduce": "int4", "error_feedback": True}} if feedback else {}
     config = config_in(tmp_path, model={"dim": 1024, "layers": 4}, checkpoint={"local": local}, **codes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     said = next(note for note in check(config, 2) if "checkpoint.local takes" in note)
     parameters = list(prepare_model(config).parameters())
     numel = sum(parameter.numel() for parameter in parameters)
-    owed = 2 * sum(parameter.numel() for parameter in parameters if parameter.dim() > 1) if owes else 0
+    residuals = 2 * sum(parameter.numel() for parameter in parameters if parameter.dim() > 1) if feedback else 0
     found = re.search(r"takes up to ([\d.]+) GiB of its drive, of which", said)
     assert found is not None, said
-    assert float(found[1]) == pytest.approx(times * (numel * 12 / 2 + owed) / 2**30, abs=0.01)
+    assert float(found[1]) == pytest.approx(times * (numel * 12 / 2 + residuals) / 2**30, abs=0.01)

@@ -254,14 +254,14 @@ def test_states_that_cannot_fit_are_refused_with_the_way_out(monkeypatch: pytest
         assert part in said, part
 
 
-def test_where_what_is_owed_is_largest_error_feedback_is_what_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_residuals_are_largest_error_feedback_is_what_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan splits it, and no disk holds it."""
     free(monkeypatch, 16 * GIB)
     codes = {"name": "bf16", "quantized_reduce": "int4", "error_feedback": True}
     large = config(
         model={"dim": 4096, "layers": 32, "heads": 32}, batch={"global_batch": 16}, plan="zero2", precision=codes
     )
-    with pytest.raises(BadInput, match=r"Largest: feedback .*Use precision\.error_feedback=false") as refused:
+    with pytest.raises(BadInput, match=r"Largest: residuals .*Use precision\.error_feedback=false") as refused:
         check_plan(large, 16)
     assert not any(edit in str(refused.value) for edit in ("nvme", "plan=zero3"))
 

@@ -18,7 +18,7 @@ __all__ = ["check_replicas"]
 def check_replicas(model: nn.Module) -> None:
     """Compare all states of which ranks hold copies, by checksums. Collective.
 
-    They are weights, master weights, averages of weights, optimizer states, what is owed of codes of gradients, and the
+    They are weights, master weights, averages of weights, optimizer states, residuals of codes of gradients, and the
     momentum of outer steps. What a plan splits over all ranks has no copies, and is not read.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from terrazzo.checkpoint.format.runs import Runs
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
-from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import first_of
 from terrazzo.engine.plan.layout import PAGE_BYTES, Range
 from terrazzo.engine.plan.rectangles import Rectangle
@@ -39,7 +39,7 @@ __all__ = [
 WEIGHT, BUFFER, AVERAGE = "weight", "buffer", "average"
 """Kinds of state. `weight` is the master weight where there was one, `average` is what `tz.EMA` keeps of it."""
 
-OF_NO_OPTIMIZER = frozenset({WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM, OWED, OWED_OF_SUMS})
+OF_NO_OPTIMIZER = frozenset({WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM, RESIDUAL, RESIDUAL_OF_SUMS})
 """The kinds of state that are not the optimizer's own."""
 
 PIECE_BYTES = 32 << 20

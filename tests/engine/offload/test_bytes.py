@@ -60,7 +60,7 @@ def check_states(kind: type[nn.Module], plan: str, tiers: str, precision: Any, f
     model, optimizer = built(model, plan, tiers, folder, units=["blocks.*"], precision=precision)
     engine = engine_of(model)
     bill, usage = engine.bill, engine.store.usage()
-    at_rest = before + bill.weight_bytes + bill.master_bytes + bill.host_bytes + bill.feedback_bytes
+    at_rest = before + bill.weight_bytes + bill.master_bytes + bill.host_bytes + bill.residual_bytes
     assert (usage["host_bytes"], usage["disk_bytes"]) == (bill.host_bytes, bill.disk_bytes)
     assert live_bytes() == at_rest
     loss_of(model, batch()).backward()

@@ -21,6 +21,7 @@ from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.consensus.progress import Denominator
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.optim import driver
+from terrazzo.engine.plan.moves import Divisor
 from terrazzo.engine.sharding import prepare
 
 STRUCK = "tree.parts.0"
@@ -53,8 +54,8 @@ def a_gather_is_stale(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_denominator_is_wrong_by_a_percent(patch: pytest.MonkeyPatch) -> None:
-    right = Denominator.__call__
-    patch.setattr(Denominator, "__call__", lambda self: 1.01 * right(self))
+    right = Denominator.divisor
+    patch.setattr(Denominator, "divisor", lambda self: Divisor(1.01 * right(self).denominator, right(self).loss_scale))
 
 
 def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo, is_of_optimizer
 from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
-from terrazzo.engine.plan.error_feedback import OWED, OWED_DTYPE, OWED_OF_SUMS
+from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import first_of, is_numbered, numbered
 
 __all__ = ["fitted_groups", "misfits", "unstepped"]
@@ -135,8 +135,8 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
         if with_optimizer:
             if momentum:
                 wanted[OUTER_MOMENTUM] = (parameter.numel, torch.float32)
-            owed = [kind for kind in info.states if first_of(kind) in (OWED, OWED_OF_SUMS)]
-            wanted.update(dict.fromkeys(owed, (parameter.numel, OWED_DTYPE)))
+            residuals = [kind for kind in info.states if first_of(kind) in (RESIDUAL, RESIDUAL_OF_SUMS)]
+            wanted.update(dict.fromkeys(residuals, (parameter.numel, RESIDUAL_DTYPE)))
         for kind, (numel, dtype) in wanted.items():
             if (state := info.states.get(kind)) is not None:
                 yield from _misfit(f"{_shown(name)}, {kind}", state, numel, dtype, cast)

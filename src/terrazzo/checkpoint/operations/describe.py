@@ -11,7 +11,7 @@ from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, S
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
-from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import first_of, is_numbered
 from terrazzo.errors import BadInput
 
@@ -22,8 +22,8 @@ _LARGEST = 5
 _NOWHERE_ELSE = {
     AVERAGE: "the average of the weights (tz.EMA)",
     OUTER_MOMENTUM: "the momentum of the outer step (DiLoCo)",
-    OWED: "what codes of gradients have lost (error feedback)",
-    OWED_OF_SUMS: "what codes of sums of gradients have lost (error feedback)",
+    RESIDUAL: "what codes of gradients have lost (error feedback)",
+    RESIDUAL_OF_SUMS: "what codes of sums of gradients have lost (error feedback)",
 }
 """The kinds of state that Terrazzo's own checkpoints alone have, in words."""
 

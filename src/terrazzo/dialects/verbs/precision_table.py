@@ -62,8 +62,8 @@ def precisions(description: Description) -> Precisions:
     if (linears := description.value("precision.linears")) not in (None, "compute"):
         cells["compute"] += f", linears {linears}"
     if (form := description.value("precision.quantized_reduce")) not in (None, "none"):
-        owed = " with error feedback" if description.value("precision.error_feedback") else ""
-        cells["reduce"] += f", {form} codes{owed}"
+        feedback = " with error feedback" if description.value("precision.error_feedback") else ""
+        cells["reduce"] += f", {form} codes{feedback}"
     return Precisions(**cells)
 
 
@@ -83,7 +83,7 @@ def _cost(description: Description, ranks: int) -> Cost:
     narrow = {name: min(size, known["compute"]) for name, size in known.items()}
     whole = _total(description, known, split)
     upcast = whole - _total(description, narrow, split)
-    return Cost(ranks, whole + _owed(description, ranks), upcast)
+    return Cost(ranks, whole + _residual_bytes(description, ranks), upcast)
 
 
 def _total(description: Description, sizes: dict[str, float], split: dict[str, int]) -> float:
@@ -92,12 +92,12 @@ def _total(description: Description, sizes: dict[str, float], split: dict[str, i
     return total if _shared(description, sizes) else total + sizes["weight"] / split["weight"]
 
 
-_OWED = 4
+_RESIDUAL = 4
 """Bytes of what codes of one element have lost: in bf16 behind the last step, and behind the next."""
 
 
-def _owed(description: Description, ranks: int) -> float:
-    """What a rank keeps of that: of gradients that it sends along the outermost data axis, which those of dp_shard may
+def _residual_bytes(description: Description, ranks: int) -> float:
+    """Of residuals on a rank: of gradients that it sends along the outermost data axis, which those of dp_shard may
     have split before; and of the sums that it sends back, where ranks along that axis keep all of them.
     """
     if not description.value("precision.error_feedback"):
@@ -109,7 +109,7 @@ def _owed(description: Description, ranks: int) -> float:
     along, ranks_along = ("R", replicas) if replicas > 1 else ("S", shards)
     elements = 1 / shards if along == "R" and splits["S"] else 1.0
     elements += 0 if splits[along] else elements / ranks_along
-    return _OWED * elements / ((sizes["tp"] or 1) * (sizes["pp"] or 1))
+    return _RESIDUAL * elements / ((sizes["tp"] or 1) * (sizes["pp"] or 1))
 
 
 def _shared(description: Description, sizes: dict[str, float]) -> bool:

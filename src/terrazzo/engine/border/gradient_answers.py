@@ -88,7 +88,8 @@ class GradientAnswers:
         """Set one parameter's gradient to zero: no step will have what was sent of it."""
         bucket, index = key
         self.change(key, "zero_()", Tensor.zero_)
-        bucket.gradient.feedback.forget([index])
+        for residual in bucket.gradient.residuals:
+            residual.roll_back([index])
 
     def prepare_change(self, name: str) -> None:
         """Refuse a change of the gradient of `name` where there can be none now.

@@ -144,7 +144,7 @@ class ShardedOptimizer(Optimizer):
 
         A plain optimizer over the same parameters loads it. Full states are in host memory, in the dtype of moments:
         all of them on each rank, put together one bucket after the other on the mesh's device. The loss scale is in
-        `scaler_state()`; an average of the weights, and what error feedback owes, are in checkpoints alone.
+        `scaler_state()`; an average of the weights, and residuals of error feedback, are in checkpoints alone.
 
         Raises:
             RanksApart: where ranks do something else meanwhile.
@@ -158,8 +158,8 @@ class ShardedOptimizer(Optimizer):
         """Take all states and the settings of param groups from a plain optimizer's state dict. Collective.
 
         It may come from any plan and number of ranks, or from plain PyTorch. Parameters are known by their order. This
-        rank's parts are copied. Where the settings do not choose a kernel, the engine does, as in `tz.shard`. With
-        error feedback nothing is owed of gradients before.
+        rank's parts are copied. Where the settings do not choose a kernel, the engine does, as in `tz.shard`.
+        Residuals of error feedback become zero.
 
         Args:
             state_dict: full tensors of any dtype, the same on every rank.

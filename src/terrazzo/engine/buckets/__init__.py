@@ -24,7 +24,7 @@ Who has what, from a unit down to memory:
         Gradient             from autograd to the optimizer                                     gradients/gradient
           UnreducedGradient  as autograd brings it                                              gradients/unreduced
           SummedGradient     the sum of earlier micro-batches                                   gradients/summed
-          ErrorFeedback      what codes of it have lost, and the next ones make up for          gradients/residuals
+          Residual           what codes of it have lost, which is added to the next ones        gradients/residual
           FinishedGradient   summed over ranks and divided: a `SummedGradient` again            gradients/finished
 
 The life of one bucket under `zero3`:

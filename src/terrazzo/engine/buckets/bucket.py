@@ -199,8 +199,7 @@ class Bucket(BucketSpec):
         yield from (StateBytes("moments", tiers.optim, state.nbytes) for state in self.moments.values())
         yield from (StateBytes("outer", self.outer_tier, state.nbytes) for state in self.outer)
         if self.trainable:
-            residuals = self.gradient.feedback.residuals
-            yield from (StateBytes("feedback", self.feedback_tier, residual.nbytes) for residual in residuals)
+            yield from (StateBytes("residuals", self.residual_tier, each.nbytes) for each in self.gradient.residuals)
 
     def write(self, slot: Slot, value: Tensor) -> None:
         """Set one parameter from its full value: this rank keeps its own part of it."""

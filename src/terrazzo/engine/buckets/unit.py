@@ -14,6 +14,7 @@ from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import title_of
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Divisor
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 from terrazzo.engine.runtime.private_torch import plainly
@@ -108,10 +109,10 @@ class Unit:
         for bucket in self.trainable():
             bucket.gradient.expect(bucket.pending_dtype(this_pass))
 
-    def reduce(self, denominator: float | None) -> Moves[list[Tensor]]:
+    def reduce(self, divisor: Divisor, last: bool) -> Moves[list[Tensor]]:
         sums = []
         for bucket in self.trainable():
-            sums.append((yield from bucket.gradient.reduce(denominator)))  # noqa: PERF401 - which cannot yield
+            sums.append((yield from bucket.gradient.reduce(divisor, last)))  # noqa: PERF401 - which cannot yield
         return sums  # held until the computation may use them
 
     def zero_grad(self, set_to_none: bool) -> None:

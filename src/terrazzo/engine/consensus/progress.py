@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.consensus.hyper_parameters import HyperParameters
+from terrazzo.engine.plan.moves import Divisor
 from terrazzo.errors import Misuse
 
 __all__ = ["Denominator", "Progress"]
@@ -19,7 +20,7 @@ class Denominator:
     Attributes:
         ranks: over which gradients are summed.
         chosen: by the user, in place of their number; None where that is meant.
-        loss_scale: what gradients have been multiplied by on their way in.
+        loss_scale: what gradients have been multiplied by on their way in: that of the optimizer's driver, if any.
     """
 
     ranks: int
@@ -43,10 +44,6 @@ class Denominator:
             )
         self.chosen = chosen
 
-    def scale_by(self, loss_scale: LossScale) -> None:
-        """Divide by this loss scale, too, from now on."""
-        self.loss_scale = loss_scale
-
     @property
     def unscaled(self) -> float:
         """The part that the user chooses; the same on every rank."""
@@ -62,8 +59,9 @@ class Denominator:
         scaling = {f"loss scaler's {name}": each for name, each in self.loss_scale.state().items()}
         return {"denominator": self.unscaled, **scaling}
 
-    def __call__(self) -> float:
-        return self.unscaled * self.loss_scale.scale
+    def divisor(self) -> Divisor:
+        """What a sum that starts now will be divided by."""
+        return Divisor(self.unscaled, self.loss_scale.scale)
 
 
 @dataclass

@@ -36,7 +36,7 @@ class MemoryBill:
         transient_bytes: the most ever held at once beside these: gathered weights, unreduced gradients, receive
             buffers, weights kept between forward and backward; of a model in stages also copies of its buffers.
         outer_bytes: what replicas that train by themselves keep for their outer step; see `DiLoCo`.
-        feedback_bytes: what codes of gradients have lost, for the next ones; see `Precision.error_feedback`.
+        residual_bytes: what codes of gradients have lost, for the next ones; see `Precision.error_feedback`.
         host_bytes: states in the host's memory, and buffers for those in files.
         disk_bytes: states in files.
     """
@@ -47,7 +47,7 @@ class MemoryBill:
     moments_bytes: int
     transient_bytes: int
     outer_bytes: int = 0
-    feedback_bytes: int = 0
+    residual_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
 
@@ -55,7 +55,7 @@ class MemoryBill:
     def total_bytes(self) -> int:
         """All bytes on the device."""
         states = self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.outer_bytes
-        return states + self.feedback_bytes + self.transient_bytes
+        return states + self.residual_bytes + self.transient_bytes
 
     def table(self) -> str:
         rows = {
@@ -64,7 +64,7 @@ class MemoryBill:
             "gradients": self.grad_bytes,
             "optimizer state": self.moments_bytes,
             **({"outer step": self.outer_bytes} if self.outer_bytes else {}),
-            **({"error feedback": self.feedback_bytes} if self.feedback_bytes else {}),
+            **({"residuals": self.residual_bytes} if self.residual_bytes else {}),
             "transient peak": self.transient_bytes,
             "total": self.total_bytes,
         }
@@ -94,7 +94,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
         transient_bytes=max(tally.ledger.peak_bytes for tally in tallies),
         outer_bytes=resting["outer"],
-        feedback_bytes=resting["feedback"],
+        residual_bytes=resting["residuals"],
         host_bytes=host_bytes(need, offload) + (sum(map(host_sum_bytes, trainable)) if reduces_each else 0),
         disk_bytes=disk_bytes(need),
     )

@@ -18,7 +18,7 @@ from terrazzo.engine.comm.transfer import Handle, Moves, Released
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, When
-from terrazzo.engine.plan.moves import MoveBytes
+from terrazzo.engine.plan.moves import Divisor, MoveBytes
 
 __all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts"]
 
@@ -129,11 +129,11 @@ class CountingUnit:
     def zero_grad(self, set_to_none: bool) -> None:
         """A dry run forgets nothing."""
 
-    def reduce(self, denominator: float | None) -> Moves[None]:
+    def reduce(self, divisor: Divisor, last: bool) -> Moves[None]:
         self._filled_numel = 0
         for bucket in self.buckets:
             if bucket.spec.trainable:
-                yield from bucket.reduce(last=denominator is not None)
+                yield from bucket.reduce(last)
 
 
 class CountingWeights:

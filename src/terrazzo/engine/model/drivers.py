@@ -57,7 +57,7 @@ class Drivers:
         """
         self._drivers.append(driver)
         self._templates = [*self._templates, *templates]
-        self._scale_by(driver.loss_scale)
+        self._progress.denominator.loss_scale = driver.loss_scale
         self._added(driver.optimizer)
 
     def on_added(self, call: Callable[[Optimizer], None]) -> None:
@@ -86,13 +86,8 @@ class Drivers:
             driver.retire()
         self._drivers = []
         self._progress.hyper_parameters.clear()
-        self._scale_by(LossScale())
+        self._progress.denominator.loss_scale = LossScale()
         self.drop_gone()
-
-    def _scale_by(self, loss_scale: LossScale) -> None:
-        self._progress.denominator.scale_by(loss_scale)
-        for bucket in self._buckets:
-            bucket.gradient.feedback.scale_by(loss_scale)
 
     def drop_gone(self, alive: Collection[Optimizer] = ()) -> None:
         """Let go of optimizers that nobody has any more: their parameters can get another one.

@@ -181,7 +181,7 @@ class Engine:
         return self.tally.ledger.peak_bytes
 
     def state_bytes(self) -> int:
-        """Weights, master weights, optimizer state and what is owed of codes on the device, measured."""
+        """Weights, master weights, optimizer state and residuals of codes on the device, measured."""
         resting = (each for bucket in self.buckets() for each in bucket.measured_at_rest())
         of_buckets = sum(each.nbytes for each in resting if each.tier == "device")
         return of_buckets + sum(driver.state_bytes() for driver in self.drivers.stepping())

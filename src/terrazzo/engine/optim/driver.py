@@ -155,7 +155,8 @@ class OptimizerDriver:
         self._unpublished = True
         for bucket, own in self._owned.items():
             bucket.gradient.finished.expect_changes()
-            bucket.gradient.feedback.settle(own)
+            for residual in bucket.gradient.residuals:
+                residual.commit(own)
         self.off_device.before_step(optimizer)
         finished = handed_over([segment for segment in self.segments if segment.due])
         self._on_device.matrices.step(optimizer, self.segments, finished, self.off_device)

@@ -6,7 +6,7 @@
     precision       in which dtype or format each state and message is, how it is rounded, and loss scaling
     weight_wire     what weights are sent as
     diloco          replicas that train by themselves, and their outer step
-    error_feedback  what codes of gradients lose, and where it is kept
+    error_feedback  residuals, which codes of gradients leave: the formula, and which ranks have which
     kinds           names of states of which several ranks have their own
     moves           one collective or copy, and the sums of a step that these make
     bucket_spec     what follows from all of these for one bucket: its states, their memory, its moves

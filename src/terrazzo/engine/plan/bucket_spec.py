@@ -33,7 +33,7 @@ import torch
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.family import BESIDE
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.error_feedback import OWED_DTYPE, Owed, adding_bytes, owed_along
+from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec, adding_bytes, residuals_along
 from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
@@ -59,7 +59,7 @@ class Pass(enum.Enum):
 
     The schedule has it (`Schedule.set_pass`), and this alone says whether a micro-batch is its step's last: `LAST`,
     unless `tz.accumulate` or a step in stages has said that others follow, see `ShardingSpec.pass_of`. A
-    `BackwardPass` keeps the one that it began with; what it calls is told `last`, or gets a denominator to divide by.
+    `BackwardPass` keeps the one that it began with; what it calls is told `last`.
     """
 
     ADDS = "added to what is on this rank, and no more"
@@ -79,7 +79,7 @@ class Axis(Protocol):
 
 
 class StateBytes(NamedTuple):
-    """A state at rest on one rank: `weight`, `master`, `grad`, `moments`, `outer` or `feedback`."""
+    """A state at rest on one rank: `weight`, `master`, `grad`, `moments`, `outer` or `residuals`."""
 
     state: str
     tier: str
@@ -111,7 +111,7 @@ class BucketSpec:
         update_wire: what new weights are sent as, from where the optimizer's are to where weights rest. If it rounds,
             those at rest are what ranks see of these.
         reduce_format: what its gradients are sent as along `block_axis`, the outermost data axis; None in a dtype.
-        owed: what is kept of the loss of their codes, and `feedback_tier` where: in host memory where gradients are off
+        residuals: which there are of their codes, and `residual_tier` where: in host memory where gradients are off
             the device.
         weight_axes, between_axes, optim_axes: over which the states are split.
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
@@ -151,8 +151,9 @@ class BucketSpec:
         data = [axis for axis in self.ranks if axis not in BESIDE]
         self.block_axis = data[-1] if data and self.reduce_format is not None else None
         block = self.block_axis if self.precision.error_feedback else None
-        self.owed: Sequence[Owed] = () if block is None else owed_along(block, self.optim_axes, self.ranks)
-        self.feedback_tier = "device" if tiers.grad == "device" else "cpu"
+        along = () if block is None else residuals_along(block, self.optim_axes, self.ranks)
+        self.residuals: Sequence[ResidualSpec] = along
+        self.residual_tier = "device" if tiers.grad == "device" else "cpu"
         stored = self.stored or self.precision.weight
         self.has_own_master = trainable and not self.shares_memory(stored)
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
@@ -215,7 +216,7 @@ class BucketSpec:
             yield StateBytes("grad", tiers.grad, owned * precision.accumulate.itemsize)
             yield from (StateBytes("moments", tiers.optim, math.ceil(nbytes)) for nbytes in moments)
             yield from (StateBytes("outer", self.outer_tier, nbytes) for nbytes in self.outer_bytes)
-            yield from (StateBytes("feedback", self.feedback_tier, nbytes) for nbytes in self.feedback_bytes)
+            yield from (StateBytes("residuals", self.residual_tier, nbytes) for nbytes in self.residual_bytes)
 
     @property
     def full_bytes(self) -> int:
@@ -327,7 +328,7 @@ class BucketSpec:
         if form is not None and axis == self.block_axis:
             sent, received = form.blocks.size_bytes(full - own), 2 * form.blocks.size_bytes(full)
             received += form.blocks.scratch_bytes(full, self._device_kind)
-            received += adding_bytes(full, self._device_kind) if self.owed else 0
+            received += adding_bytes(full, self._device_kind) if self.residuals else 0
         else:
             itemsize = self.precision.reduce.itemsize
             sent, received, form = (full - own) * itemsize, self.ranks[axis].receive_bytes(full * itemsize), None
@@ -355,13 +356,13 @@ class BucketSpec:
         message = first.form.blocks.size_bytes(full)
         held = first.received_bytes + first.sum_bytes
         then = MoveBytes("all_gather", "gradients", axis, first.sent_bytes, held - message, form=first.form)
-        divides = divides and not self.owed  # what is owed is of sums before their division
+        divides = divides and not self.residuals  # these are of sums before their division
         return [first._replace(received_bytes=held, divides=divides), then]
 
     @property
-    def feedback_bytes(self) -> Sequence[int]:
-        """Of what is owed behind the last step, and of what will be behind the next: a step may be left out."""
-        return [self.numel(each.axes) * OWED_DTYPE.itemsize for each in self.owed for _ in range(2)]
+    def residual_bytes(self) -> Sequence[int]:
+        """Of each residual as the last step has left it, and as the next will: a step may be left out."""
+        return [self.numel(each.axes) * RESIDUAL_DTYPE.itemsize for each in self.residuals for _ in range(2)]
 
     # -- outer steps -------------------------------------------------------------------------------------------
 

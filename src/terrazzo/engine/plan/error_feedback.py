@@ -1,14 +1,15 @@
-"""What codes of gradients lose, kept for the next step: error feedback, as in 1-bit Adam (arXiv 2102.02888).
+"""Error feedback: what codes of gradients lose is added to the next ones, as in 1-bit Adam (arXiv 2102.02888).
 
-Of a gradient g and what is owed of earlier ones, e, a rank sends the codes of u = g + e, and owes what they lose:
+A rank sends the codes of u, the sum of a gradient g and of the residual e of earlier ones; what they lose is the next
+residual:
 
     u = g + e,    e = u - decoded(codes of u)
 
-Of a block of g that is zero nothing is sent, and what is owed of it waits. So what is applied and what all ranks still
-owe is together the sum of the gradients, to rounding. Where the rank that has added codes sends the sum in codes to
-others that keep it, it owes of that in the same way.
+Of a block of g that is zero nothing is sent, and its residual waits. So what is applied and the residuals of all ranks
+are together the sum of the gradients, to rounding. Where the rank that has added codes sends the sum in codes to others
+that keep it, that sum has a residual in the same way.
 
-What is owed is of sums before their division, and without the loss scale.
+Residuals are of sums before their division, and without the loss scale.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ import torch
 
 from terrazzo.engine.formats.block_format import tile_numel
 
-__all__ = ["OWED", "OWED_DTYPE", "OWED_OF_SUMS", "Owed", "adding_bytes", "owed_along"]
+__all__ = ["RESIDUAL", "RESIDUAL_DTYPE", "RESIDUAL_OF_SUMS", "ResidualSpec", "adding_bytes", "residuals_along"]
 
-OWED, OWED_OF_SUMS = "error_feedback", "error_feedback_of_sums"
+RESIDUAL, RESIDUAL_OF_SUMS = "error_feedback", "error_feedback_of_sums"
 """What checkpoints call that of gradients, and that of sums; behind the first of several ranks with a number."""
 
-OWED_DTYPE = torch.bfloat16
-"""Of what is kept; it is added in fp32. What this rounding loses is some 1/500 of what is owed (docs/decisions.md)."""
+RESIDUAL_DTYPE = torch.bfloat16
+"""In which it is kept; it is added in fp32. This rounding loses some 1/500 of it (docs/decisions.md)."""
 
 
-class Owed(NamedTuple):
-    """Which elements a rank owes something of.
+class ResidualSpec(NamedTuple):
+    """Which elements a rank has a residual of.
 
     Attributes:
-        kind: `OWED` or `OWED_OF_SUMS`.
+        kind: `RESIDUAL` or `RESIDUAL_OF_SUMS`.
         axes: over which they are split.
-        apart: the axes along which each rank owes for itself; along all others ranks owe the same.
+        apart: the axes along which each rank has one of its own; along all others ranks have the same.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class Owed(NamedTuple):
     apart: tuple[str, ...]
 
 
-def owed_along(block: str, split: tuple[str, ...], ranks: Iterable[str]) -> Sequence[Owed]:
+def residuals_along(block: str, split: tuple[str, ...], ranks: Iterable[str]) -> Sequence[ResidualSpec]:
     """Of gradients that are sent in codes along the axis `block`, and of their sums where all its ranks keep these.
 
     Args:
@@ -53,10 +54,10 @@ def owed_along(block: str, split: tuple[str, ...], ranks: Iterable[str]) -> Sequ
     order = [*split, *(axis for axis in ranks if axis not in split)]  # in which they are summed
     place = order.index(block)
     later = tuple(order[place + 1 :])
-    gradients = Owed(OWED, split[:place], (block, *later))
-    return [gradients] if block in split else [gradients, Owed(OWED_OF_SUMS, (*split, block), later)]
+    gradients = ResidualSpec(RESIDUAL, split[:place], (block, *later))
+    return [gradients] if block in split else [gradients, ResidualSpec(RESIDUAL_OF_SUMS, (*split, block), later)]
 
 
 def adding_bytes(numel: int, device: str) -> int:
-    """Memory to add what is owed to so many elements, tile by tile on a kind of device: that in fp32, and the sum."""
+    """Memory to add residuals of so many elements, tile by tile on a kind of device: these in fp32, and the sum."""
     return 8 * min(numel, tile_numel(device))

@@ -1,6 +1,6 @@
 """Names of states of which several ranks have their own: in checkpoints the first has the plain name, others a number.
 
-They are what optimizers keep in replicas that train by themselves, and what ranks owe of codes of gradients.
+They are what optimizers keep in replicas that train by themselves, and the residuals of codes of gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What is moved of a bucket, as bytes: one collective or copy, and the sums of a step's gradients that these make."""
+"""What is moved of a bucket, as bytes: one collective or copy, and the sums of a step's gradients that these make; and
+what the finished sums are divided by.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.formats.format_names import WireFormat
 
-__all__ = ["MoveBytes", "Reduction", "Sums"]
+__all__ = ["Divisor", "MoveBytes", "Reduction", "Sums"]
 
 
 class MoveBytes(NamedTuple):
@@ -33,6 +35,22 @@ class MoveBytes(NamedTuple):
     sum_bytes: int = 0
     divides: bool = False
     form: WireFormat | None = None
+
+
+class Divisor(NamedTuple):
+    """What the finished sum of a step's gradients is divided by.
+
+    Attributes:
+        denominator: the number of ranks, or what the user has chosen.
+        loss_scale: what gradients have been multiplied by on their way in.
+    """
+
+    denominator: float = 1.0
+    loss_scale: float = 1.0
+
+    @property
+    def product(self) -> float:
+        return self.denominator * self.loss_scale
 
 
 class Reduction(NamedTuple):

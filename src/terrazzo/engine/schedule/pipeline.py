@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Divisor
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Program
-from terrazzo.engine.schedule.reductions import Divisor
 from terrazzo.engine.schedule.runnable import Runnable
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.straying import Meet
@@ -32,9 +32,9 @@ class PipelineSchedule(Schedule):
         chunks: Sequence[Sequence[int]],
         prefetch: int,
         meet: Meet | None = None,
-        denominator: Divisor = lambda: 1.0,
+        divisor: Callable[[], Divisor] = Divisor,
     ) -> None:
-        super().__init__(units, prefetch, meet, denominator)
+        super().__init__(units, prefetch, meet, divisor)
         self._programs = [Program([units[index] for index in each]) for each in chunks]
         self.program = self._programs[0]
 

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.plan.moves import Divisor
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.runnable import Runnable
 
-__all__ = ["Divisor", "Reductions"]
-
-Divisor = Callable[[], float]
+__all__ = ["Reductions"]
 
 
 class _Sum(NamedTuple):
@@ -31,11 +30,11 @@ class Reductions:
     collectives in the same order. No sum outlives its backward, which `wait` or `abandon` ends.
 
     Args:
-        denominator: returns what finished sums are divided by; asked for each sum as it starts.
+        divisor: returns what finished sums are divided by; asked for each sum as it starts.
     """
 
-    def __init__(self, denominator: Divisor) -> None:
-        self._denominator = denominator
+    def __init__(self, divisor: Callable[[], Divisor]) -> None:
+        self._divisor = divisor
         self._on_finished: Callable[[int], None] = do_nothing
         self._on_dropped: Callable[[int], None] = do_nothing
         self._sums: list[_Sum] = []
@@ -85,7 +84,7 @@ class Reductions:
         """
         if unit.comm_streams is None:
             self.advance()
-        moves = unit.reduce(self._denominator() if last else None)
+        moves = unit.reduce(self._divisor(), last)
         self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.comm_streams)))
 
     def wait(self) -> None:

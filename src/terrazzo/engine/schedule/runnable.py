@@ -8,6 +8,7 @@ from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Divisor
 
 __all__ = ["Runnable"]
 
@@ -91,9 +92,9 @@ class Runnable(Protocol):
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget its gradients, or set finished ones to zero."""
 
-    def reduce(self, denominator: float | None) -> Moves[object]:
+    def reduce(self, divisor: Divisor, last: bool) -> Moves[object]:
         """Sum its gradients over ranks.
 
         Args:
-            denominator: divides the finished sum of a step's last micro-batch; None for an earlier one.
+            last: of a step's last micro-batch, whose finished sum is divided.
         """

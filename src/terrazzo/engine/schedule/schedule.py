@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Divisor
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.forward import ForwardPass
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import Order, Program
-from terrazzo.engine.schedule.reductions import Divisor, Reductions
+from terrazzo.engine.schedule.reductions import Reductions
 from terrazzo.engine.schedule.runnable import Runnable
 from terrazzo.engine.schedule.straying import Meet, Straying
 
@@ -36,7 +37,7 @@ class Schedule:
         units: in registration order, root first.
         prefetch: how many units ahead of the running one are gathered.
         meet: gives the highest of the numbers that ranks bring to the end of a pass; None where weights are whole.
-        denominator: what finished gradient sums are divided by.
+        divisor: returns what finished gradient sums are divided by.
 
     Attributes:
         program: what all ranks run.
@@ -47,14 +48,18 @@ class Schedule:
     """
 
     def __init__(
-        self, units: Sequence[Runnable], prefetch: int, meet: Meet | None = None, denominator: Divisor = lambda: 1.0
+        self,
+        units: Sequence[Runnable],
+        prefetch: int,
+        meet: Meet | None = None,
+        divisor: Callable[[], Divisor] = Divisor,
     ) -> None:
         self.units, self.program, self.meet = units, Program(units), meet
         self.this_pass, self.ends_model = Pass.LAST, True
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self._forwards = self._backwards = 0
-        self._weights, self._reductions = GatheredWeights(units, prefetch), Reductions(denominator)
+        self._weights, self._reductions = GatheredWeights(units, prefetch), Reductions(divisor)
         self._straying = Straying(self._weights, meet)
 
     @property

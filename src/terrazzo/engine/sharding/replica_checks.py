@@ -43,7 +43,7 @@ def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, o
         )
     if precision.error_feedback:
         raise BadInput(
-            "diloco with error_feedback, where each replica would owe gradients of its own, and outer steps mix their "
+            "diloco with error_feedback, where each replica would have residuals of its own, and outer steps mix their "
             "weights. Leave error_feedback out: int8 needs none, and traffic='int8' is of outer steps."
         )
     if offload.step == "backward" and plan.optim.offloaded:

@@ -255,10 +255,10 @@ def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Sto
     progress = Progress(Denominator(axes.size()))
     meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(units) else None
     if stages is None:
-        schedule = Schedule(units, prefetch, meeting, progress.denominator)
+        schedule = Schedule(units, prefetch, meeting, progress.denominator.divisor)
     else:
         chunks = stages.share_out([*map(parameters_of, units)])
-        schedule = PipelineSchedule(units, chunks, prefetch, meeting, progress.denominator)
+        schedule = PipelineSchedule(units, chunks, prefetch, meeting, progress.denominator.divisor)
     return Engine(
         sharding=sharding,
         progress=progress,

@@ -26,19 +26,19 @@ from terrazzo.engine.states.pieces import (
     Piece,
     average_pieces,
     copied_pieces,
-    feedback_pieces,
     model_pieces,
     optimizer_pieces,
     outer_pieces,
     require_known_states,
+    residual_pieces,
 )
 from terrazzo.engine.states.restore import (
     Read,
     restore_averages,
-    restore_feedback,
     restore_model,
     restore_optimizer,
     restore_outer,
+    restore_residuals,
 )
 from terrazzo.errors import BadInput, RanksApart, listed
 
@@ -141,7 +141,7 @@ class ModelState:
             yield from optimizer_pieces(driver)
         yield from average_pieces(engine.average.buffers) if with_optimizer else ()
         yield from outer_pieces(engine.trainable()) if with_optimizer else ()
-        yield from feedback_pieces(engine.trainable()) if with_optimizer else ()
+        yield from residual_pieces(engine.trainable()) if with_optimizer else ()
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
@@ -170,7 +170,7 @@ class ModelState:
             restore_model(engine.buckets(), read)
             restore_averages(engine.average.buffers if with_optimizer else {}, read)
             restore_outer(engine.trainable() if with_optimizer else [], read)
-            restore_feedback(engine.trainable() if with_optimizer else [], read)
+            restore_residuals(engine.trainable() if with_optimizer else [], read)
             engine.restart_round()
             for driver in engine.drivers:
                 driver.off_device.begin_restoring()

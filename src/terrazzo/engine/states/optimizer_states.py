@@ -93,8 +93,7 @@ class OptimizerStates:
     def load_state_dict(self, state_dict: Any, whole: Callable[[Any], Any] = lambda value: value) -> None:
         """Set all state and the settings of param groups from a state dict over whole parameters. Collective.
 
-        Nothing is owed of its parameters' gradients then: the dict does not have that, and what is owed here is of
-        another run.
+        Residuals of its parameters' gradients become zero: the dict has none, and those here are of another run.
 
         Args:
             state_dict: the same on every rank, by the order of parameters.
@@ -111,7 +110,8 @@ class OptimizerStates:
         keys = [key for group in edited["param_groups"] for key in group["params"]]
         self.load({name: _Whole(edited["state"].get(key, {}), whole) for name, key in zip(names, keys, strict=True)})
         for bucket, index in self._located.values():
-            bucket.gradient.feedback.clear([index])
+            for residual in bucket.gradient.residuals:
+                residual.clear([index])
         for group, other in zip(optimizer.param_groups, edited["param_groups"], strict=True):
             is_fused = group.get("fused")  # as the plan's tiers need, perhaps: the run goes on with its own kernel
             group.update(copy.deepcopy({key: value for key, value in other.items() if key not in NOT_HYPER}))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradients.residuals import Residual
+from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
@@ -31,12 +31,12 @@ __all__ = [
     "Piece",
     "average_pieces",
     "copied_pieces",
-    "feedback_pieces",
     "held_pieces",
     "model_pieces",
     "optimizer_pieces",
     "outer_pieces",
     "require_known_states",
+    "residual_pieces",
 ]
 
 
@@ -156,22 +156,21 @@ def outer_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
                 yield from _pieces(bucket, OUTER_MOMENTUM, momentum, momentum.range)
 
 
-def feedback_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
-    """This rank's share of what is owed of codes: each rank that owes for itself has a kind of its own."""
+def residual_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
+    """This rank's share of the residuals of codes: each rank that has one of its own has a kind of its own."""
     for bucket in buckets:
-        for residual in bucket.gradient.feedback.residuals if bucket.is_primary else ():
-            split = (*residual.axes, *residual.apart)
-            alike = (axis for axis in bucket.sharding.axes.names if axis not in split)
-            share = bucket.space.range((*residual.axes, *alike))
-            yield from _owed(bucket, residual, share)
+        for residual in bucket.gradient.residuals if bucket.is_primary else ():
+            _, axes, apart = residual.spec
+            alike = (axis for axis in bucket.sharding.axes.names if axis not in (*axes, *apart))
+            yield from _residual(bucket, residual, bucket.space.range((*axes, *alike)))
 
 
-def _owed(bucket: Bucket, residual: Residual, share: Range) -> Iterator[Piece]:
-    """What `share` has of what a rank owes; nothing of parameters of which another rank's gradient counts."""
+def _residual(bucket: Bucket, residual: Residual, share: Range) -> Iterator[Piece]:
+    """What `share` has of a residual; nothing of parameters of which another rank's gradient counts."""
     for slot, member in zip(bucket.slots, bucket.members, strict=True):
         own = share.intersect(slot.range)
         if own.numel and (number := residual.number_of(member.replicated)) is not None:
-            yield from _stored(bucket, slot, numbered(residual.kind, number[0]), own, residual.kept)
+            yield from _stored(bucket, slot, numbered(residual.spec.kind, number[0]), own, residual.committed)
 
 
 def copied_pieces(
@@ -182,9 +181,10 @@ def copied_pieces(
     others: dict[tuple[str, ...], list[Piece]] = {}
     for bucket in buckets:
         axes = bucket.sharding.axes
-        for residual in bucket.gradient.feedback.residuals if bucket.trainable else ():
-            along = tuple(axis for axis in axes.live(axes.names) if axis not in (*residual.axes, *residual.apart))
-            others.setdefault(along, []).extend(_owed(bucket, residual, residual.kept.range))
+        for residual in bucket.gradient.residuals:
+            _, split, apart = residual.spec
+            along = tuple(axis for axis in axes.live(axes.names) if axis not in (*split, *apart))
+            others.setdefault(along, []).extend(_residual(bucket, residual, residual.committed.range))
         for momentum in bucket.outer[1:]:  # the weights that a round began with are compared in each round
             along = axes.live(axis for axis in (*axes.names, *axes.replicas) if axis not in bucket.outer_axes)
             others.setdefault(along, []).extend(_pieces(bucket, OUTER_MOMENTUM, momentum, momentum.range))

@@ -17,7 +17,7 @@ from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
-from terrazzo.engine.plan.error_feedback import OWED, OWED_OF_SUMS
+from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range, Slot
 
@@ -25,10 +25,10 @@ __all__ = [
     "Read",
     "reading",
     "restore_averages",
-    "restore_feedback",
     "restore_model",
     "restore_optimizer",
     "restore_outer",
+    "restore_residuals",
 ]
 
 Read = Callable[[str, str, int, int], Tensor | None]
@@ -79,21 +79,22 @@ def restore_outer(buckets: list[Bucket], read: Read) -> None:
                 _restore(momentum, slot, OUTER_MOMENTUM, momentum.range, read)
 
 
-def restore_feedback(buckets: list[Bucket], read: Read) -> None:
-    """Set what is owed of codes, so that all ranks together owe what they did.
+def restore_residuals(buckets: list[Bucket], read: Read) -> None:
+    """Set the residuals of codes, so that those of all ranks together are what they were.
 
-    Of m ranks that owe for themselves of a parameter, number r takes over the numbers r, r + m, r + 2m and so on, added
-    in that order in fp32; where no sums are encoded here, what is owed of these likewise.
+    Of m ranks that have one of their own of a parameter, number r takes over the numbers r, r + m, r + 2m and so on,
+    added in that order in fp32; where no sums are encoded here, those of sums likewise.
     """
     for bucket in buckets:
-        residuals = bucket.gradient.feedback.residuals
+        residuals = bucket.gradient.residuals
         for residual in residuals:
             residual.clear()
-            kinds = [residual.kind] if len(residuals) > 1 else [OWED, OWED_OF_SUMS]
+            kind, state = residual.spec.kind, residual.committed
+            kinds = [kind] if len(residuals) > 1 else [RESIDUAL, RESIDUAL_OF_SUMS]
             for slot, member in zip(bucket.slots, bucket.members, strict=True):
                 own = residual.number_of(member.replicated)
-                taken = [kind for each in kinds if own for kind in _numbered(read, slot.name, each, *own)]
-                _restore(residual.kept, slot, residual.kind, residual.kept.range, _total(read, taken))
+                taken = [one for each in kinds if own for one in _numbered(read, slot.name, each, *own)]
+                _restore(state, slot, kind, state.range, _total(read, taken))
 
 
 def _numbered(read: Read, name: str, kind: str, own: int, count: int) -> list[str]:

@@ -166,11 +166,11 @@ def _first(counts: Sequence[int], runs: Callable[[int], bool]) -> int | None:
 def _state_bytes(request: Request) -> float:
     """Of the whole model, each state split over all of `_MANY` ranks and none held twice.
 
-    What is owed of codes is none of these: it is not split, and a rank that is alone owes nothing.
+    Residuals of error feedback are none of these: they are not split, and a rank that is alone has none.
     """
     alone = replace(request, gpus=_MANY, strategy="zero3", tp=None, pp=None, cp=None, ep=None, dp_replicate=None)
     setup = build_setup(replace(alone, global_batch=None))
-    return _MANY * sum(term.value for term in state_terms(setup, 0) if term.name != "feedback")
+    return _MANY * sum(term.value for term in state_terms(setup, 0) if term.name != "residuals")
 
 
 _MANY = 8

@@ -126,7 +126,7 @@ def _states(all_buckets: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
     updated = [bucket for bucket in all_buckets if bucket.trainable and not bucket.updated_off_device]
     moments = round(sum(bucket.moments_bytes for bucket in updated))
     states = {"weights": here["weight"], "master": here["master"], "moments": moments}
-    return states | {name: here[name] for name in ("outer", "feedback") if here[name]}, here["grad"]
+    return states | {name: here[name] for name in ("outer", "residuals") if here[name]}, here["grad"]
 
 
 class _Player:

@@ -37,7 +37,7 @@ FORMULAS = {
         "and as many for momentum",
         "DiLoCo, arXiv 2311.08105; terrazzo/engine/plan/diloco.py",
     ),
-    "memory.feedback": Formula(
+    "memory.residuals": Formula(
         "4 bytes x padded elements of matrices / ranks that have split their gradients before these are sent in blocks;"
         " and where all ranks keep the sum, as many / ranks that add it",
         "1-bit Adam, arXiv 2102.02888; terrazzo/engine/plan/error_feedback.py",
@@ -63,7 +63,7 @@ STATE_OF = {
     "master": CountedState("master", "optim"),
     "moments": CountedState("moments", "optim"),
     "outer": CountedState("outer", "optim"),
-    "feedback": CountedState("feedback", "grad"),
+    "residuals": CountedState("residuals", "grad"),
 }
 """By the names of their terms."""
 
@@ -113,7 +113,7 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
     if setup.diloco is None:
         del values["outer"]
     if not setup.precision.error_feedback:
-        del values["feedback"]
+        del values["residuals"]
     for unit, count, placement in rows:
         for bucket in buckets(unit, placement):
             for name in values if bucket.trainable or not updated else ():

@@ -34,7 +34,7 @@ LABELS = {
     "master": "master weights",
     "moments": "optimizer moments",
     "outer": "outer weights and momentum",
-    "feedback": "error feedback",
+    "residuals": "residuals of error feedback",
     "gathered": "gathered weights",
     "unreduced": "unreduced gradients",
     "receive": "receive buffers",
@@ -184,7 +184,7 @@ def blocker(memory: MemoryFigures) -> str:
     )
 
 
-STATES = ("weights", "master", "moments", "outer", "feedback", "gradients")
+STATES = ("weights", "master", "moments", "outer", "residuals", "gradients")
 PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}
 
 

@@ -131,7 +131,7 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
     """Two edits that shrink the largest term."""
     batch, on_cpu, edits = config.batch, setup.cluster.device.kind == "cpu", []
     smaller = "a smaller model.dim or model.layers" if config.model.kind == "decoder" else "a smaller model"
-    if largest.name == "feedback":
+    if largest.name == "residuals":
         edits += ["precision.error_feedback=false to keep nothing of what codes lose", smaller]
     elif largest.name in CERTAIN:
         if setup.plan.base not in ("zero3", "full_shard") and setup.mesh.data_ranks > 1:

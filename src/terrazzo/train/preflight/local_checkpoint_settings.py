@@ -57,9 +57,9 @@ def local_room(config: Config, setup: Setup, world_size: int) -> list[str]:
     split = state_terms(replace(setup, plan=Plan.named("zero3")))  # each element is saved by one rank
     values = {term.name: term.value for term in split}
     times = 4 if here < world_size and config.checkpoint.local.partner != "none" else 2
-    feedback = next((term.value for term in state_terms(setup) if term.name == "feedback"), 0.0)
-    owed = feedback / 2  # of the two copies one is saved, by every rank that owes
-    needed = here * times * ((values["master"] or values["weights"]) + values["moments"] + owed)
+    residuals = next((term.value for term in state_terms(setup) if term.name == "residuals"), 0.0)
+    residuals /= 2  # of the two copies one is saved, by every rank that has some
+    needed = here * times * ((values["master"] or values["weights"]) + values["moments"] + residuals)
     free, what = free_bytes(folder), "this host's memory" if is_memory(folder) else "its drive"
     there = f"of which {gib_text(free)} are free" + (": it may not fit" if needed > free else "")
     return [f"checkpoint.local takes up to {gib_text(needed)} of {what}, {there}"]

@@ -35,7 +35,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str]]:
     if (master := build_precision(config).master) != torch.float32:
         yield f"master weights are {str(master).removeprefix('torch.')}", "set precision.master=fp32"
     if config.precision.error_feedback:
-        yield "precision.error_feedback would owe each group gradients of its own", "set precision.error_feedback=false"
+        yield "precision.error_feedback would have each group keep residuals", "set precision.error_feedback=false"
     if guard.acts:
         yield "guard judges each step by the gradients of all ranks", "set guard.action=stop and guard.spike=null"
     for name in ("replay_every", "memory_every"):

@@ -15,7 +15,7 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, outlives_chain
 from terrazzo.engine.formats.block_format import BlockCodes
 
-__all__ = ["encode_all", "gather_sums", "sum_everywhere", "sum_scattered"]
+__all__ = ["Encode", "encode_all", "gather_sums", "sum_everywhere", "sum_scattered"]
 
 Encode = Callable[[Tensor, BlockCodes, Tensor], None]
 """Replaces blocks, the last argument, by those of values, the first: `encode_all`, or with error feedback."""

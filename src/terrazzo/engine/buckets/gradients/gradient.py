@@ -24,9 +24,9 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.gradients.block_sums import gather_sums, sum_scattered
+from terrazzo.engine.buckets.gradients.block_sums import Encode, encode_all, gather_sums, sum_scattered
 from terrazzo.engine.buckets.gradients.finished import FinishedGradient
-from terrazzo.engine.buckets.gradients.residuals import ErrorFeedback
+from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.gradients.unreduced import UnreducedGradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Space, StateStore
@@ -37,7 +37,7 @@ from terrazzo.engine.comm.transfer import Moves, Released, converted, next_strea
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.moves import MoveBytes, Reduction
+from terrazzo.engine.plan.moves import Divisor, MoveBytes, Reduction
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.device import HOST
@@ -55,13 +55,13 @@ class Gradient:
     Args:
         members: the parameters.
         ledger: counts transient memory.
-        spec: says how gradients are summed over ranks, where sums rest, and what is owed of codes.
+        spec: says how gradients are summed over ranks, where sums rest, and which residuals of codes there are.
 
     Attributes:
         seen: for each parameter, whether it has received a gradient since the last `zero`: on this rank, and from
             `agree_on_seen` on, on any rank.
         finished: the finished gradient.
-        feedback: what codes have lost, and the next ones make up for.
+        residuals: what its codes have lost, with error feedback: of gradients, and of sums that are sent in codes too.
     """
 
     _store: StateStore  # from `build` on
@@ -74,7 +74,7 @@ class Gradient:
         self.seen = [False] * len(members)
         self._unstepped = [False] * len(members)  # what has been finished, and no step has taken
         self.finished = FinishedGradient(space, sharding, self._sums.last.axes, self._tier)
-        self.feedback = ErrorFeedback(space, spec)
+        self.residuals = [Residual(space, each, spec.residual_tier) for each in spec.residuals]
         self._numels = [math.prod(member.shape) for member in members]
         first = sharding.axes.is_first(sharding.axes.summed_beside)
         self._counts = [first or not member.replicated for member in members]
@@ -86,7 +86,8 @@ class Gradient:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
         self.finished.build(store)
-        self.feedback.build(store)
+        for residual in self.residuals:
+            residual.build(store)
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 
@@ -174,17 +175,17 @@ class Gradient:
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 
-    def reduce(self, denominator: float | None) -> Moves[Tensor]:
+    def reduce(self, divisor: Divisor, last: bool) -> Moves[Tensor]:
         """Sum the unreduced gradient over ranks; parameters without one count as zero.
 
         Args:
-            denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
-                plan's `grad` place.
+            last: of the last micro-batch, whose finished sum is divided; those of others stay at the plan's `grad`
+                place.
         """
-        ledger, reduction = self.ledger, self._sums.of(last=denominator is not None)
+        ledger, reduction = self.ledger, self._sums.of(last)
         pending, lent = self._take_unreduced(self.sharding.precision.reduce)
         held_bytes = pending.nbytes
-        data = yield from self._sum(pending, reduction.partial)
+        data = yield from self._sum(pending, reduction.partial, divisor)
         if reduction.partial:  # the memory of its terms goes as soon as it has arrived
             yield Released(ledger, held_bytes, pending, lent=lent)
             del pending
@@ -193,7 +194,7 @@ class Gradient:
             outlives_chain(lambda: pending)  # held: it is added, beside, to what earlier micro-batches have left
         partial_bytes = self._partial.data.nbytes if self._partial is not None and self._tier == "device" else 0
         data = self._add_partial(data)
-        if denominator is None:
+        if not last:
             self._keep_partial(Buffer(self.space, reduction.axes, data), partial_bytes)
         else:
             yield Released(ledger, partial_bytes, lent=True)
@@ -201,7 +202,7 @@ class Gradient:
             with tail():
                 if reduction.partial and reduction.partial_axes == reduction.axes:
                     next_stream()  # nothing that is used has to be given back
-                data = yield from self._complete(data, reduction, denominator)
+                data = yield from self._complete(data, reduction, divisor)
             yield Released(ledger, reduction.finishing_bytes)
         yield Released(ledger, held_bytes, lent=True)
         return data
@@ -229,38 +230,39 @@ class Gradient:
             self._partial_place = Buffer(self.space, sums.axes, host)
         self._partial = SummedGradient(self._partial_place, self._store.commit(self._partial_place, sums))
 
-    def _complete(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
+    def _complete(self, partial: Tensor, reduction: Reduction, divisor: Divisor) -> Moves[Tensor]:
         """Sum over the remaining axes, divide once, and bring the finished gradient to its tier."""
-        summed = yield from self._sum(partial, reduction.finish, denominator)
+        summed = yield from self._sum(partial, reduction.finish, divisor)
         data = converted(summed, self.sharding.precision.accumulate)
         if not any(move.divides for move in reduction.finish):
-            data = divide(data, denominator)
+            data = divide(data, divisor.product)
         self.finished.land(Buffer(self.space, reduction.axes, data))
         self._unstepped = [True] * len(self.seen)
         return data
 
-    def _sum(self, data: Tensor, moves: Iterable[MoveBytes], denominator: float = 1) -> Moves[Tensor]:
-        """`data` summed over the ranks of each move in turn.
-
-        Args:
-            denominator: for the move that divides.
-        """
+    def _sum(self, data: Tensor, moves: Iterable[MoveBytes], divisor: Divisor) -> Moves[Tensor]:
+        """`data` summed over the ranks of each move in turn; one of these may divide."""
         wire, dtype = self.sharding.precision.reduce, self.sharding.precision.accumulate
         for move in moves:
-            along, divisor = self.sharding.axes.along(move.over), denominator if move.divides else 1
+            along, divides_by = self.sharding.axes.along(move.over), divisor.product if move.divides else 1
             if move.form is not None:
+                scatters = move.kind == "reduce_scatter"
+                encode = self._encoding(0 if scatters else 1, divisor.loss_scale)
                 with self.ledger.holding(move.received_bytes):
-                    if move.kind == "reduce_scatter":
-                        encode = self.feedback.encode_gradients
+                    if scatters:
                         summed = yield from sum_scattered(along, data, move.form.blocks, dtype, encode)
-                        data = divide(summed, divisor)
+                        data = divide(summed, divides_by)
                     else:
-                        data = yield from gather_sums(along, data, move.form.blocks, self.feedback.encode_sums)
+                        data = yield from gather_sums(along, data, move.form.blocks, encode)
             elif move.kind == "reduce_scatter":
                 data = yield from along.reduce_scatter(data.to(wire), dtype)
             else:
-                data = yield from along.all_reduce(data.to(wire), dtype, divisor)
+                data = yield from along.all_reduce(data.to(wire), dtype, divides_by)
         return data
+
+    def _encoding(self, place: int, loss_scale: float) -> Encode:
+        """How codes are made at one place of the sum: with the residual there, if there is error feedback."""
+        return functools.partial(self.residuals[place].encode, loss_scale=loss_scale) if self.residuals else encode_all
 
     # -- between steps -----------------------------------------------------------------------------------------
 
@@ -308,7 +310,8 @@ class Gradient:
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
         self.drop_unfinished()
-        self.feedback.forget()
+        for residual in self.residuals:
+            residual.roll_back()
         self._unstepped = [False] * len(self.seen)
         if set_to_none or not self.finished.exists:
             self.finished.forget()
@@ -319,7 +322,8 @@ class Gradient:
     def zero_some(self, indices: Iterable[int], set_to_none: bool = True) -> None:
         """Do as `zero` does, for some of the parameters: the others keep theirs."""
         slots, indices = self.space.layout.slots, list(indices)
-        self.feedback.forget(indices)
+        for residual in self.residuals:
+            residual.roll_back(indices)
         self.note_step(indices)  # nothing of them awaits one
         for index in indices:
             if self._unreduced is not None:

@@ -1,0 +1,124 @@
+"""Residuals: what codes of gradients have lost on this rank, which error feedback adds to the next ones it encodes.
+
+The formula is in `plan.error_feedback`. A step may be left out behind its backward, or be taken of some parameters
+alone: so a residual is in memory twice, as the last step has left it and as the next one will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.resting.buffer import Resting, Space, StateStore
+from terrazzo.engine.formats.block_format import BlockCodes
+from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec
+from terrazzo.engine.plan.layout import Range
+
+__all__ = ["Residual"]
+
+
+class Residual:
+    """That of the elements of one bucket that this rank encodes at one place of a sum: of gradients, or of sums.
+
+    Methods are given the indices of parameters; None means all.
+
+    Attributes:
+        spec: which elements, and along which axes ranks have one of their own.
+        committed: behind the last step, from `build` on.
+    """
+
+    committed: Resting
+    _uncommitted: Resting  # behind the step whose gradients are being summed, where `_is_encoded`
+
+    def __init__(self, space: Space, spec: ResidualSpec, tier: str) -> None:
+        self.spec, self._space, self._tier = spec, space, tier
+        self._is_encoded = False  # whether gradients have been encoded that no step has taken
+
+    def build(self, store: StateStore) -> None:
+        """Allocate it, zero."""
+        axes = self.spec.axes
+        self.committed, self._uncommitted = (
+            store.state(self._space, axes, RESIDUAL_DTYPE, self._tier) for _ in range(2)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.committed.nbytes + self._uncommitted.nbytes
+
+    def number_of(self, replicated: bool) -> tuple[int, int] | None:
+        """This rank's number among those that have a residual of their own of a parameter, and how many these are.
+
+        Args:
+            replicated: ranks beside each other compute the same gradient, of which the first one's counts. The others
+                send zeros and never lose anything: None.
+        """
+        axes = self._space.axes
+        beside = [axis for axis in self.spec.apart if replicated and axis in axes.summed_beside]
+        if not axes.is_first(beside):
+            return None
+        number, apart = 0, [axis for axis in self.spec.apart if axis not in beside]
+        for place, size in axes.cuts(apart):
+            number = number * size + place
+        return number, axes.size(apart)
+
+    def encode(self, values: Tensor, blocks: BlockCodes, into: Tensor, loss_scale: float) -> None:
+        """Replace the blocks `into` by those of `values` and the residual, which is what they lose from now on.
+
+        Of a block that is zero it stays: so it makes no difference whether a parameter without a gradient is summed,
+        or how often. Of a block that is not finite nothing is known to be lost: it stays, too.
+
+        Args:
+            values: 1-D, all of this rank's.
+            loss_scale: that is in them, and not in the residual.
+        """
+        before, after = self._uncommitted if self._is_encoded else self.committed, self._uncommitted
+        start = before.range.start
+        for part, packed in blocks.tiles(values):
+            elements = Range(start + part.start, start + part.stop)
+            with before.opened(elements) as residual, after.opened(elements, "change") as lost:
+                rows = values[part].view(-1, blocks.numel)
+                waits = rows.eq(0).all(1, keepdim=True)
+                residual = residual.to(values.device, torch.float32).view_as(rows)
+                total = residual.mul(loss_scale).add_(rows).masked_fill_(waits, 0).view(-1)
+                blocks.encode(total, into[packed])
+                total = total.sub_(blocks.decode(into[packed])).div_(loss_scale).view_as(rows)
+                stays = waits | ~total.isfinite().all(1, keepdim=True)
+                lost.copy_(torch.where(stays, residual, total).view(-1))
+        self._is_encoded = True
+
+    def commit(self, own: Sequence[int]) -> None:
+        """An optimizer takes the sums of these parameters."""
+        if not self._is_encoded:
+            return
+        if (elements := self._elements(own)) is None:
+            self.committed, self._uncommitted, self._is_encoded = self._uncommitted, self.committed, False
+        else:
+            _copy(self._uncommitted, self.committed, elements)
+
+    def roll_back(self, own: Sequence[int] | None = None) -> None:
+        """No step will have what has been encoded of these parameters since the last one."""
+        if (elements := self._elements(own)) is None:
+            self._is_encoded = False
+        elif self._is_encoded:
+            _copy(self.committed, self._uncommitted, elements)
+
+    def clear(self, own: Sequence[int] | None = None) -> None:
+        """Set that of these parameters to zero."""
+        elements = self._elements(own)
+        for each in [self.committed.range] if elements is None else elements:
+            with self.committed.opened(each, "replace") as residual:
+                residual.zero_()
+        self.roll_back(own)
+
+    def _elements(self, own: Sequence[int] | None) -> list[Range] | None:
+        """Those of some parameters; None where they are all."""
+        slots = self._space.layout.slots
+        return None if own is None or len(own) == len(slots) else [slots[index].range for index in own]
+
+
+def _copy(source: Resting, target: Resting, elements: Sequence[Range]) -> None:
+    for each in elements:
+        with source.opened(each) as values, target.opened(each, "replace") as copied:
+            copied.copy_(values)
