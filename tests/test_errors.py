@@ -17,7 +17,7 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
 
 
 def test_a_number_of_things_in_words() -> None:
-    assert [counted(number, "CPU rank") for number in (1, 2)] == ["1 CPU rank", "2 CPU ranks"]
+    assert [counted(number, "CPU rank") for number in (0, 1, 2)] == ["no CPU ranks", "1 CPU rank", "2 CPU ranks"]
 
 
 @pytest.mark.parametrize("between", [0, 1, 7])

@@ -131,8 +131,8 @@ class SwapChanged(SwapFailed, Corrupted):
 
 
 def counted(number: int, noun: str) -> str:
-    """`"1 rank"`, `"2 ranks"`."""
-    return f"{number} {noun}{'s' if number > 1 else ''}"
+    """`"no ranks"`, `"1 rank"`, `"2 ranks"`."""
+    return f"{number or 'no'} {noun}{'s' if number != 1 else ''}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

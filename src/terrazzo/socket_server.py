@@ -18,6 +18,10 @@ def serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> N
     """Begin to accept connections, and to close each when `handle` has ended, whatever it raises.
 
     A client that has gone again, or no descriptor or thread to be had, is not the end of it: others connect later.
+
+    Args:
+        handle: must not call torch: the threads are daemons, which the exit of the process cuts off. It may do so in
+            Python, but not inside of C++ (`terrazzo.ending`).
     """
     _start_thread(_accept, listener, handle)
 

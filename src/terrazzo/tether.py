@@ -35,7 +35,7 @@ def tie(parent: int) -> None:
     tied = sys.platform == "linux" and _kernel_kills()
     if os.getppid() != parent:  # asked for after the kernel was told: nothing happens unseen between the two
         os._exit(1)
-    if not tied:
+    if not tied:  # a daemon that exit may cut off: it sleeps and asks, and this file imports nothing of the package
         threading.Thread(target=_watch, args=(parent,), daemon=True, name="terrazzo-tether").start()
 
 

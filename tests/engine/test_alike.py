@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import whole_weights
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from tests.engine.toys import Net, full_parameters, on_ranks, sharded
 
 PLANS = ["zero0", "zero2", "zero3"]
@@ -55,6 +57,11 @@ def test_what_the_first_rank_writes_is_taken_on_all(plan: str, precision: Any) -
     ranks = 4 if plan == "hpz" else 2
     for found in on_ranks(ranks, body):
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+
+
+def test_whether_a_rank_has_failed_is_exchanged_in_the_hosts_memory() -> None:
+    axes: Any = SimpleNamespace(device=torch.device("meta"), with_stages=(), maximum=lambda values, along: values)
+    assert all_or_none(axes, lambda: 3) == 3
 
 
 def test_another_write_is_refused() -> None:

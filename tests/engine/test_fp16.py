@@ -334,6 +334,19 @@ class Frozen:
     aux: Tensor
 
 
+@dataclass
+class Circular:
+    logits: Tensor
+    aux: Tensor
+    itself: list[Circular]
+
+    @staticmethod
+    def of(logits: Tensor, aux: Tensor) -> Circular:
+        made = Circular(logits, aux, [])
+        made.itself.append(made)
+        return made
+
+
 class Pair(NamedTuple):
     logits: Tensor
     aux: Tensor
@@ -356,6 +369,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "class of dicts": (lambda logits, aux: Mapped(logits=logits, aux=aux), lambda out: (out["logits"], out["aux"])),
     "dataclass": (lambda logits, aux: Mutable(logits, [aux]), lambda out: (out.logits, out.aux[0])),
     "frozen dataclass": (Frozen, lambda out: (out.logits, out.aux)),
+    "dataclass that refers to itself": (Circular.of, lambda out: (out.logits, out.itself[0].itself[0].aux)),
     "half in a dataclass": (lambda logits, aux: (logits, Frozen(aux, aux)), lambda out: (out[0], out[1].aux)),
     "named tuple": (Pair, lambda out: (out.logits, out.aux)),
 }

@@ -335,6 +335,19 @@ def test_what_one_rank_alone_does_to_gradients_is_noticed(what: str, plan: str) 
     assert what in str(caught.value) or "zero_grad()" in str(caught.value)
 
 
+@pytest.mark.parametrize("change", ["mul_", "clamp_"])
+def test_numbers_in_tensors_that_differ_are_noticed(change: str) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        getattr(model.head.bias.grad, change)(torch.tensor(float(rank + 1)))
+        optimizer.step()
+        with pytest.raises(tz.RanksApart, match=rf"head\.bias\.grad\.{change}\({rank + 1}\.0\)"):
+            loss_of(model, batch(1, rank)).backward()
+
+    on_ranks(2, body)
+
+
 def test_numbers_that_differ_are_noticed() -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(Net(), "zero2")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
+from terrazzo.engine.border.measures import ELEMENTWISE, can_be_measured
 from tests.engine.toys import EVERY_PLAN, Net, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import mostly_long, places
 from tests.helpers.fake import fake_group
@@ -183,6 +184,12 @@ def test_anything_else_names_the_parameter_and_the_edit(words: str) -> None:
         assert words in str(caught.value)
 
 
+def test_what_can_be_measured_are_functions() -> None:
+    """`torch.float` and `torch.double` are dtypes."""
+    assert all(map(callable, ELEMENTWISE))
+    assert not can_be_measured(torch.float32)
+
+
 def test_what_is_called_on_something_else_is_no_measure() -> None:
     """Such as a power of two whose exponent is a parameter of no dimensions."""
     model = nn.Sequential(nn.Linear(8, 8))
@@ -197,6 +204,8 @@ MIXED: dict[str, Callable[[list[Any], int], Any]] = {
     "another order": lambda parameters, rank: [p.norm() for p in (parameters if rank else parameters[::-1])],
     "another measure": lambda parameters, rank: parameters[0].max() if rank else parameters[0].min(),
     "another question": lambda parameters, rank: (parameters[0].isnan() if rank else parameters[0].isinf()).any(),
+    "another exponent": lambda parameters, rank: parameters[0].pow(torch.tensor(2.0 + rank)).sum(),
+    "another order of a norm": lambda parameters, rank: parameters[0].norm(p=1 + rank),
     "another limit": lambda parameters, rank: (parameters[0] > 0.1 * rank).sum(),
 }
 

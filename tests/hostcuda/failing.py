@@ -17,7 +17,7 @@ from terrazzo.train.session.data_share import DataShare
 from terrazzo.train.steps.judge import StepJudge
 from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
 
-__all__ = ["Failed", "diverges", "fails_and_goes_on", "overflows_and_goes_on"]
+__all__ = ["Failed", "diverges", "fails_and_goes_on", "overflows_and_goes_on", "scaled_apart"]
 
 
 class Failed(RuntimeError):
@@ -147,3 +147,26 @@ def overflows_and_goes_on(tier: str) -> tuple[list[str], list[list[float]]]:
                 optimizer.zero_grad()
                 said[-1] += [float(loss.detach()), optimizer.loss_scale, optimizer.skipped_steps]
     return [str(finding) for finding in report.take() if finding.kind in FAULTS], said
+
+
+def scaled_apart(factors: list[float]) -> str:
+    """What is said where this rank's gradients are multiplied by its own of the factors, a number on the device."""
+    model, optimizer = tz.shard(
+        nn.Sequential(Block(), nn.Linear(WIDTH, 8)),
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-2, foreach=False),
+        "zero2",
+        units=[Block],
+        mesh=mesh_of(Case(), "cuda"),
+    )
+    factor = torch.full((), factors[torch.distributed.get_rank()], device="cuda")
+    for _ in range(2):
+        try:
+            model(torch.ones(8, WIDTH, device="cuda")).square().mean().backward()
+        except tz.RanksApart as error:
+            return str(error)
+        for parameter in model.parameters():
+            parameter.grad.mul_(factor)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        factor.mul_(1.0)
+    return ""

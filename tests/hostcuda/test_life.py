@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.cover import mostly_long
 from tests.hostcuda.arriving import TOUCHES, touched
 from tests.hostcuda.cases import TOLERANCES, Case
-from tests.hostcuda.failing import diverges, fails_and_goes_on, overflows_and_goes_on
+from tests.hostcuda.failing import diverges, fails_and_goes_on, overflows_and_goes_on, scaled_apart
 from tests.hostcuda.programs import verdict_on
 from tests.hostcuda.ranks import Ranks
 from tests.hostcuda.test_engine import check
@@ -31,6 +31,12 @@ def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_rank
         assert faults == []
         assert left <= 0
         assert [first, second] == pytest.approx(on_host, rel=1e-6)
+
+
+def test_factors_of_gradients_on_the_device_are_compared(two_ranks: Ranks) -> None:
+    assert two_ranks.run(scaled_apart, [0.5, 0.5]) == ["", ""]
+    for said in two_ranks.run(scaled_apart, [0.5, 0.25]):
+        assert "gradients have been forgotten or changed" in said
 
 
 @pytest.mark.cover(strength=1)

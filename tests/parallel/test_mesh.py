@@ -47,6 +47,7 @@ def test_neighbouring_ranks_share_tp_and_a_mesh_is_made_once():
     def of(rank):
         made = tz.mesh(tp=2, device="cpu")
         assert made is tz.mesh(tp=2, device="cpu")
+        assert tz.mesh(device="cpu") is tz.mesh(device="cpu")
         return [dist.get_process_group_ranks(made.get_group(axis)) for axis in ("dp_shard", "tp")]
 
     assert run_in_threads(4, of) == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]

@@ -229,6 +229,8 @@ def test_an_estimate_of_a_model_in_stages_is_its_bill():
         tz.parallelize(model, mesh, pipeline=tz.Pipeline())
         told = estimate(model, torch.optim.AdamW, "zero3", mesh=mesh, units=[Block])
         model, _ = tz.shard(model, torch.optim.AdamW, "zero3", mesh=mesh, units=[Block])
+        promise = engine_of(model).promise
+        assert promise.traffic().bytes == promise.traffic(micro_batches=2).bytes
         return told, engine_of(model).bill
 
     for told, bill in run_in_threads(4, body):

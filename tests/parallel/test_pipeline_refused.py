@@ -148,7 +148,7 @@ def test_a_model_that_is_compiled_after_it_was_cut():
 
 
 def test_memory_and_traffic_of_too_few_micro_batches():
-    for ask in (lambda model: engine_of(model).promise.traffic(), lambda model: engine_of(model).promise.memory(1)):
+    for ask in (lambda model: engine_of(model).promise.traffic(1), lambda model: engine_of(model).promise.memory(1)):
         assert "does not fill a pipeline of 2" in told_by(2, lambda rank, ask=ask: ask(sharded(layers())[0]))
 
 

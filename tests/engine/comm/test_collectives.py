@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine.comm import backends
+from terrazzo.engine.buckets.gradients.gradient import _TAGS
+from terrazzo.engine.comm import backends, tags
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.gloo import GlooCollectives
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Transfer
 from terrazzo.engine.mesh.axes import Axes
+from terrazzo.parallel.pipeline.messages import StageLinks
+from terrazzo.parallel.pipeline.schedules import Action, ActionKind
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -200,6 +205,21 @@ def test_a_transfer_has_one_collective_in_flight() -> None:
     assert transfer.finish().item() == 5
     assert log[-1] == "wait b" and transfer.done
     assert transfer.finish().item() == 5
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+def test_no_message_has_the_tag_of_another_kind(kind: str) -> None:
+    """Gloo ends a process when a message is longer than its place."""
+    group: Any = SimpleNamespace(_model=1, _counts={"gather": 0, "reduce": 0})
+    links: Any = SimpleNamespace(_begun=511, _stages=8)
+    last, first = Action(7, ActionKind.BACKWARD, 999), Action(0, ActionKind.FORWARD, 0)
+    stamps = [GlooCollectives._stamp(group, kind) for _ in range(1000)]
+    exchanges = {tag for stamp in stamps for tag in (stamp.first, stamp.then)}
+    others = [StageLinks._tag(links, each, header) for each in (first, last) for header in (False, True)]
+    others += [*_TAGS.values(), tags.WRITTEN_WEIGHTS, tags.NEVER_SENT]
+    assert len({*others}) == 8
+    assert max(exchanges) < tags.EXCHANGES.stop <= min(others)
+    assert max(others) < 2**31
 
 
 def test_traffic_is_reset_and_totalled() -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
-from terrazzo.cli.config.text import STYLES, counted_text, say_report
+from terrazzo.cli.config.text import STYLES, say_report
 from terrazzo.cli.shared.terminal import say
 from terrazzo.config import config_problems
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, understand
+from terrazzo.errors import counted
 
 __all__ = ["check_config"]
 
@@ -45,4 +46,4 @@ def _say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:
     for finding in findings:
         say(f"{finding.level}: {finding.key + ': ' if finding.key else ''}{finding.text}", STYLES[finding.level])
     counts = [sum(finding.level == level for finding in findings) for level in ("error", "warning")]
-    say(f"{counted_text(counts[0], 'error')}, {counted_text(counts[1], 'warning')}")
+    say(f"{counted(counts[0], 'error')}, {counted(counts[1], 'warning')}")

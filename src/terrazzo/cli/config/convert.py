@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
-from terrazzo.cli.config.text import cell_text, columns_text, counted_text, say_report, say_verdicts
+from terrazzo.cli.config.text import cell_text, columns_text, say_report, say_verdicts
 from terrazzo.cli.shared.terminal import say
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KINDS, KeyVerdict
@@ -18,7 +18,7 @@ from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, understand
 from terrazzo.documents import format_of
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, counted
 from terrazzo.files import GIB
 
 __all__ = ["Dialects", "convert_config"]
@@ -100,7 +100,7 @@ def _say_conversion(file: str, conversion: Conversion, context: ReadingContext, 
     say("\n" + _precision_text(conversion, context), stderr=stderr)
     if conversion.refused:
         say(
-            f"\n{counted_text(len(conversion.refused), 'key')} refused: see above what to do instead.",
+            f"\n{counted(len(conversion.refused), 'key')} refused: see above what to do instead.",
             "red",
             stderr=stderr,
         )

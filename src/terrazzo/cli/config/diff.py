@@ -7,10 +7,11 @@ from pathlib import Path
 
 from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
-from terrazzo.cli.config.text import cell_text, columns_text, counted_text, say_report
+from terrazzo.cli.config.text import cell_text, columns_text, say_report
 from terrazzo.cli.shared.terminal import say
 from terrazzo.dialects.verbs.diff import SettingDifference, compare
 from terrazzo.dialects.verbs.understand import understand
+from terrazzo.errors import counted
 
 __all__ = ["diff_configs"]
 
@@ -42,4 +43,4 @@ def _say_differences(a: tuple[str, str], b: tuple[str, str], differences: Sequen
         sides = [cell_text(side.value) if side.is_set else "left to code" for side in (each.a, each.b)]
         rows.append([each.path, *sides, each.meaning])
     say("\n" + columns_text(rows))
-    say(counted_text(len(differences), "difference"))
+    say(counted(len(differences), "difference"))

@@ -10,9 +10,9 @@ from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.dialects.core.description import as_text
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.emit import plain
-from terrazzo.errors import counted, printable
+from terrazzo.errors import printable
 
-__all__ = ["STYLES", "cell_text", "columns_text", "counted_text", "say_report", "say_verdicts"]
+__all__ = ["STYLES", "cell_text", "columns_text", "say_report", "say_verdicts"]
 
 STYLES = {"refused": "red", "lossy": "yellow", "error": "red", "warning": "yellow", "defaulted": "cyan"}
 
@@ -38,11 +38,6 @@ def _becomes(verdict: KeyVerdict) -> str:
     if verdict.tuning:
         return f"left out, changes no result{f' ({verdict.why})' if verdict.why else ''}"
     return verdict.target
-
-
-def counted_text(number: int, noun: str) -> str:
-    """`"no errors"`, `"1 error"`, `"2 errors"`."""
-    return counted(number, noun) if number else f"no {noun}s"
 
 
 def columns_text(rows: Sequence[Sequence[str]]) -> str:

@@ -18,11 +18,18 @@ PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 def leaves_of(output: Any) -> list[Any]:
-    """The leaves of a nested structure; dataclasses, and classes of mappings, are opened too."""
-    leaves: list[Any] = []
-    for leaf in tree_leaves(output):
-        parts = _parts(leaf)
-        leaves += [leaf] if parts is None else leaves_of([*parts.values()])
+    """The leaves of a nested structure; dataclasses, and classes of mappings, are opened too, each once."""
+    leaves, opened = list[Any](), dict[int, Any]()
+
+    def collect(part: Any) -> None:
+        for leaf in tree_leaves(part):
+            if (parts := _parts(leaf)) is None:
+                leaves.append(leaf)
+            elif id(leaf) not in opened:
+                opened[id(leaf)] = leaf  # kept, so that its number stays its own
+                collect([*parts.values()])
+
+    collect(output)
     return leaves
 
 
@@ -37,20 +44,25 @@ def _parts(leaf: Any) -> dict[Any, Any] | None:
 def map_tensors(
     change: Callable[[Tensor], Tensor], output: Any, closed: Callable[[Any], None] = lambda leaf: None
 ) -> Any:
-    """The structure of `output` with its tensors changed.
+    """The structure of `output` with its tensors changed; what is in it at several places stays one object.
 
     Args:
         closed: called with each other leaf that cannot be opened; it stays as it is.
     """
 
+    made_of: dict[int, tuple[Any, Any]] = {}
+
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
+        if id(leaf) in made_of:
+            return made_of[id(leaf)][1]
         parts = _parts(leaf)
         if parts is None:
             closed(leaf)
             return leaf
         made = copy.copy(leaf)
+        made_of[id(leaf)] = leaf, made  # before its parts, which may lead back to it
         for name, part in parts.items():
             set_part(made, name, tree_map(changed, part))
         return made

@@ -6,7 +6,7 @@ The norms of all parameters are computed together, and once until a gradient cha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from terrazzo.engine.border.gradient_stand_in import GradientKey
 from terrazzo.engine.border.measured import measured_gradient
 from terrazzo.engine.border.measures import Spread
+from terrazzo.engine.consensus.noted_numbers import NotedNumbers
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.errors import Misuse
@@ -34,6 +35,7 @@ class GradientAnswers:
         self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
         self._norms: dict[float, dict[GradientKey, Tensor]] = {}
         self._measured = 0
+        self._latest: tuple[list[tuple[weakref.ref[Tensor], int]], NotedNumbers] = [], NotedNumbers({})
 
     @property
     def _engine(self) -> Engine:
@@ -76,13 +78,29 @@ class GradientAnswers:
         )
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
-    def change(self, key: GradientKey, what: str, change: Callable[[Tensor], Any]) -> None:
-        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
+    def change(
+        self, key: GradientKey, what: str, change: Callable[[Tensor], Any], numbers: Sequence[Tensor] = ()
+    ) -> None:
+        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank.
+
+        Args:
+            numbers: that it is done with, as far as they are in a device's memory.
+        """
         bucket, index = key
         name = bucket.members[index].name
         self.prepare_change(name)
-        self._engine.progress.note(f"{name}.grad.{what}")
+        self._engine.progress.note(f"{name}.grad.{what}", self._noted(numbers) if numbers else None)
         bucket.gradient.finished.change(index, change)
+
+    def _noted(self, numbers: Sequence[Tensor]) -> NotedNumbers:
+        """Numbers on a device, copied to the host once where all gradients are changed by the same, as in clipping."""
+        of, noted = self._latest
+        if len(of) != len(numbers) or any(
+            ref() is not each or version != each._version for (ref, version), each in zip(of, numbers, strict=True)
+        ):
+            noted = NotedNumbers({str(place): each for place, each in enumerate(numbers)})
+            self._latest = [(weakref.ref(each), each._version) for each in numbers], noted
+        return noted
 
     def zero(self, key: GradientKey) -> None:
         """Set one parameter's gradient to zero: no step will have what was sent of it."""

@@ -16,7 +16,8 @@ from terrazzo.engine.border.measures import can_be_measured
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.parameter import Placeholder
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.runtime.overrides import by_torch_names
+from terrazzo.engine.runtime.device import is_cuda
+from terrazzo.engine.runtime.overrides import arguments_text, by_torch_names
 from terrazzo.engine.runtime.private_torch import FOREACH
 from terrazzo.engine.runtime.weak import model_gone
 from terrazzo.errors import Misuse
@@ -38,8 +39,14 @@ class Gradients(Protocol):
     def measured(self, key: GradientKey, func: Any, *rest: Any, **named: Any) -> Any:
         """What `func`, one that measures, makes of one parameter's gradient."""
 
-    def change(self, key: GradientKey, what: str, change: Callable[[Tensor], Any]) -> None:
-        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
+    def change(
+        self, key: GradientKey, what: str, change: Callable[[Tensor], Any], numbers: Sequence[Tensor] = ()
+    ) -> None:
+        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank.
+
+        Args:
+            numbers: that it is done with, as far as they are in a device's memory.
+        """
 
     def zero(self, key: GradientKey) -> None:
         """Set one parameter's gradient to zero: no step will have what was sent of it."""
@@ -98,11 +105,6 @@ def _check_numbers(*numbers: Any) -> None:
             )
 
 
-def _text_of(number: Any) -> str:
-    """A number as ranks compare it; not what a tensor holds, which the host would wait for."""
-    return "tensor" if torch.is_tensor(number) else repr(number)
-
-
 def _on_device_of(data: Tensor, number: Any) -> Any:
     """The same where `data` is."""
     return number.to(data.device) if torch.is_tensor(number) else number
@@ -119,31 +121,32 @@ def _norm(grad: GradientStandIn, kind: Any = "fro", dim: Any = None, keepdim: bo
     return answers.norm(key, float(kind)).to(dtype or torch.float32)
 
 
-def _changed(grad: GradientStandIn, what: str, change: Callable[[Tensor], Any]) -> GradientStandIn:
+def _changed(
+    grad: GradientStandIn, name: str, change: Callable[..., Tensor], *numbers: Any, **named: Any
+) -> GradientStandIn:
+    """`grad`, changed by torch's method of that name, `change`, with these numbers."""
+    _check_numbers(*numbers, *named.values())
     answers, key = _answers_for(grad)
-    answers.change(key, what, change)
+    there = [each for each in (*numbers, *named.values()) if torch.is_tensor(each) and is_cuda(each.device)]
+
+    def change_here(data: Tensor) -> Tensor:
+        moved = {name: _on_device_of(data, number) for name, number in named.items()}
+        return change(data, *(_on_device_of(data, number) for number in numbers), **moved)
+
+    answers.change(key, f"{name}({arguments_text(numbers, named)})", change_here, there)
     return grad
 
 
 def _scale(grad: GradientStandIn, other: Any) -> GradientStandIn:
-    _check_numbers(other)
-    return _changed(grad, f"mul_({_text_of(other)})", lambda data: data.mul_(_on_device_of(data, other)))
+    return _changed(grad, "mul_", Tensor.mul_, other)
 
 
 def _divide(grad: GradientStandIn, other: Any, **named: Any) -> GradientStandIn:
-    _check_numbers(other)
-    return _changed(grad, f"div_({_text_of(other)})", lambda data: data.div_(_on_device_of(data, other), **named))
+    return _changed(grad, "div_", Tensor.div_, other, **named)
 
 
 def _clamp(grad: GradientStandIn, *bounds: Any, **named: Any) -> GradientStandIn:
-    _check_numbers(*bounds, *named.values())
-
-    def clamp(data: Tensor) -> Tensor:
-        on_device = {name: _on_device_of(data, bound) for name, bound in named.items()}
-        return data.clamp_(*(_on_device_of(data, bound) for bound in bounds), **on_device)
-
-    what = ", ".join([*map(_text_of, bounds), *(f"{name}={_text_of(bound)}" for name, bound in sorted(named.items()))])
-    return _changed(grad, f"clamp_({what})", clamp)
+    return _changed(grad, "clamp_", Tensor.clamp_, *bounds, **named)
 
 
 def _zero(grad: GradientStandIn) -> GradientStandIn:

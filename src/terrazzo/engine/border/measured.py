@@ -19,7 +19,7 @@ from terrazzo.engine.border.measures import ALIASES, ELEMENTWISE, MEASURES, Spli
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.parameter import Placeholder, note_of
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.runtime.overrides import by_torch_names, function_name
+from terrazzo.engine.runtime.overrides import arguments_text, by_torch_names, function_name
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse
 
@@ -111,21 +111,20 @@ class Measured(Placeholder):
         """What `func` makes of each value."""
         with torch.no_grad():
             part = func(self.local.part, *rest, **kwargs)
-        values = replace(self.local, part=part, expression=self._expression(func, rest))
+        values = replace(self.local, part=part, expression=self._expression(func, rest, kwargs))
         differentiable = self.differentiable and func not in ALIASES and part.is_floating_point()
         return self._holding(values, self, differentiable)
 
     def _number(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """What `func` makes of all values. Collective."""
         with torch.no_grad():
-            values = replace(self.local, expression=self._expression(func, rest))
+            values = replace(self.local, expression=self._expression(func, rest, kwargs))
             number = MEASURES[func](values, *rest, **by_torch_names(kwargs))
         return _without_gradient(number, self.local.name) if self.differentiable else number
 
-    def _expression(self, func: Any, rest: Sequence[Any]) -> str:
-        """This, and what is called on it with `rest`: not what a tensor holds, which the host would wait for."""
-        arguments = ", ".join("tensor" if isinstance(each, Tensor) else repr(each) for each in rest)
-        return f"{self.local.expression}.{function_name(func)}({arguments})"
+    def _expression(self, func: Any, rest: Sequence[Any], named: Mapping[str, Any]) -> str:
+        """This, and what is called on it."""
+        return f"{self.local.expression}.{function_name(func)}({arguments_text(rest, named)})"
 
     def _refusal(self) -> str:
         return (

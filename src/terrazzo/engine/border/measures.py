@@ -215,7 +215,7 @@ def _histc(values: SplitValues, bins: int = 100, min: float = 0, max: float = 0)
 def _named(*names: str) -> list[Any]:
     """Torch's functions and methods of these names."""
     functions = [getattr(owner, name, None) for name in names for owner in (torch, Tensor, torch.linalg)]
-    return [each for each in functions if each is not None]
+    return [each for each in functions if callable(each)]  # `torch.float` is a dtype
 
 
 ELEMENTWISE = frozenset(

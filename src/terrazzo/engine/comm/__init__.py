@@ -13,7 +13,7 @@ From the caller to the wire, as in the gather of a unit's weights:
 
 What an exchange moves is its `Label`: two that do not belong together raise instead of mixing their values.
 
-Read label, comm_streams, traffic, transfer, sums, collectives, in that order; then rendezvous, neighbours and columns,
-the ways that chunks take between CPU ranks, and gloo, which takes them. backends says which group gets which; tally
-counts, phases and times say where a step's time goes, and a recorder is called with all of it as it happens.
+Read label, tags, comm_streams, traffic, transfer, sums, collectives, in that order; then rendezvous, neighbours and
+columns, the ways that chunks take between CPU ranks, and gloo, which takes them. backends says which group gets which;
+tally counts, phases and times say where a step's time goes, and a recorder is called with all of it as it happens.
 """

@@ -159,7 +159,7 @@ def columns_of(rank: int, size: int, near: Collection[int], all_gather: Callable
     """The table of a group's ranks if it spans many machines, else None; collective.
 
     Where machines have different numbers of ranks, or not all of one can read each other, each rank is a row of its
-    own, and neighbours are not coming_code.
+    own, and neighbours' memory is not read.
 
     Args:
         near: this rank's neighbours.

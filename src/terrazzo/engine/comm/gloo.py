@@ -20,6 +20,7 @@ from terrazzo.engine.comm.columns import columns_of
 from terrazzo.engine.comm.label import Stamp, moving
 from terrazzo.engine.comm.neighbours import Memory, Neighbour, find_neighbours
 from terrazzo.engine.comm.sums import add_in_order, divide
+from terrazzo.engine.comm.tags import EXCHANGES, NEVER_SENT
 from terrazzo.engine.comm.times import Moments, Times
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves
@@ -205,7 +206,8 @@ class GlooCollectives(Collectives):
         number = zlib.crc32(struct.pack("<QQ", self._model, self._counts[kind]))
         mixed = zlib.crc32(label.code.to_bytes(8, "little"), number)
         of_kind = list(self._counts).index(kind)
-        return Stamp(label, (number % (1 << 28)) << 2 | of_kind, (mixed % (1 << 28)) << 2 | 2 | of_kind)
+        hashes = len(EXCHANGES) // 4  # times two kinds of exchanges, and two messages of each
+        return Stamp(label, number % hashes * 4 + of_kind, mixed % hashes * 4 + 2 + of_kind)
 
     def _errand(self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times) -> Handle:
         """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
@@ -236,11 +238,7 @@ def _break_off(near: Mapping[int, Neighbour], group: dist.ProcessGroup) -> None:
     for other in range(group.size()):  # from one that has ended it comes as an error, which nobody else is told of
         if other != group.rank():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-_NEVER_SENT = (1 << 30) + 1
-"""A tag that no message has."""
+                group.recv([torch.empty(1)], other, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

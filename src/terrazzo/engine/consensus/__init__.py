@@ -21,7 +21,7 @@ What differs is named on every rank.
     joint_checks      checks that all ranks pass, or all raise
     digest            a hash that ranks compare in the place of a tensor
     written_weights   what users have written into weights: compared, or taken from the first rank
-    hyper_parameters  the numbers in param groups, as a step has used them
+    noted_numbers     hyper-parameters as a step has used them, and factors of gradients
     progress          how far the training has come on this rank: what must be alike at every meeting
     pass_end          where ranks meet at the end of a pass; it raises if they have not run the same
     agreement         what they agree on there: the program of the next steps, and which gradients there are

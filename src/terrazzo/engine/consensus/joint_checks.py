@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput
 
 __all__ = ["all_or_none", "check_alike"]
@@ -33,7 +34,7 @@ def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         problem = error
-    failed = torch.tensor([0 if problem is None else dist.get_rank() + 1], device=axes.device)
+    failed = torch.tensor([0 if problem is None else dist.get_rank() + 1], device=HOST)
     axes.maximum(failed, axes.with_stages)
     if problem is not None:
         raise problem

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from terrazzo.engine.autograd.loss_scale import LossScale
-from terrazzo.engine.consensus.hyper_parameters import HyperParameters
+from terrazzo.engine.consensus.noted_numbers import NotedNumbers
 from terrazzo.engine.plan.moves import Divisor
 from terrazzo.errors import Misuse
 
@@ -73,24 +73,46 @@ class Progress:
         steps: how often this rank's optimizers have stepped.
         hyper_parameters: those of each optimizer's last step, by the number of its first param group. On every rank
             the same names, which are fixed when the optimizer is attached.
-        edits: a checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
         last_edit: the last of it, as a user writes it.
         abandoned: whether gradients were forgotten because a backward had raised, and nothing has been run since.
     """
 
     denominator: Denominator
     steps: int = 0
-    hyper_parameters: dict[int, HyperParameters] = field(default_factory=dict)
-    edits: int = 0
+    hyper_parameters: dict[int, NotedNumbers] = field(default_factory=dict)
     last_edit: str = "none"
     abandoned: bool = False
     _forward_raised: bool = False
     _had_gradients: bool = False
+    _edits: int = 0
+    _on_their_way: list[tuple[str, NotedNumbers]] = field(default_factory=list)
 
-    def note(self, edit: str) -> None:
-        """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set."""
-        self.edits = (self.edits + zlib.crc32(f"{self.steps} {edit}".encode())) % _LIMIT
-        self.last_edit = edit
+    def note(self, edit: str, numbers: NotedNumbers | None = None) -> None:
+        """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set.
+
+        Args:
+            edit: as a user writes it.
+            numbers: that it was done with, where `edit` does not have them.
+        """
+        self.last_edit, text = edit, f"{self.steps} {edit}"
+        if numbers is None:
+            self._add_edit(text)
+        else:
+            self._on_their_way.append((text, numbers))
+
+    @property
+    def edits(self) -> int:
+        """A checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
+
+        The host waits for numbers that are on a device.
+        """
+        for text, numbers in self._on_their_way:
+            self._add_edit(f"{text} {numbers.values()}")
+        self._on_their_way.clear()
+        return self._edits
+
+    def _add_edit(self, text: str) -> None:
+        self._edits = (self._edits + zlib.crc32(text.encode())) % _LIMIT
 
     @property
     def failed(self) -> bool:

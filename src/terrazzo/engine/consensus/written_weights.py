@@ -10,6 +10,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import view
 from terrazzo.engine.comm.collectives import MessageRoute
+from terrazzo.engine.comm.tags import WRITTEN_WEIGHTS
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.layout import Slot
@@ -62,12 +63,13 @@ def _of_first_stage(axes: Axes, bucket: Bucket) -> Tensor | None:
     links = axes.along(axes.stages[0])
     if bucket.is_primary:
         for handle in [
-            links.send(bucket.full.data, MessageRoute("tied", links.rank, stage), tag=0) for stage in bucket.stages[1:]
+            links.send(bucket.full.data, MessageRoute("tied", links.rank, stage), WRITTEN_WEIGHTS)
+            for stage in bucket.stages[1:]
         ]:
             handle.wait()
         return None
     received = torch.empty_like(bucket.full.data)
-    links.receive(received, MessageRoute("tied", bucket.stages[0], links.rank), tag=0).wait()
+    links.receive(received, MessageRoute("tied", bucket.stages[0], links.rank), WRITTEN_WEIGHTS).wait()
     return received
 
 

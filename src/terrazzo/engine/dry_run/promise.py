@@ -39,25 +39,24 @@ class Promise:
         """Promised memory of a step.
 
         Args:
-            micro_batches: in the step; by default one, or of a model in stages as many as ranks have some, which are
-                the fewest.
+            micro_batches: in the step; by default the fewest: one, or of a model in stages one for each rank that has
+                some.
             local: as for `tz.accumulate`.
 
         Raises:
             BadInput: too few micro-batches for a pipeline.
         """
-        if micro_batches is None:
-            micro_batches = 1 if self.stages is None else self.stages.ranks
         return memory_bill(self.units, self.templates(), self.offload, self._step(micro_batches, local))
 
-    def traffic(self, micro_batches: int = 1, local: bool | None = None, *, ends_round: bool = False) -> Traffic:
+    def traffic(
+        self, micro_batches: int | None = None, local: bool | None = None, *, ends_round: bool = False
+    ) -> Traffic:
         """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
 
         What modules send of activations, and stages each other, is beside this: see `Traffic`.
 
         Args:
-            micro_batches: in the step.
-            local: as for `tz.accumulate`.
+            micro_batches, local: as for `memory`.
             ends_round: with the outer step that comes behind it, where replicas train by themselves.
         """
         sent = dry_run(self.units, self._step(micro_batches, local), self.templates()).traffic
@@ -71,6 +70,8 @@ class Promise:
         """What an outer step sends from this rank beside that, in every `sync_every`-th step; see `DiLoCo`."""
         return dry_run_outer_step([bucket for unit in self.units for bucket in unit.buckets]).traffic
 
-    def _step(self, micro_batches: int, local: bool | None) -> StepSpec:
+    def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:
+        if micro_batches is None:
+            micro_batches = 1 if self.stages is None else self.stages.ranks
         adds = self.stages is not None or self.units[0].sharding.pass_of(last=False, local=local) is Pass.ADDS
         return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)

@@ -24,14 +24,13 @@ def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
 def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """The mesh of all ranks on a `kind` of device, by axis, outermost first. Collective.
 
-    Models share one of several axes, and its process groups, as long as the default group is the same; that one is the
-    group of a single axis.
+    Models share it, and its process groups, as long as the default group is the same.
 
     Args:
         sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of one replica of a stage,
             `dp_shard` × `cp` × `tp`, share experts, whatever else they do.
     """
-    known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() and len(sizes) > 1 else {}
+    known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
     key = (kind, *sizes.items())
     if (mesh := known.get(key)) is None:
         own = {axis: size for axis, size in sizes.items() if axis != "ep"}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.autograd.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.consensus.hyper_parameters import HyperParameters
+from terrazzo.engine.consensus.noted_numbers import NotedNumbers
 from terrazzo.engine.optim.clipping import overflowed
 from terrazzo.engine.optim.device_updates import DeviceUpdates
 from terrazzo.engine.optim.groups import ParamGroups
@@ -71,7 +71,7 @@ class OptimizerDriver:
         scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
         self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
-        self.progress.hyper_parameters[first] = HyperParameters(hyper_parameters(optimizer))
+        self.progress.hyper_parameters[first] = NotedNumbers(hyper_parameters(optimizer))
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         self._step_hooks = (before.id, after.id)

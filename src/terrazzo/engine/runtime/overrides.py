@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["HARMLESS", "arguments", "by_torch_names", "function_name", "is_question"]
+__all__ = ["HARMLESS", "arguments", "arguments_text", "by_torch_names", "function_name", "is_question"]
 
 _T = Tensor
 _PROPERTIES = (
@@ -50,6 +50,20 @@ def arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any
     for arg in [*args, *(kwargs or {}).values()]:
         flat += arg if isinstance(arg, list | tuple) else [arg]
     return flat
+
+
+def arguments_text(args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """Arguments as ranks compare them and a user writes them.
+
+    A number in a tensor is read, but for one in a device's memory, which the host would wait for.
+    """
+    return ", ".join([*map(_text_of, args), *(f"{name}={_text_of(each)}" for name, each in sorted(named.items()))])
+
+
+def _text_of(argument: Any) -> str:
+    if not isinstance(argument, Tensor):
+        return repr(argument)
+    return repr(argument.item()) if argument.numel() == 1 and argument.device.type == "cpu" else "tensor"
 
 
 def by_torch_names(named: Mapping[str, Any]) -> dict[str, Any]:

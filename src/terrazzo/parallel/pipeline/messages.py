@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.collectives import Collectives, MessageRoute
+from terrazzo.engine.comm.tags import ACTIVATIONS
 from terrazzo.engine.comm.transfer import Handle
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import tree_leaves
@@ -229,11 +230,12 @@ class Messages:
     def _tag(self, action: Action, header: bool = False) -> int:
         """A number that is unique among the messages of a step and of steps that were abandoned."""
         what = 2 if header else int(action.kind is ActionKind.BACKWARD)
-        return _OF_A_STEP * (self._begun % _STEPS) + 3 * (action.micro_batch * self._stages + action.stage) + what
+        first = _OF_A_STEP * (self._begun % (len(ACTIVATIONS) // _OF_A_STEP))
+        return ACTIVATIONS[first + 3 * (action.micro_batch * self._stages + action.stage) + what]
 
 
-_OF_A_STEP, _STEPS = 2**20, 2**9
-"""Tags, and for how many steps that were given up there are others."""
+_OF_A_STEP = 2**20
+"""Tags; so many steps that were given up have others."""
 
 
 _HEADER, _DIMS, _NOTHING = 10, 8, -1

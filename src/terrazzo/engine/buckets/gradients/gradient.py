@@ -32,6 +32,7 @@ from terrazzo.engine.buckets.gradients.unreduced import UnreducedGradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Space, StateStore
 from terrazzo.engine.comm.collectives import MessageRoute
 from terrazzo.engine.comm.sums import divide
+from terrazzo.engine.comm.tags import TIED_FLAGS, TIED_GRADIENTS
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves, Released, converted, next_stream, outlives_chain, tail
 from terrazzo.engine.mesh.axes import Axes
@@ -45,8 +46,7 @@ from terrazzo.engine.runtime.device import HOST
 __all__ = ["Gradient"]
 
 
-_TAGS = {"tied": 2**30, "control": 2**30 + 1}
-"""Tags of the messages with which stages add up gradients that they share: above the tags of activations."""
+_TAGS = {"tied": TIED_GRADIENTS, "control": TIED_FLAGS}
 
 
 class Gradient:

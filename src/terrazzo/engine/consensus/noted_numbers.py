@@ -1,4 +1,4 @@
-"""The numbers in an optimizer's param groups, which ranks compare."""
+"""Numbers that ranks compare, as they were when they were noted: those on a device come to the host meanwhile."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from terrazzo.engine.runtime.device import HOST, Stream, is_cuda
 
-__all__ = ["HyperParameters"]
+__all__ = ["NotedNumbers"]
 
 
-class HyperParameters:
-    """Numbers by where they are in the groups, as they were when this was made.
+class NotedNumbers:
+    """Numbers by name, as they were when this was made: an optimizer's hyper-parameters, factors of gradients.
 
-    One in a device's memory, such as an `lr` that is a tensor there, goes to the host behind what is queued: at each
-    step a copy of eight bytes. `values` waits for it, where ranks next meet. The device, which has the forward to do by
+    One in a device's memory, such as an `lr` that is a tensor there, goes to the host behind what is queued: a copy of
+    eight bytes. `values` waits for it, where ranks next meet. The device, which has the forward to do by
     then, is kept busy; but the host is no longer further ahead of it than the pass that comes behind its last step.
 
     Args:
@@ -42,6 +42,6 @@ class HyperParameters:
         self._marks = []
         return {key: float(number) for key, number in self._numbers.items()}
 
-    def followed_by(self, numbers: Mapping[str, float | Tensor]) -> HyperParameters:
+    def followed_by(self, numbers: Mapping[str, float | Tensor]) -> NotedNumbers:
         """Those of a later step, under the same keys: ranks compare as many as ever, whoever adds a key to a group."""
-        return HyperParameters({key: numbers.get(key, 0.0) for key in self._numbers})
+        return NotedNumbers({key: numbers.get(key, 0.0) for key in self._numbers})
