@@ -100,10 +100,10 @@ ACTS: Mapping[str, Act] = {
     ),
     "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/parameters/edits"),
     "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "buckets/parameters/edits"),
-    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "autograd/module_tree", note="On several ranks."),
+    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "hooks/module_tree", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",
-        *("l", "l", "autograd/module_tree"),
+        *("l", "l", "hooks/module_tree"),
         note="On several ranks. Modules that are moved or wrapped: a warning, since names in state dicts stay.",
     ),
     "give-grad": Act(

@@ -28,6 +28,7 @@ from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED
 
 __all__ = [
     "ALL",
+    "BY_NAME",
     "BadInput",
     "CopiesDiffer",
     "Corrupted",
@@ -128,6 +129,12 @@ class CopiesDiffer(Diverged, Corrupted):
 
 class SwapChanged(SwapFailed, Corrupted):
     """A swap file holds other bytes than were written, by `offload.digest`."""
+
+
+BY_NAME: dict[str, type[TerrazzoError]] = {
+    name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, TerrazzoError)
+}
+"""The error tree by the names of its classes, for an error that another rank has told of."""
 
 
 def counted(number: int, noun: str) -> str:

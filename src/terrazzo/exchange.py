@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from terrazzo import errors
 from terrazzo.ending import start_thread
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import SaveFailed, TerrazzoError
+from terrazzo.engine.runtime.process_groups import backends_by_device, timeout_s_of
+from terrazzo.errors import BY_NAME, SaveFailed, TerrazzoError
 
 __all__ = ["agree", "gather_json", "on_first", "patiently", "timeout_s", "together"]
 
@@ -25,9 +24,6 @@ LAST_S = 5.0
 """How long the exit of a process waits for work that nobody waits for any more."""
 
 T = TypeVar("T")
-_ERRORS: dict[str, type[TerrazzoError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TerrazzoError)
-}
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -46,23 +42,14 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def _device() -> torch.device:
-    """Where values lie on their way: in the host's memory if the group has a backend there, else on this rank's device.
-
-    `init_process_group()` without a backend, and with `cuda:nccl`, makes a group for CUDA tensors alone.
-    """
-    kinds = [pair.partition(":")[0] for pair in str(dist.get_backend_config()).split(",")]
+    """Where values lie on their way: in the host's memory if the group has a backend there, else on its own device."""
+    kinds = [*backends_by_device()]
     return devices.current("cpu" if "cpu" in kinds else kinds[0])
 
 
 def timeout_s() -> float:
     """How long ranks of the default group wait for each other."""
-    group = dist.distributed_c10d._get_default_group()
-    try:
-        options = group._get_backend(_device()).options
-    except (RuntimeError, AttributeError):  # a backend that knows of none
-        return dist.default_pg_timeout.total_seconds()
-    timeout: timedelta = options._timeout
-    return timeout.total_seconds()
+    return timeout_s_of(dist.distributed_c10d._get_default_group(), _device())
 
 
 def agree(problem: str | None) -> str | None:
@@ -121,11 +108,11 @@ def _tried(work: Callable[[], T], failed: type[TerrazzoError]) -> tuple[T | None
     try:
         return work(), None
     except Exception as error:  # whatever it was, the other ranks must not wait for this one
-        known = type(error).__name__ in _ERRORS
+        known = type(error).__name__ in BY_NAME
         text = str(error) if known else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
         return None, [type(error).__name__ if known else failed.__name__, text]
 
 
 def _refuse(problems: list[_ProblemText | None]) -> None:
     if (first := next((problem for problem in problems if problem is not None), None)) is not None:
-        raise _ERRORS[first[0]](first[1])
+        raise BY_NAME[first[0]](first[1])

@@ -21,7 +21,7 @@ from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Transfer
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.parallel.pipeline.messages import StageLinks
+from terrazzo.parallel.pipeline.messages import Messages
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group
@@ -215,7 +215,7 @@ def test_no_message_has_the_tag_of_another_kind(kind: str) -> None:
     last, first = Action(7, ActionKind.BACKWARD, 999), Action(0, ActionKind.FORWARD, 0)
     stamps = [GlooCollectives._stamp(group, kind) for _ in range(1000)]
     exchanges = {tag for stamp in stamps for tag in (stamp.first, stamp.then)}
-    others = [StageLinks._tag(links, each, header) for each in (first, last) for header in (False, True)]
+    others = [Messages._tag(links, each, header) for each in (first, last) for header in (False, True)]
     others += [*_TAGS.values(), tags.WRITTEN_WEIGHTS, tags.NEVER_SENT]
     assert len({*others}) == 8
     assert max(exchanges) < tags.EXCHANGES.stop <= min(others)

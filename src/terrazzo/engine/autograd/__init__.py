@@ -8,7 +8,6 @@
     saved        weights that autograd has kept for backward: gathered again when it reads them
     recomputed   which units run again together, inside of one `torch.utils.checkpoint`
     copies       copies of gathered weights, for whoever keeps them longer than they are here
-    module_tree  modules and parameters that have come to a model after it was sharded
 
 Read them in that order.
 """

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from terrazzo.engine.autograd.asides import put_aside
 from terrazzo.engine.autograd.listeners import before_gradient
-from terrazzo.engine.autograd.module_tree import modules_inside
 from terrazzo.engine.autograd.outputs import PLAIN, leaves_of
 from terrazzo.engine.buckets.unit import Unit
 
@@ -23,7 +22,7 @@ class Announcements:
     def __init__(self, units: Sequence[Unit]) -> None:
         modules = {unit.module for unit in units}
         self._units = units
-        self._inside = [modules_inside(unit.module, modules) for unit in units]
+        self._inside = [_modules_inside(unit.module, modules) for unit in units]
         self._on_leaves: dict[tuple[int, int], tuple[int, RemovableHandle]] = {}
 
     def watch(self, unit: Unit, output: Any, hook: Callable[[Any], None]) -> tuple[bool, bool]:
@@ -56,3 +55,12 @@ class Announcements:
         changed = [key for key, (was, _) in self._on_leaves.items() if was != self._units[key[0]].weights.generation]
         for key in changed:
             self._on_leaves.pop(key)[1].remove()
+
+
+def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules inside `module`, without those inside one of `others`."""
+    inside = []
+    for child in module.children():
+        if child not in others:
+            inside += [child, *_modules_inside(child, others)]
+    return inside

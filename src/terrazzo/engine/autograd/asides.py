@@ -78,5 +78,5 @@ def _change_attributes(
 
 def _is_plain(value: Any) -> bool:
     """Whether it is an object of a user's own class, which has attributes, and no module."""
-    foreign = type(value).__module__.partition(".")[0] in ("builtins", "torch", "terrazzo")
-    return not foreign and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
+    is_known = type(value).__module__.partition(".")[0] in ("builtins", "torch", "terrazzo")
+    return not is_known and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)

@@ -61,11 +61,11 @@ class BackwardListener(Protocol):
     def start(self) -> object:
         """The backward that is under way, which may begin with this."""
 
-    def enter(self, index: int, generation: int, forward: int | None) -> None:
+    def enter(self, index: int, generation: int, forward: int) -> None:
         """It comes to a call of a unit; the rest as of `on_backward`."""
 
 
-def on_backward(listener: BackwardListener, index: int, generation: int, forward: int | None) -> Callable[[Any], None]:
+def on_backward(listener: BackwardListener, index: int, generation: int, forward: int) -> Callable[[Any], None]:
     """Tells `listener`, once per backward, that it has reached one call of a unit, whichever of its outputs first.
 
     Args:

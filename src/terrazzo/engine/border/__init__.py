@@ -15,7 +15,7 @@ What a user does is intercepted in one of three ways. Which one follows from wha
 
 What goes past all three, such as `p.mul_(2)` where values are here, `p.grad = None` or `module.weight = other`, is
 found by comparison when the next pass or step begins: `buckets/parameters/edits` compares parameters,
-`autograd/module_tree` modules, and `grad_edits` what stands in `.grad`.
+`hooks/module_tree` modules, and `grad_edits` what stands in `.grad`.
 
 Nothing is replaced on a user's class, nor in torch. Two objects that users reach are replaced whole, by the same rule:
 `optimizer.state` is a `FlatStates`, and a method given to `register_forward_method` an object that calls it

@@ -44,9 +44,11 @@ class _GradAttributes(GradientListener):
         self._stand_ins: list[BucketStandIns] = []  # of all buckets, once there has been a gradient
         self._shown: list[BucketStandIns] = []
         engine.hooks.listen_to_gradients(self)
-        before = weakly(self, _GradAttributes.begin)  # else autograd would add to a stand-in
-        for unit in engine.units:
-            for bucket in unit.trainable() if not unit.weights.regathered else ():  # else somebody says so before
+        # Autograd must not add to a stand-in. Where weights are gathered for backward, its begin is noticed before any
+        # gradient comes; elsewhere a gradient may be the first that is seen of it.
+        before = weakly(self, _GradAttributes.begin)
+        for unit in (unit for unit in engine.units if not unit.weights.regathered):
+            for bucket in unit.trainable():
                 for member in bucket.members:
                     register_gradient_hook(member.parameter, before)
 

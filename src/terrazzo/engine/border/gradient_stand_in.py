@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.measures import can_be_measured
+from terrazzo.engine.border.measures import can_be_measured, order_of_norm
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.parameter import Placeholder
 from terrazzo.engine.plan.partition import Member
@@ -111,8 +111,7 @@ def _on_device_of(data: Tensor, number: Any) -> Any:
 
 
 def _norm(grad: GradientStandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
-    kind, dtype = named.pop("ord", named.pop("p", kind)), named.pop("dtype", None)
-    kind = 2.0 if kind in ("fro", None) else kind
+    kind, dtype = order_of_norm(kind, named), named.pop("dtype", None)
     answers, key = _answers_for(grad)
     options = {"dim": dim, "keepdim": keepdim, **named}
     rare = {name: each for name, each in options.items() if each is not None and each is not False}

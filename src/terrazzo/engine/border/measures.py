@@ -17,7 +17,7 @@ from torch import Tensor
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import Misuse, RanksApart
 
-__all__ = ["ALIASES", "ELEMENTWISE", "MEASURES", "SplitValues", "Spread", "can_be_measured"]
+__all__ = ["ALIASES", "ELEMENTWISE", "MEASURES", "SplitValues", "Spread", "can_be_measured", "order_of_norm"]
 
 
 def can_be_measured(func: Any) -> bool:
@@ -149,8 +149,7 @@ def _norm(
     dtype: torch.dtype | None = None,
     **others: Any,
 ) -> Tensor:
-    kind = others.pop("ord", p)
-    kind = 2.0 if kind in (None, "fro") else kind
+    kind = order_of_norm(p, others)
     _refuse("norm", values, dim=dim, keepdim=keepdim, ord=kind if isinstance(kind, str) else None, **others)
     part, kind = values.part.double().abs(), float(kind)
     if math.isinf(kind):
@@ -158,6 +157,17 @@ def _norm(
     if kind == 0:
         return values.as_dtype(values.total(part.count_nonzero()), dtype)
     return values.as_dtype(values.total((part**kind).sum()) ** (1 / kind), dtype)
+
+
+def order_of_norm(order: Any, named: dict[str, Any]) -> Any:
+    """The order of a norm, which torch's functions have in other places and call `p` or `ord`; 2 where none is said.
+
+    Args:
+        order: as it was given by place.
+        named: what else was given; the order is taken out.
+    """
+    order = named.pop("ord", named.pop("p", order))
+    return 2.0 if order in (None, "fro") else order
 
 
 def _matrix_norm(values: SplitValues, ord: Any = None, *rest: Any, **named: Any) -> Tensor:

@@ -11,6 +11,7 @@ from terrazzo.engine.comm.collectives import Collectives, NativeCollectives
 from terrazzo.engine.comm.gloo import GlooCollectives
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.runtime.process_groups import backends_by_device
 from terrazzo.errors import BadInput
 
 __all__ = ["KINDS", "backend_of", "collectives_for"]
@@ -39,13 +40,14 @@ def collectives_for(
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
     collectives = KINDS[backend](group, traffic, ledger, axis)
-    collectives.carry_host_values(_for_host(group))
+    collectives.host_group = _for_host(group)
     return collectives
 
 
 def _for_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """What carries numbers of the host's memory between the ranks of `group`: itself, or gloo beside NCCL alone."""
-    if group.size() == 1 or HOST.type in _by_device(group) or "nccl" not in _by_device(group).values():
+    backends = backends_by_device(group)
+    if group.size() == 1 or HOST.type in backends or "nccl" not in backends.values():
         return group
     if (gloo := _GLOO_GROUPS.get(group)) is None:
         ranks = dist.get_process_group_ranks(group)
@@ -66,9 +68,4 @@ _GLOO_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves `device` in `group`, such as `gloo`."""
-    return _by_device(group).get(device.type, dist.get_backend(group))
-
-
-def _by_device(group: dist.ProcessGroup) -> dict[str, str]:
-    pairs = str(dist.get_backend_config(group)).split(",")
-    return dict(pair.split(":") for pair in pairs if ":" in pair)
+    return backends_by_device(group).get(device.type, dist.get_backend(group))

@@ -75,10 +75,6 @@ class Collectives(ABC):
         require_own(self._process)
         return self._group
 
-    def carry_host_values(self, group: dist.ProcessGroup) -> None:
-        """Have `group`, of the same ranks, carry what is in the host's memory."""
-        self.host_group = group
-
     def leave_to_parent(self) -> None:
         """Keep the group, in a forked child: gloo's destructor would wait for threads that are not here."""
         for group in (self._group, self.host_group, dist.group.WORLD):

@@ -24,7 +24,9 @@ from terrazzo.engine.comm.tags import EXCHANGES, NEVER_SENT
 from terrazzo.engine.comm.times import Moments, Times
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.pages import use_large_pages
+from terrazzo.engine.runtime.process_groups import timeout_s_of
 from terrazzo.engine.runtime.worker import Worker
 
 __all__ = ["NEAR_BLOCK_BYTES", "GlooCollectives"]
@@ -54,7 +56,7 @@ class GlooCollectives(Collectives):
         self._near: Mapping[int, Neighbour] = {}
         kinds = ("gather", "reduce") if self.size > 1 else ()
         self._names = [_name_of(rank, job) for rank, job in enumerate(dist.get_process_group_ranks(group))]
-        timeout_s = _timeout_s(group)
+        timeout_s = timeout_s_of(group, HOST)
         self._near = find_neighbours(self.rank, self.gather_rows, kinds, timeout_s, self._names) if kinds else {}
         self._columns = columns_of(self.rank, self.size, self._near, self.gather_rows) if kinds else None
         if self._columns is not None and self._columns.width == 1:
@@ -239,8 +241,3 @@ def _break_off(near: Mapping[int, Neighbour], group: dist.ProcessGroup) -> None:
         if other != group.rank():
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], other, NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout.total_seconds()

@@ -20,7 +20,6 @@ import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.comm.label import RUN_THE_SAME, Label
 from terrazzo.engine.comm.rendezvous import Address, Listener, Met, connect
-from terrazzo.engine.runtime.system import is_stopped
+from terrazzo.engine.runtime.system import boot_id, is_stopped
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 
@@ -305,10 +304,10 @@ def _reads(memory: Memory, expected: int) -> bool:
 
 def _machine() -> int:
     """A number that processes share which see the same kernel, pids and network; 0 for none."""
-    if _read_from is None or os.environ.get("TERRAZZO_PEER_MEMORY") == "0":
+    boot = boot_id()
+    if _read_from is None or not boot or os.environ.get("TERRAZZO_PEER_MEMORY") == "0":
         return 0
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
     except OSError:
         return 0

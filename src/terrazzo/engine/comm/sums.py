@@ -28,5 +28,6 @@ def divide(total: Tensor, denominator: float) -> Tensor:
 def multiply(total: Tensor, factor: Tensor) -> Tensor:
     """`total` multiplied in place by a 0-d tensor, whose dtype may be the wider one: it is not rounded before."""
     factor = factor.to(total.device)
-    rounds = devices.is_cuda(total.device) and factor.dtype != total.dtype  # what is 0-d, to the dtype of the rest
+    # On CUDA torch rounds a 0-d factor to the dtype of `total` before it multiplies, and one of one dim it does not.
+    rounds = devices.is_cuda(total.device) and factor.dtype != total.dtype
     return total.mul_(factor[None] if rounds else factor)

@@ -37,8 +37,8 @@ class Times:
     Attributes:
         count: how many.
         sent_bytes: by this rank.
-        total_s: from begin to end, which may run while the rank computes; where nobody notes its moments, and where the
-            host waited for longer, as its thread had others before it, what the host waited.
+        total_s: how long they took, beside the rank's computation or not. It is how long the host waited where nobody
+            notes their moments, or where that was longer because the thread had earlier exchanges to end.
         exposed_s: that the host stood waiting.
         late_s: of `exposed_s` while not all other ranks were there.
         ever_s: as `exposed_s`, from the start: `clear` leaves it.

@@ -1,7 +1,12 @@
 """Checks that all ranks pass, or all raise: that each can do its part, and that all have been told the same.
 
-They exchange numbers, over the axes of one model's mesh, which need not have all ranks and may be that of a dry run.
-`terrazzo.exchange.together` is for what all ranks of the default group do, and carries the error itself.
+Each rank does its part, and where one fails all raise. There are three ways, for three sets of ranks:
+
+    all_or_none                             the ranks of one model's mesh, which may be that of a dry run: a number is
+                                            exchanged, and the others are told which rank's message to read
+    terrazzo.exchange.together              all ranks of the default group: the error itself is exchanged
+    terrazzo.parallel.pipeline.failures     ranks in the middle of a step, which wait for each other's messages: word is
+                                            left in the store, and connections are broken off
 """
 
 from __future__ import annotations

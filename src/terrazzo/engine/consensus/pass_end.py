@@ -76,7 +76,8 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
         RanksApart: naming steps, gradients, hyper-parameters, denominators, or the first exchange in which they do.
     """
     apart = f"The ranks have not run the same: before {label},"
-    for own, low, high in _apart(axes, {"steps": progress.steps}).values():
+    if (steps := _first_apart(axes, {"steps": progress.steps})) is not None:
+        _, own, low, high = steps
         raise RanksApart(
             f"{apart} optimizer.step() has been called {own:.0f} times here, and from {low:.0f} to {high:.0f} times "
             "on all ranks. Every rank must step, or none: agree on it, for example with an all_reduce of whether the "
@@ -88,13 +89,15 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
             f"what was done last here: {progress.last_edit}. Each rank steps its own part of the weights: call "
             "zero_grad(), set .grad to None, scale and clip on every rank or on none."
         )
-    for (_, name), (own, low, high) in _apart(axes, _hyper_parameters(progress)).items():
+    if (hyper_parameter := _first_apart(axes, _hyper_parameters(progress))) is not None:
+        (_, name), own, low, high = hyper_parameter
         raise RanksApart(
             f"{apart} optimizer.step() has used {name} = {own} here, and {low} to {high} on all ranks. Set the same on "
             "every rank: give a scheduler that follows a metric, such as ReduceLROnPlateau, the metric's mean over the "
             "ranks."
         )
-    for name, (own, low, high) in _apart(axes, progress.denominator.numbers()).items():
+    if (divisor := _first_apart(axes, progress.denominator.numbers())) is not None:
+        name, own, low, high = divisor
         raise RanksApart(
             f"{apart} the gradients' {name} is {own:g} here, and {low:g} to {high:g} on all ranks. Give "
             "set_gradient_denominator, or load_scaler_state, the same on every rank, such as the tokens of the whole "
@@ -110,8 +113,12 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
     raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")
 
 
-def _apart(axes: Axes, numbers: Mapping[K, float]) -> dict[K, tuple[float, float, float]]:
-    """Numbers that are not the same on all ranks, under the same keys on each: this rank's, the lowest, the highest."""
+def _first_apart(axes: Axes, numbers: Mapping[K, float]) -> tuple[K, float, float, float] | None:
+    """The first number that is not the same on all ranks: its key, this rank's, the lowest and the highest.
+
+    Args:
+        numbers: under the same keys on every rank, in the same order.
+    """
     rows = axes.rows(torch.tensor([*numbers.values()], dtype=torch.float64, device=HOST))
     ranges = zip(numbers.items(), rows.amin(0).tolist(), rows.amax(0).tolist(), strict=True)
-    return {key: (own, low, high) for (key, own), low, high in ranges if low != high}
+    return next(((key, own, low, high) for (key, own), low, high in ranges if low != high), None)

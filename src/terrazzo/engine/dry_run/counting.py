@@ -16,7 +16,7 @@ from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.traffic import Ledger, Traffic, kind_of_traffic
 from terrazzo.engine.comm.transfer import Handle, Moves, Released
 from terrazzo.engine.plan import bucket_memory
-from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack
+from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, When
 from terrazzo.engine.plan.moves import Divisor, MoveBytes
 
@@ -52,9 +52,10 @@ class StepCounts:
     sums: Ledger = field(default_factory=Ledger)
 
     @property
-    def by_kind(self) -> tuple[Ledger, ...]:
-        """By `StepMemory`."""
-        return (self.transient, self.transient, self.transient, self.sums, self.sums)
+    def by_kind(self) -> dict[StepMemory, Ledger]:
+        """Where each kind of memory is counted."""
+        beside = (StepMemory.GRADIENTS, StepMemory.SUMS)
+        return {kind: self.sums if kind in beside else self.transient for kind in StepMemory}
 
 
 class CountingUnit:

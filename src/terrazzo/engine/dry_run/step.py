@@ -130,7 +130,7 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     for index in schedule.order.backward:
         unit = units[index]
         come(until=unit.last_position)
-        backward.enter(unit)
+        backward.enter(unit, backward.of_forward)
         coming += [(gradient.position, unit, gradient) for gradient in unit.gradients]
         coming.sort(key=lambda each: each[0])
     come(until=-1)

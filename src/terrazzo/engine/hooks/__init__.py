@@ -16,6 +16,7 @@ One micro-batch, in the order in which torch calls them:
       a parameter's gradient is accumulated     BackwardHooks.accumulate_gradient   it moves into the bucket
     backward returns                            BackwardHooks.end              BackwardPass.end, then Agreement
 
-Read forward_hooks and backward_hooks, and hooks, which has both. What watches outputs and saved weights is in
+Read forward_hooks and backward_hooks, and hooks, which has both; module_tree, which a forward asks for modules and
+parameters that have come to the model after it was sharded. What watches outputs and saved weights is in
 `autograd`; hooks around an optimizer's step are in `optim/driver`.
 """

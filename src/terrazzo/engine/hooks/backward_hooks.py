@@ -18,8 +18,9 @@ from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import plainly, queue_callback
-from terrazzo.engine.runtime.weak import weakly, while_kept
+from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.backward import BackwardPass
+from terrazzo.engine.schedule.order import UNKNOWN_FORWARD
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
@@ -72,16 +73,8 @@ class BackwardHooks:
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
                     method = BackwardHooks.accumulate_gradient
-                    hook = while_kept(self, method, repr(member.name), unit.index, number, index)
+                    hook = weakly(self, method, unit.index, number, index, trains=repr(member.name))
                     register_accumulate_hook(member.parameter, hook)
-
-    def listen(self, listener: GradientListener) -> None:
-        """Call `listener` at each backward from now on."""
-        self.listener = listener
-
-    def recover_with(self, recover: Callable[[], None]) -> None:
-        """Call `recover`, which ends steps that have raised, before a forward or a backward uses weights."""
-        self.recover = recover
 
     # -- it begins ---------------------------------------------------------------------------------------------
 
@@ -100,18 +93,18 @@ class BackwardHooks:
 
     def may_surprise(self) -> None:
         """Nothing may announce the backward of what runs in a forward now."""
-        self.surprised = True  # what holds it ends with any backward, be it another forward's
-        self.listener.begin_backward()  # nothing else may tell of it
+        self.surprised = True  # its weights stay until any backward ends, even that of another forward
+        self.listener.begin_backward()  # else autograd could add to a stand-in: no hook runs before its gradient comes
 
     # -- it comes to units -------------------------------------------------------------------------------------
 
-    def enter(self, index: int, generation: int, forward: int | None) -> None:
+    def enter(self, index: int, generation: int, forward: int) -> None:
         """Backward comes to a call of a unit.
 
         Args:
             index: of the unit.
             generation: of its weights when the call ran.
-            forward: number of the model's forward that the call ran in; None for the last one.
+            forward: number of the model's forward that the call ran in.
         """
         self.recover()
         unit = self.units[index]
@@ -141,7 +134,7 @@ class BackwardHooks:
         unit = self.units[index]
         if not unit.weights.present:
             self.surprised = True
-            self.start().enter(unit, forward=0)
+            self.start().enter(unit, UNKNOWN_FORWARD)
 
     # -- it comes to gradients ---------------------------------------------------------------------------------
 

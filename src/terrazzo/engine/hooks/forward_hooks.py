@@ -14,7 +14,6 @@ from terrazzo.engine.autograd.announce import Announcements
 from terrazzo.engine.autograd.copies import Copies
 from terrazzo.engine.autograd.listeners import eager, inside_backward, on_backward
 from terrazzo.engine.autograd.loss_scale import LossScale
-from terrazzo.engine.autograd.module_tree import ModuleTree
 from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
 from terrazzo.engine.autograd.saved import SavedWeights
 from terrazzo.engine.buckets.parameters.parameter import note_of
@@ -24,6 +23,7 @@ from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
+from terrazzo.engine.hooks.module_tree import ModuleTree
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing

@@ -40,7 +40,7 @@ class Hooks:
 
     def listen_to_gradients(self, listener: GradientListener) -> None:
         """Call `listener` at each backward, and before gradients are used, from now on."""
-        self._backward.listen(listener)
+        self._backward.listener = listener
 
     def before_use(self) -> None:
         """Gradients are about to be clipped, or taken by the optimizer."""
@@ -48,7 +48,7 @@ class Hooks:
 
     def recover_with(self, recover: Callable[[], None]) -> None:
         """Call this before a forward or a backward uses weights: it ends steps that have raised."""
-        self._backward.recover_with(recover)
+        self._backward.recover = recover
 
     def refuse_forwards(self, why: str | None) -> None:
         """From now on, no forward may gather weights; None: it may again."""

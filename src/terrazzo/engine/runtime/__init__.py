@@ -6,6 +6,7 @@
     compiled       what torch's compiler has made of modules
     callers        who has called what runs now
     worker         threads that do a rank's errands
+    process_groups a group's backends, and how long its ranks wait
     device         devices, streams, pinned host memory
     pages          what fresh CPU memory costs
     system         what Linux says of the machine and of this process

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.engine.runtime.process_groups import backends_by_device
+
 __all__ = [
     "HOST",
     "KINDS",
@@ -44,7 +46,7 @@ __all__ = [
 
 KINDS = ("cpu", "cuda")
 HOST = torch.device("cpu")
-"""Where numbers are on which the host decides: those of other ranks arrive there beside the device's work."""
+"""Where ranks exchange the numbers that the host decides by: it need not wait there for what the device has queued."""
 
 
 def is_cuda(device: torch.device) -> bool:
@@ -76,7 +78,7 @@ def backend_for(kind: str) -> str:
 
 def kind_of_group() -> str:
     """The kind of tensors that the default process group is for: `cuda` if it has NCCL and there is a device."""
-    nccl = count() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    nccl = count() and dist.is_initialized() and "nccl" in backends_by_device().values()
     return "cuda" if nccl else "cpu"
 
 

@@ -8,19 +8,22 @@ from typing import Any
 
 from terrazzo.errors import Misuse
 
-__all__ = ["model_gone", "weakly", "while_kept"]
+__all__ = ["model_gone", "weakly"]
 
 
-def weakly(owner: object, method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+def weakly(owner: object, method: Callable[..., Any], *first: Any, trains: str = "") -> Callable[..., Any]:
     """`method` of `owner` without keeping that alive; None once it is gone.
 
     Args:
         first: arguments before those of each call.
+        trains: what would be trained by a call, which then raises `Misuse` once the owner is gone.
     """
     reference = weakref.ref(owner)
 
     def call(*further: Any) -> Any:
         live = reference()
+        if live is None and trains:
+            raise model_gone(trains)
         return method(live, *first, *further) if live is not None else None
 
     return call
@@ -33,16 +36,3 @@ def model_gone(name: str) -> Misuse:
         "tz.shard returns for as long as it is trained, as in 'model, optimizer = tz.shard(model, optimizer)', and "
         "call that."
     )
-
-
-def while_kept(owner: object, method: Callable[..., Any], name: str, *first: Any) -> Callable[..., Any]:
-    """As `weakly`, for what must not happen once the owner is gone: `name`, which then is refused."""
-    reference = weakref.ref(owner)
-
-    def call(*further: Any) -> Any:
-        live = reference()
-        if live is None:
-            raise model_gone(name)
-        return method(live, *first, *further)
-
-    return call

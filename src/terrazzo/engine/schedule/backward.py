@@ -39,7 +39,7 @@ class BackwardPass:
         this_pass: what becomes of its gradients.
         closed: units whose gradients are complete, and may be under reduction.
         late: closed units that have received a further gradient since.
-        of_forward: number of the forward that the running unit was in; 0: unknown, None: the last one.
+        of_forward: number of the forward that the running unit was in, or `UNKNOWN_FORWARD`; at first of the last one.
     """
 
     backward_follows = True
@@ -57,7 +57,7 @@ class BackwardPass:
         self._reductions, self._number, self.this_pass = reductions, number, this_pass
         self.closed: set[int] = set()
         self.late: set[int] = set()
-        self.of_forward: int | None = None
+        self.of_forward = program.last_forward
         self._running = -1  # the unit that was announced last
         self._cursor = 0  # the position of the program that comes next
         self._postponed: Sequence[int] = ()  # units whose gathers wait for half of a gradient
@@ -69,7 +69,7 @@ class BackwardPass:
 
     # -- what torch comes to -----------------------------------------------------------------------------------
 
-    def enter(self, unit: Runnable, forward: int | None = None) -> None:
+    def enter(self, unit: Runnable, forward: int) -> None:
         """Backward of `unit` begins; returns once its weights may be read. `forward` as for `Program.is_over`."""
         self._weights.backward_came(unit)
         self._running, self.of_forward = unit.index, forward

@@ -24,6 +24,10 @@ class GatheredWeights:
     Args:
         units: in registration order.
         prefetch: how many units ahead of the running one are gathered.
+
+    Attributes:
+        step_in_flight: whether this is inside of a step whose micro-batches take turns: from its first forward to its
+            last backward weights stay at `between`.
     """
 
     def __init__(self, units: Sequence[Runnable], prefetch: int) -> None:
@@ -31,7 +35,7 @@ class GatheredWeights:
         self._here: set[int] = set()  # gathered by the program, and not put down yet
         self._awaited: set[int] = set()  # units whose backward will be announced, or comes with any
         self._until_end: set[int] = set()  # of these, whose weights stay until backward ends
-        self._lasts = False  # whether a step of several micro-batches is in flight
+        self.step_in_flight = False
         self._names = tuple(unit.name for unit in units)
 
     def label(self, purpose: Purpose, index: int = 0, number: int = 0) -> Label:
@@ -65,7 +69,7 @@ class GatheredWeights:
     @property
     def awaits_backward(self) -> bool:
         """Whether an earlier forward still waits for its backward, or its backward raised."""
-        return bool(self._awaited) and not self._lasts
+        return bool(self._awaited) and not self.step_in_flight
 
     def expect_backward(self, unit: Runnable) -> None:
         """A forward of `unit` has ended, and its backward will be announced."""
@@ -105,16 +109,16 @@ class GatheredWeights:
 
     def leave_backward(self, unit: Runnable, is_over: bool) -> None:
         """The program has left `unit` in a backward; `is_over`: so has this rank."""
-        if not self._lasts or unit.weights.regathered:
+        if not self.step_in_flight or unit.weights.regathered:
             self._here.discard(unit.index)
-        if self._lasts and is_over:
+        if self.step_in_flight and is_over:
             self.put_down(unit, backward_follows=True)
         elif unit.index not in self._awaited and is_over:
             unit.weights.rest()
 
     def end_backward(self) -> None:
         """A backward has ended everywhere."""
-        if self._lasts:
+        if self.step_in_flight:
             for unit in self.units:
                 self.leave_backward(unit, is_over=True)
         else:
@@ -122,14 +126,9 @@ class GatheredWeights:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    @property
-    def lasts(self) -> bool:
-        """Whether this is a step of several micro-batches in flight, from its first forward to its last backward."""
-        return self._lasts
-
     def begin_micro_batches(self) -> None:
         """A step of several micro-batches in flight begins: weights stay at the plan's `between` until it ends."""
-        self._lasts = True
+        self.step_in_flight = True
 
     def rest(self) -> None:
         """A step is over: bring every unit back to the plan's `weight` place."""
@@ -144,6 +143,6 @@ class GatheredWeights:
                 unit.weights.rest()
 
     def _clear(self) -> None:
-        self._lasts = False
+        self.step_in_flight = False
         for units in (self._awaited, self._until_end, self._here):
             units.clear()

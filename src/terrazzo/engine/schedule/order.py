@@ -106,8 +106,12 @@ class Order:
         return cls.of_visits([], units, agreed=False)
 
 
+UNKNOWN_FORWARD = 0
+"""In the place of a forward's number, which are counted from 1: where nobody knows whose backward it is."""
 _PENDING = 64
-"""Differentiated forwards whose backward may still come and release weights early; those of older ones stay longer."""
+"""Forwards of which is remembered what they ran, so that their backward releases weights unit by unit. In the backward
+of an older one weights stay until it ends.
+"""
 
 
 class Program:
@@ -148,17 +152,21 @@ class Program:
         if event is Event.ENTER and self._current is not None:
             self._current.setdefault(unit, len(self._current))
 
-    def is_over(self, unit: int, running: int, forward: int | None) -> bool:
+    @property
+    def last_forward(self) -> int:
+        """The number of the last differentiated forward."""
+        return max(self._begun, default=UNKNOWN_FORWARD)
+
+    def is_over(self, unit: int, running: int, forward: int) -> bool:
         """Whether the backward of `unit` is known to be over on this rank, where that of `running`, if any, has begun.
 
         That follows from what this rank has run, in that very forward: it may have called units inside of others that
         the order has behind them.
 
         Args:
-            forward: number of the forward whose backward this is, 0 where nobody knows; None for the last one.
+            forward: number of the forward whose backward this is, or `UNKNOWN_FORWARD`.
         """
-        number = max(self._begun, default=0) if forward is None else forward
-        if (begun := self._begun.get(number)) is None:
+        if (begun := self._begun.get(forward)) is None:
             return False
         return unit not in begun or begun[unit] > begun.get(running, len(begun))
 

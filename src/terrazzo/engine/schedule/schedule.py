@@ -124,7 +124,7 @@ class Schedule:
         self._weights.abandon_forward()
 
     @property
-    def forward_number(self) -> int | None:
+    def forward_number(self) -> int:
         """Of the forward that runs or ran last, counted from 1; inside backward of the one that this is of."""
         return self._forwards if self.backward is None else self.backward.of_forward
 
@@ -151,7 +151,7 @@ class Schedule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, or set finished ones to zero; those on their way from a backward that raised, too."""
-        if self.backward is not None or self._weights.lasts:
+        if self.backward is not None or self._weights.step_in_flight:
             self._abandon_step()
         for unit in self.units:
             unit.zero_grad(set_to_none)

@@ -18,10 +18,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from terrazzo import errors
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import TerrazzoError
+from terrazzo.errors import BY_NAME
 
 __all__ = ["PATIENCE_S", "FailedElsewhere", "Failures", "LostRank", "broke_a_connection"]
 
@@ -62,7 +61,7 @@ class Failures:
         """This rank has failed, in a stage or before it came to one: leave word of it, if no other has."""
         rank, kind = dist.get_rank(), type(error).__name__
         where = "" if stage is None else f" (stage {stage + 1} of {self._stages})"
-        own = str(error) if kind in _KNOWN else f"{kind}: {error}"
+        own = str(error) if kind in BY_NAME else f"{kind}: {error}"
         text = str(error) if isinstance(error, LostRank) else f"Rank {rank}{where} has failed first: {own}"
         with contextlib.suppress(RuntimeError):  # the store may have gone with its process
             _store().compare_set(self._key, "", json.dumps([rank, kind, text]))
@@ -139,7 +138,7 @@ class Failures:
                 time.sleep(0.02)
             rank, kind, text = json.loads(_store().get(self._key))
             if rank != dist.get_rank():
-                return _KNOWN.get(kind, LostRank if kind == LostRank.__name__ else FailedElsewhere)(text)
+                return BY_NAME.get(kind, LostRank if kind == LostRank.__name__ else FailedElsewhere)(text)
         return None
 
     @property
@@ -149,9 +148,6 @@ class Failures:
 
 _MODELS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """How many models have stages along a group, by the sizes of their mesh: as many on every rank."""
-_KNOWN: dict[str, type[TerrazzoError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TerrazzoError)
-}
 
 
 def _store() -> dist.Store:

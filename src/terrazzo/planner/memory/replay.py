@@ -170,7 +170,7 @@ class _Player:
             self._moment = "backward"
             backward = schedule.backward or schedule.begin_backward()
             if event.kind == "backward":
-                backward.enter(unit)
+                backward.enter(unit, backward.of_forward)
             elif event.kind == "end":
                 backward.end()
                 schedule.end_backward()

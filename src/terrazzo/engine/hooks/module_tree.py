@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from itertools import chain
 
 from torch import nn
@@ -11,16 +11,7 @@ from torch import nn
 from terrazzo.engine.buckets.parameters.parameter import note_of
 from terrazzo.errors import Misuse, listed, warn
 
-__all__ = ["ModuleTree", "modules_inside"]
-
-
-def modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules inside `module`, without those inside one of `others`."""
-    inside = []
-    for child in module.children():
-        if child not in others:
-            inside += [child, *modules_inside(child, others)]
-    return inside
+__all__ = ["ModuleTree"]
 
 
 class ModuleTree:
