@@ -1,4 +1,4 @@
-"""The error tree.
+"""The error tree, and what messages are made of.
 
     TerrazzoError
     ├── BadInput     a plan, config, model or data set that cannot work: fix the input

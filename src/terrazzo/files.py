@@ -1,17 +1,13 @@
-"""Reading small files that a stranger may have made: plain files of a bounded size, JSON of a bounded depth.
+"""Writing files, so that readers find the old one or the new one; how sizes are said; the way to a store behind a URL.
 
-And what writers of files and streams share, how sizes are said, and the way to a store behind a URL.
+What may have been made by a stranger is read by `untrusted_files`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
-import stat
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,16 +16,10 @@ from terrazzo.errors import BadInput, install
 __all__ = [
     "CHECKPOINTS",
     "GIB",
-    "brackets",
-    "check_model_file",
     "gib_text",
-    "is_deeper",
     "open_store",
-    "read_json",
-    "read_plain",
     "replace_file",
     "replacing",
-    "size_inside",
     "sync_folder",
     "to_nowhere",
 ]
@@ -38,7 +28,6 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in that of a run, where nothing else was said."""
 
 GIB = 2**30
-MAX_DEPTH = 64
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 """The extra of ours that a protocol needs; of others fsspec says what to install."""
 
@@ -46,103 +35,6 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 def gib_text(count_bytes: float) -> str:
     """As messages about room have it."""
     return f"{count_bytes / GIB:,.2f} GiB"
-
-
-def read_plain(path: Path, limit_bytes: int) -> bytes:
-    """All bytes of a plain file.
-
-    Raises:
-        BadInput: it is a pipe, a device or a folder, is larger than `limit_bytes`, or cannot be read.
-        FileNotFoundError: there is none; callers know what should be there.
-    """
-    try:
-        # A pipe would make open() wait for ever, and a device has no end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise BadInput(f"'{path}' is {'a folder' if path.is_dir() else 'no regular file'}: name a file.")
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            data = (file.read(limit_bytes + 1) or b"") if size_bytes <= limit_bytes else b""  # None: nothing there yet
-    except (FileNotFoundError, BadInput):
-        raise
-    except (OSError, ValueError) as error:
-        raise BadInput(f"'{path}' cannot be read: {error}.") from None
-    if size_bytes > limit_bytes or len(data) > limit_bytes:
-        raise BadInput(
-            f"'{path}' is {max(size_bytes, len(data)):,} bytes; no file of this kind is more than {limit_bytes:,}:"
-            " is it another file?"
-        )
-    return data
-
-
-def read_json(path: Path, limit_bytes: int) -> Any:
-    """What a JSON file holds. Raises: those of `read_plain`; `BadInput` where it is no JSON, or is nested too deep."""
-    data = read_plain(path, limit_bytes)
-    try:
-        text = data.decode("utf-8-sig")
-        if is_deeper(brackets(text), MAX_DEPTH):
-            raise BadInput(f"'{path}' is nested more than {MAX_DEPTH} deep; no file of a model is.")
-        return json.loads(text)
-    except BadInput:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"'{path}' is not valid JSON ({str(error)[:200]}). Copy or save it again.") from None
-
-
-def brackets(text: str) -> Iterator[int]:
-    """1 for each bracket of JSON that opens, and -1 for each that closes, those in quotes left out."""
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', text, re.DOTALL):
-        if found[0] in "[]{}":
-            yield 1 if found[0] in "[{" else -1
-
-
-def is_deeper(steps: Iterable[int], limit: int) -> bool:
-    """Whether steps in and out ever lead more than `limit` deep; what comes after that is not read."""
-    return any(depth > limit for depth in accumulate(steps))
-
-
-def size_inside(path: Path, folder: Path) -> int:
-    """The bytes of a plain file of a folder that somebody else made, `path` being in it or in a subfolder of it.
-
-    A link may lead to another file beside it. The cache of the Hugging Face Hub keeps the files of a folder
-    `snapshots/<revision>`, and of its subfolders, in `blobs`, two folders up from where that really is.
-
-    Raises:
-        BadInput: it is no plain file, or a link to elsewhere.
-        OSError: it cannot be read; callers know what should be there.
-    """
-    try:
-        root = folder.resolve()
-        beside = root / path.relative_to(folder).parent  # not resolved: a subfolder may be a link, too
-        target = path.resolve(strict=True)
-        status = target.stat()
-    except (RuntimeError, ValueError) as error:  # links in a circle, and names with NUL
-        raise OSError(str(error)) from None
-    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
-    if target.parent not in (beside, *blobs):
-        raise BadInput(
-            f"'{path}' is a link to '{target}', outside of '{folder}', and is not followed: copy the folder with"
-            " cp -rL first."
-        )
-    if not stat.S_ISREG(status.st_mode):
-        raise BadInput(f"'{path}' is not a plain file: no model and no checkpoint has one.")
-    return status.st_size
-
-
-def check_model_file(path: Path, limit_bytes: int, folder: Path | None = None) -> None:
-    """That a file in a model's folder can be given to a library that reads all of it.
-
-    Args:
-        folder: of the model, where the file is in a subfolder.
-
-    Raises:
-        BadInput: as for `size_inside`, or it cannot be read, or is larger than `limit_bytes`.
-    """
-    try:
-        size_bytes = size_inside(path, path.parent if folder is None else folder)
-    except OSError as error:
-        raise BadInput(f"'{path}' cannot be read: {error}.") from None
-    if size_bytes > limit_bytes:
-        raise BadInput(f"'{path}' is {size_bytes:,} bytes, and at most {limit_bytes:,} are read: is it another file?")
 
 
 def open_store(url: str, what: str) -> tuple[Any, str]:

@@ -24,11 +24,11 @@ from terrazzo.checkpoint.exporters.huggingface import (
 )
 from terrazzo.checkpoint.source import Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput, Damaged, SaveFailed
-from terrazzo.files import size_inside
 from terrazzo.train.data.tokenizer import ByteTokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from terrazzo.untrusted_files import size_inside
 
 transformers = pytest.importorskip("transformers")
 

@@ -26,7 +26,7 @@ from terrazzo.documents.shell_arguments import parse_arguments
 from terrazzo.documents.toml_text import read_toml
 from terrazzo.documents.yaml_text import read_yaml
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.files import read_plain
+from terrazzo.untrusted_files import read_plain
 
 __all__ = ["Format", "Loaded", "format_of", "load", "parse", "parse_value", "read_text"]
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from terrazzo.documents.limits import check_depth, key_twice
 from terrazzo.errors import BadInput
-from terrazzo.files import brackets
+from terrazzo.untrusted_files import brackets
 
 __all__ = ["read_json_text", "strict_json"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from terrazzo.errors import BadInput
-from terrazzo.files import is_deeper
+from terrazzo.untrusted_files import is_deeper
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "check_depth", "check_values", "key_twice", "too_many"]
 

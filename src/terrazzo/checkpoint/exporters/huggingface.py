@@ -25,7 +25,7 @@ from terrazzo.checkpoint.source import BUFFER, PIECE_BYTES, WEIGHT, Source
 from terrazzo.checkpoint.storage.rank_file import safetensors_header
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
-from terrazzo.files import check_model_file, read_json, read_plain
+from terrazzo.untrusted_files import check_model_file, read_json, read_plain
 
 __all__ = [
     "ModelDescription",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from terrazzo.errors import BadInput
-from terrazzo.files import CHECKPOINTS, read_json
+from terrazzo.files import CHECKPOINTS
+from terrazzo.untrusted_files import read_json
 
 __all__ = ["RunFolder", "note_of", "rank_files"]
 

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.hub_names import HubTensor, hub_tensors, pretrained_mod
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, patiently
-from terrazzo.files import read_json, replace_file
+from terrazzo.files import replace_file
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.telemetry.log.run_folder import RunFolder, note_of
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
@@ -31,6 +31,7 @@ from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.model.huggingface import scored_class
 from terrazzo.train.model.prepare import decoder_config, prepare_model
+from terrazzo.untrusted_files import read_json
 
 __all__ = ["describe_model", "export"]
 

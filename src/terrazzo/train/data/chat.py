@@ -24,10 +24,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from terrazzo.errors import BadInput
-from terrazzo.files import read_plain
 from terrazzo.train.data.records import ASSISTANT, Document, Message
 from terrazzo.train.data.rendering import Failed, render
 from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
+from terrazzo.untrusted_files import read_plain
 
 __all__ = ["Chat", "Prompt", "Rendered", "chat_fingerprint", "load_chat", "text_completion"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrazzo.errors import BadInput, install
-from terrazzo.files import check_model_file, read_json
+from terrazzo.untrusted_files import check_model_file, read_json
 
 __all__ = [
     "BYTES",

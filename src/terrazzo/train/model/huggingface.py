@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from terrazzo.errors import BadInput, did_you_mean, install
-from terrazzo.files import check_model_file, read_json
 from terrazzo.parallel.transformers_support import DOCUMENTS_APART
 from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless
+from terrazzo.untrusted_files import check_model_file, read_json
 
 __all__ = [
     "build_body",

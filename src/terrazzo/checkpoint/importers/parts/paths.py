@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from terrazzo.errors import BadInput, Damaged
-from terrazzo.files import size_inside
+from terrazzo.untrusted_files import size_inside
 
 __all__ = ["size_of_plain_file", "subfolder"]
 
