@@ -65,15 +65,15 @@ MUTATIONS = [
     Mutation(
         "the total norm counts what tp ranks share more than once",
         "engine/buckets/gradients/finished.py",
-        "rest = axes.names if axes.has_experts else axes.summed_beside",
-        "rest = axes.names if axes.has_experts else ()",
+        "rest = axes.summed_over if axes.has_experts else axes.summed_same_data",
+        "rest = axes.summed_over if axes.has_experts else ()",
         "parallel/test_tensor.py",
     ),
     Mutation(
         "the total norm counts what copies of experts share more than once",
         "engine/buckets/gradients/finished.py",
-        "rest = axes.names if axes.has_experts else axes.summed_beside",
-        "rest = axes.summed_beside",
+        "rest = axes.summed_over if axes.has_experts else axes.summed_same_data",
+        "rest = axes.summed_same_data",
         "parallel/test_expert_training.py",
     ),
     Mutation(

@@ -59,7 +59,7 @@ def _checksum(axes: Axes, progress: Progress) -> int:
     checksum = zlib.crc32(struct.pack("<qq", progress.steps, progress.edits))
     numbers = [*_hyper_parameters(progress).values(), *progress.denominator.numbers().values()]
     checksum = zlib.crc32(array("d", numbers).tobytes(), checksum)
-    for axis in axes.exchanging:
+    for axis in axes.with_experts:
         checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
     return checksum
 
@@ -103,7 +103,7 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
             "set_gradient_denominator, or load_scaler_state, the same on every rank, such as the tokens of the whole "
             "global batch."
         )
-    for axis in axes.exchanging:
+    for axis in axes.with_experts:
         last = [*axes.along(axis).trail][-TRAIL:]
         trail = [-1] * (TRAIL - len(last)) + last
         for theirs in axes.rows(torch.tensor(trail, device=HOST)).tolist():

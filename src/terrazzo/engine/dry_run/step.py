@@ -144,5 +144,5 @@ def _meet(sharding: ShardingSpec, traffic: Traffic) -> int:
 
 
 def _record_control(sharding: ShardingSpec, traffic: Traffic, numel: int) -> None:
-    for _ in sharding.axes.live(sharding.axes.every):
+    for _ in sharding.axes.live(sharding.axes.of_stage):
         traffic.record("control", numel * torch.int64.itemsize)

@@ -16,7 +16,7 @@ from terrazzo.engine.comm.backends import backend_of, collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.comm_streams import comm_streams_of
 from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, REPLICAS, STAGES, Family
+from terrazzo.engine.mesh.family import DATA_AXES, REPLICAS, SAME_DATA_AXES, STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
 from terrazzo.engine.runtime import device as devices
 
@@ -31,17 +31,15 @@ class Axes:
     matrices. Where experts are shared, the ranks of `dp_shard`, `cp` and `tp` are those of `edp` and `ep` as well:
     along `ep` they have other experts, and over `edp` the states of these are split, and gradients summed.
 
-    Which axes an attribute has:
+    The sets of axes, in those of the mesh and of a family's parameters:
 
-    | | data axes | `tp` | `edp` | `ep` |
-    |---|---|---|---|---|
-    | `every` | yes | yes | no | no |
-    | `exchanging` | yes | yes | yes | no |
-    | `beside` | no | yes | no | no |
-    | `names`, of the mesh and of dense parameters | yes | no | no | no |
-    | `names`, of parameters that ranks along `tp` share | yes | yes | no | no |
-    | `names`, of experts | `dp_replicate` alone | no | yes | no |
-    | `summed_beside` | no | where `names` has it | no | no |
+        of_stage            data axes, tp
+        with_experts        the same, and edp
+        with_stages         of_stage, and pp: every rank
+        same_data           tp
+        summed_over         of the mesh and of dense parameters the data axes; of parameters that ranks along tp share
+                            these and tp; of experts edp, and dp_replicate
+        summed_same_data    what these two have in common
 
     Where replicas train by themselves (see `DiLoCo`), `dp_replicate` is none of these axes, but in `replicas`.
 
@@ -49,8 +47,8 @@ class Axes:
         tally: where what goes through them is counted.
 
     Attributes:
-        names: those over which gradients are summed: the data axes, or those of a family, as `of` gives them.
-        every: all of the mesh, but for that of a pipeline's stages.
+        summed_over: the axes over which gradients are summed: the data axes, or those of a family, as `of` gives them.
+        of_stage: all of the mesh, but for that of a pipeline's stages.
         replicas: the axis along which ranks train by themselves, if there is one.
         has_experts: whether there are `edp` and `ep`.
         tally: as given.
@@ -60,10 +58,10 @@ class Axes:
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
         groups, experts = groups_of(mesh), expert_mesh(mesh)
-        self.every, self.tally = tuple(axis for axis in groups if axis != STAGES), tally
+        self.of_stage, self.tally = tuple(axis for axis in groups if axis != STAGES), tally
         self.replicas: tuple[str, ...] = ()
         self.has_experts = experts is not None
-        self.names = tuple(axis for axis in self.every if axis in DATA_AXES)
+        self.summed_over = tuple(axis for axis in self.of_stage if axis in DATA_AXES)
         if experts is not None:
             groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
         self.device = devices.current(mesh.device_type)
@@ -77,16 +75,16 @@ class Axes:
     def with_replicas_apart(self) -> Axes:
         """The same mesh where groups along `dp_replicate` train by themselves: the axes of one of them."""
         apart = copy.copy(self)
-        apart.replicas = tuple(axis for axis in self.every if axis == REPLICAS)
-        apart.every = tuple(axis for axis in self.every if axis != REPLICAS)
-        apart.names = tuple(axis for axis in self.names if axis != REPLICAS)
+        apart.replicas = tuple(axis for axis in self.of_stage if axis == REPLICAS)
+        apart.of_stage = tuple(axis for axis in self.of_stage if axis != REPLICAS)
+        apart.summed_over = tuple(axis for axis in self.summed_over if axis != REPLICAS)
         return apart
 
     def of(self, family: Family) -> Axes:
         """The same mesh for parameters of a family; axes that it lacks are left out."""
-        data = [axis for axis in self.every if axis in DATA_AXES]
+        data = [axis for axis in self.of_stage if axis in DATA_AXES]
         summed = copy.copy(self)
-        summed.names = tuple(axis for axis in family.summed_over(data) if axis in self._collectives)
+        summed.summed_over = tuple(axis for axis in family.summed_over(data) if axis in self._collectives)
         return summed
 
     def cut_along(self, family: Family) -> tuple[str, ...]:
@@ -95,19 +93,19 @@ class Axes:
         return self.live([axis]) if axis in self._collectives else ()
 
     @property
-    def exchanging(self) -> tuple[str, ...]:
-        """The axes along which states and gradients are exchanged; a rank may be at several places on them."""
-        return (*self.every, "edp") if self.has_experts else self.every
+    def with_experts(self) -> tuple[str, ...]:
+        """The axes along which states and gradients are exchanged: those of a stage, and the one of experts' copies."""
+        return (*self.of_stage, "edp") if self.has_experts else self.of_stage
 
     @property
-    def summed_beside(self) -> tuple[str, ...]:
+    def summed_same_data(self) -> tuple[str, ...]:
         """The axes along which ranks see the same data and hold the same parameters, whose gradients are summed."""
-        return tuple(axis for axis in self.names if axis in BESIDE)
+        return tuple(axis for axis in self.summed_over if axis in SAME_DATA_AXES)
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def same_data(self) -> tuple[str, ...]:
         """The axes along which ranks see the same data."""
-        return tuple(axis for axis in self.every if axis in BESIDE)
+        return tuple(axis for axis in self.of_stage if axis in SAME_DATA_AXES)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -127,14 +125,14 @@ class Axes:
     @property
     def with_stages(self) -> tuple[str, ...]:
         """All axes of the mesh."""
-        return (*self.every, *self.stages)
+        return (*self.of_stage, *self.stages)
 
     def along(self, axis: str) -> Collectives:
         return self._collectives[axis]
 
     def size(self, axes: Iterable[str] | None = None) -> int:
         """How many ranks the axes span; by default those over which gradients are summed."""
-        return math.prod(self._collectives[axis].size for axis in (self.names if axes is None else axes))
+        return math.prod(self._collectives[axis].size for axis in (self.summed_over if axes is None else axes))
 
     def live(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The axes with more than one rank: the others split nothing and need no communication."""
@@ -149,19 +147,19 @@ class Axes:
         return all(self._collectives[axis].rank == 0 for axis in axes)
 
     def maximum(self, values: Tensor, axes: Iterable[str] | None = None, patience_s: float | None = None) -> Tensor:
-        """The elementwise maximum over all ranks of the axes, by default `every`, in place; blocks.
+        """The elementwise maximum over all ranks of the axes, by default `of_stage`, in place; blocks.
 
         Args:
             patience_s: as for `Collectives.maximum`, along each axis.
         """
-        for axis in self.live(self.every if axes is None else axes):
+        for axis in self.live(self.of_stage if axes is None else axes):
             self.along(axis).maximum(values, patience_s)
         return values
 
     def rows(self, values: Tensor) -> Tensor:
         """The 1-D `values` of all ranks as rows; blocks."""
         rows = values.unsqueeze(0)
-        for axis in self.live(self.every):
+        for axis in self.live(self.of_stage):
             rows = self.along(axis).gather_rows(rows).flatten(0, 1)
         return rows
 
@@ -178,7 +176,7 @@ class Axes:
             facts: under the same names on every rank. A number that is on a device is an int64 tensor of one element;
                 anything else is what JSON can hold, or `str` can tell apart.
         """
-        live = self.live(self.every if axes is None else axes)
+        live = self.live(self.of_stage if axes is None else axes)
         if not facts or not live:
             return []
         checksums = torch.stack(

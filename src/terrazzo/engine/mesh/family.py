@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["BESIDE", "DATA_AXES", "REPLICAS", "STAGES", "Family"]
+__all__ = ["DATA_AXES", "REPLICAS", "SAME_DATA_AXES", "STAGES", "Family"]
 
 DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 """Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
 REPLICAS = "dp_replicate"
 """Of these, the one whose groups of ranks may train by themselves."""
-BESIDE = ("tp",)
+SAME_DATA_AXES = ("tp",)
 """Mesh axes along which ranks see the same data."""
 STAGES = "pp"
 """The mesh axis along which ranks have other parameters, one stage of a pipeline after the other."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
+from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGES
 from terrazzo.marks import Mark
 
 __all__ = ["data_mesh", "expert_mesh", "groups_of", "named_mesh"]
@@ -56,11 +56,13 @@ def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     dims = mesh.mesh_dim_names or ()
     split = tuple(dim for dim in dims if dim in _SPLIT)
     groups = {
-        axis: mesh.get_group(axis) for axis in (*BESIDE, *DATA_AXES, STAGES) if axis in dims and axis not in _SPLIT
+        axis: mesh.get_group(axis)
+        for axis in (*SAME_DATA_AXES, *DATA_AXES, STAGES)
+        if axis in dims and axis not in _SPLIT
     }
     if split:
         groups["dp_shard"] = (mesh[split]._flatten("_".join(split)) if len(split) > 1 else mesh[split[0]]).get_group()
-    return {axis: groups[axis] for axis in (*BESIDE, *DATA_AXES, STAGES) if axis in groups}
+    return {axis: groups[axis] for axis in (*SAME_DATA_AXES, *DATA_AXES, STAGES) if axis in groups}
 
 
 _SPLIT = ("dp_shard", "cp")

@@ -17,7 +17,7 @@ def described(sharding: ShardingSpec, units: Sequence[Unit], why: str) -> str:
         why: how the units were found.
     """
     axes, plan = sharding.axes, sharding.mesh_plan
-    named = (*axes.names, *axes.beside, *(("ep",) if axes.has_experts else ()))
+    named = (*axes.summed_over, *axes.same_data, *(("ep",) if axes.has_experts else ()))
     sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in named)
     lines = [f"plan {plan.name} on {sizes} ({axes.device})"]
     lines += [f"  {state:<8}{place!s:<24}" for state, place in plan.places().items()]

@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from terrazzo.engine.formats.format_names import FrozenFormat
-from terrazzo.engine.mesh.family import BESIDE
+from terrazzo.engine.mesh.family import SAME_DATA_AXES
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec, adding_bytes, residuals_along
 from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
@@ -148,7 +148,7 @@ class BucketSpec:
         self.wire = self._wire()
         in_blocks = trainable and self.matrices and self.stored is None
         self.reduce_format = self.precision.quantized_reduce if in_blocks else None
-        data = [axis for axis in self.ranks if axis not in BESIDE]
+        data = [axis for axis in self.ranks if axis not in SAME_DATA_AXES]
         self.block_axis = data[-1] if data and self.reduce_format is not None else None
         block = self.block_axis if self.precision.error_feedback else None
         along = () if block is None else residuals_along(block, self.optim_axes, self.ranks)
@@ -369,7 +369,7 @@ class BucketSpec:
     @property
     def outer_axes(self) -> tuple[str, ...]:
         """Over which states of outer steps are split: all axes of a replica along which ranks see other data."""
-        return (*self.optim_axes, *(axis for axis in self.ranks if axis not in (*self.optim_axes, *BESIDE)))
+        return (*self.optim_axes, *(axis for axis in self.ranks if axis not in (*self.optim_axes, *SAME_DATA_AXES)))
 
     @property
     def outer_states(self) -> int:

@@ -43,7 +43,7 @@ class ShardingSpec:
 
     def _over(self, family: Family) -> Plan:
         axes = self.axes.of(family)
-        return self.mesh_plan.along(family.renamed).over(axes.live(axes.names))
+        return self.mesh_plan.along(family.renamed).over(axes.live(axes.summed_over))
 
     def align(self, form: FrozenFormat | None = None) -> int:
         """Parameters and shards begin on multiples of so many elements; argument as of `Precision.align`."""
@@ -71,7 +71,7 @@ class ShardingSpec:
     @cached_property
     def ranks(self) -> Mapping[str, Collectives]:
         """The axes with more than one rank over which gradients are summed, data axes first."""
-        return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.names)}
+        return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.summed_over)}
 
     def of(self, family: Family) -> ShardingSpec:
         """The same for parameters of that family."""
@@ -84,4 +84,4 @@ class ShardingSpec:
         Where families are split over other groups of ranks, these are all of the mesh: see
         `FinishedGradient.contribution`.
         """
-        return self.axes.every if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.beside)
+        return self.axes.of_stage if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.same_data)

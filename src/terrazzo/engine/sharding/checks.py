@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.parameters.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
+from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGES
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
@@ -203,14 +203,14 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
         BadInput: there.
     """
     dims = mesh.mesh_dim_names or ()
-    if not axes.names or any(dim not in (*DATA_AXES, *BESIDE, STAGES) for dim in dims):
+    if not axes.summed_over or any(dim not in (*DATA_AXES, *SAME_DATA_AXES, STAGES) for dim in dims):
         raise BadInput(
             f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
             "dp_replicate, dp_shard and cp, of which it needs one, tp and pp; ep is cut out of these. Make it with "
             "tz.mesh, or name them: "
             'mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
         )
-    backend = backend_of(mesh.get_group(axes.names[0]), axes.device)
+    backend = backend_of(mesh.get_group(axes.summed_over[0]), axes.device)
     if axes.device.type == "cuda" and backend == "gloo":
         raise BadInput(
             "The mesh is on CUDA, but the process group's backend for CUDA tensors is gloo. Initialise it with "
@@ -241,7 +241,7 @@ def check_precision(precision: Precision, axes: Axes) -> None:
         BadInput: there.
     """
     device = axes.device
-    groups = [axes.along(axis).group for axis in axes.live(axes.every)]
+    groups = [axes.along(axis).group for axis in axes.live(axes.of_stage)]
     if precision.reduce == torch.float16 and any(backend_of(group, device) == "nccl" for group in groups):
         raise BadInput(
             "precision: reduce='fp16' with NCCL, which sums in the dtype that is sent: a sum over ranks overflows "

@@ -117,14 +117,14 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
     Raises:
         BadInput: on every rank.
     """
-    shared, has_experts = axes.live(axes.beside), axes.has_experts
+    shared, has_experts = axes.live(axes.same_data), axes.has_experts
     has_axes = {Family.DENSE: bool(shared), Family.SHARED: bool(shared), Family.EXPERT: has_experts}
     recorded = [member.name for member in members if member.record is not None and not has_axes[member.family]]
     whole = [member.name for member in members if member.record is None]
     if recorded:
         raise BadInput(
             f"The model was cut by tz.parallelize ({listed(recorded)}), but the mesh has the axes "
-            f"{', '.join(axes.names)}. Pass tz.shard the mesh that tz.parallelize was given."
+            f"{', '.join(axes.summed_over)}. Pass tz.shard the mesh that tz.parallelize was given."
         )
     if frozen := [member.name for member in members if member.family is Family.EXPERT and not member.trainable]:
         raise BadInput(

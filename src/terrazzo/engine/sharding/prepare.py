@@ -158,7 +158,7 @@ def _read(
     if options.diloco is not None:
         check_diloco(options.diloco, plan, precision, axes, options.offload)
         axes = axes.with_replicas_apart()
-    plan = plan.resolve(axes.names)
+    plan = plan.resolve(axes.summed_over)
     check_precision(precision, axes)
     check_dtypes(model, precision)
     with as_one(model) as elsewhere:

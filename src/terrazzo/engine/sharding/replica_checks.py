@@ -26,10 +26,11 @@ def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, o
     """
     if not isinstance(diloco, DiLoCo):
         raise BadInput(f"diloco is {diloco!r}; pass a tz.DiLoCo, such as tz.DiLoCo(sync_every=10).")
-    if REPLICAS not in axes.names or len(axes.names) < 2:
+    if REPLICAS not in axes.summed_over or len(axes.summed_over) < 2:
         raise BadInput(
             "diloco needs a mesh with the axes dp_replicate, whose groups train by themselves, and dp_shard, the ranks "
-            f"of one group; this mesh has {', '.join(axes.every)}. Pass mesh=tz.mesh(dp_replicate=2), which has both."
+            f"of one group; this mesh has {', '.join(axes.of_stage)}. Pass mesh=tz.mesh(dp_replicate=2), which has "
+            "both."
         )
     if plan.groups:
         raise BadInput(

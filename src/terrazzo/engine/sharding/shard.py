@@ -237,7 +237,7 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
         known = set(fresh.values())
         for bucket in unit.buckets:
             loaded = [member.parameter for member in bucket.members if member.parameter not in known]
-            synchronize(loaded, axes, (*bucket.sharding.axes.names, *bucket.sharding.axes.replicas))
+            synchronize(loaded, axes, (*bucket.sharding.axes.summed_over, *bucket.sharding.axes.replicas))
             bucket.build(store)
     for module in bare:
         initialize(module, ())

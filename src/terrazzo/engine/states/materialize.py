@@ -188,7 +188,7 @@ def replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> N
 
 def synchronize(tensors: Sequence[Tensor], axes: Axes, along: tuple[str, ...] | None = None) -> None:
     """Make `tensors` equal along all axes, or those of `along`: those that differ take the first rank's values."""
-    over = axes.every if along is None else along
+    over = axes.of_stage if along is None else along
     if not axes.live(over) or not tensors:
         return
     by_number = {str(number): tensor for number, tensor in enumerate(tensors)}

@@ -259,7 +259,7 @@ class ModelState:
     def _hashed(self, full: Tensor) -> Tensor:
         """What ranks compare of a full tensor, wherever each has it; nothing where there is one rank."""
         axes = self._engine.axes
-        return digest(full.cpu()) if axes.live(axes.every) else torch.zeros((), dtype=torch.int64)
+        return digest(full.cpu()) if axes.live(axes.of_stage) else torch.zeros((), dtype=torch.int64)
 
 
 _GIVE_ALL = (

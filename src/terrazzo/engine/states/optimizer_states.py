@@ -230,7 +230,7 @@ class OptimizerStates:
 
     def _taken(self, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Tensor, Tensor]]:
         """Of each state where this rank's part begins, that part, and what stands for the whole when ranks compare."""
-        taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.every)
+        taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.of_stage)
         for name, kinds in by_name.items():
             for kind in kinds:
                 value, spec = torch.as_tensor(kinds[kind]).detach(), self._template_of(name)[kind]

@@ -88,7 +88,7 @@ def _share_in_replica(bucket: Bucket) -> Range:
     if not bucket.is_primary:
         return Range(0, 0)
     split = bucket.optim_axes
-    return bucket.space.range((*split, *(axis for axis in axes.names if axis not in split)))
+    return bucket.space.range((*split, *(axis for axis in axes.summed_over if axis not in split)))
 
 
 def _copies(bucket: Bucket) -> Range:
@@ -161,7 +161,7 @@ def residual_pieces(buckets: Sequence[Bucket]) -> Iterator[Piece]:
     for bucket in buckets:
         for residual in bucket.gradient.residuals if bucket.is_primary else ():
             _, axes, apart = residual.spec
-            alike = (axis for axis in bucket.sharding.axes.names if axis not in (*axes, *apart))
+            alike = (axis for axis in bucket.sharding.axes.summed_over if axis not in (*axes, *apart))
             yield from _residual(bucket, residual, bucket.space.range((*axes, *alike)))
 
 
@@ -183,10 +183,10 @@ def copied_pieces(
         axes = bucket.sharding.axes
         for residual in bucket.gradient.residuals:
             _, split, apart = residual.spec
-            along = tuple(axis for axis in axes.live(axes.names) if axis not in (*split, *apart))
+            along = tuple(axis for axis in axes.live(axes.summed_over) if axis not in (*split, *apart))
             others.setdefault(along, []).extend(_residual(bucket, residual, residual.committed.range))
         for momentum in bucket.outer[1:]:  # the weights that a round began with are compared in each round
-            along = axes.live(axis for axis in (*axes.names, *axes.replicas) if axis not in bucket.outer_axes)
+            along = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.outer_axes)
             others.setdefault(along, []).extend(_pieces(bucket, OUTER_MOMENTUM, momentum, momentum.range))
     yield from ((along, pieces) for along, pieces in others.items() if along)
 
@@ -197,7 +197,7 @@ def _copied_with_weights(
     """Of weights, their averages, and what optimizers keep, which are split alike."""
     alike: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
     for bucket in buckets:
-        alike.setdefault((bucket.trainable, bucket.sharding.axes.names), []).append(bucket)
+        alike.setdefault((bucket.trainable, bucket.sharding.axes.summed_over), []).append(bucket)
     for (trainable, names), own in alike.items():
         split = own[0].optim_axes
         if along := own[0].sharding.axes.live(axis for axis in names if axis not in split):

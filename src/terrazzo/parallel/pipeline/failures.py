@@ -83,7 +83,7 @@ class Failures:
         try:
             axes.maximum(gathered, axes.stages, patience_s if problem is not None else None)
             if patience_s is None or not gathered[0]:
-                axes.maximum(gathered, axes.every)
+                axes.maximum(gathered, axes.of_stage)
         except RuntimeError as error:
             if problem is None:
                 raise self._reason_for(error) from error

@@ -122,7 +122,7 @@ class PipelineStep:
 
     def _meets_in_passes(self, schedule: PipelineSchedule) -> bool:
         """Whether ranks with the same stages wait for each other inside of forwards and backwards."""
-        if not self.engine.axes.live(self.engine.axes.every):
+        if not self.engine.axes.live(self.engine.axes.of_stage):
             return False
         return exchanges_inside(self.model, self.engine) or not all(each.order.agreed for each in schedule.programs)
 

@@ -110,7 +110,7 @@ class FinishedGradient:
         One rank along these axes contributes each element, however many hold it. Arguments as of `whole`.
         """
         axes, optim = self._sharding.axes, self._axes
-        rest = axes.names if axes.has_experts else axes.summed_beside
+        rest = axes.summed_over if axes.has_experts else axes.summed_same_data
         own = self.space.range((*optim, *(axis for axis in rest if axis not in optim)))
         return self._read(self._range_of(index).intersect(own))
 

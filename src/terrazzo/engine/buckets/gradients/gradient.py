@@ -76,7 +76,7 @@ class Gradient:
         self.finished = FinishedGradient(space, sharding, self._sums.last.axes, self._tier)
         self.residuals = [Residual(space, each, spec.residual_tier) for each in spec.residuals]
         self._numels = [math.prod(member.shape) for member in members]
-        first = sharding.axes.is_first(sharding.axes.summed_beside)
+        first = sharding.axes.is_first(sharding.axes.summed_same_data)
         self._counts = [first or not member.replicated for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None

@@ -55,7 +55,7 @@ class Residual:
                 send zeros and never lose anything: None.
         """
         axes = self._space.axes
-        beside = [axis for axis in self.spec.apart if replicated and axis in axes.summed_beside]
+        beside = [axis for axis in self.spec.apart if replicated and axis in axes.summed_same_data]
         if not axes.is_first(beside):
             return None
         number, apart = 0, [axis for axis in self.spec.apart if axis not in beside]
