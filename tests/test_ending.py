@@ -26,7 +26,7 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.ending import Ending
 from terrazzo.engine import engine_of
-from terrazzo.engine.comm.neighbours import Neighbour
+from terrazzo.engine.comm.host.neighbours import Neighbour
 from tests.checkpoint.faults import reap, spawn_child
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
 from tests.engine.toys import adamw

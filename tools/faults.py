@@ -156,14 +156,14 @@ MUTATIONS = [
     # -- collectives
     Mutation(
         "memory is used again while a neighbour reads it",
-        "engine/comm/gloo.py",
+        "engine/comm/host/gloo.py",
         "                neighbour.await_taken(kind)",
         "                pass",
         "engine/comm",
     ),
     Mutation(
         "the last element of a sum is left out",
-        "engine/comm/gloo.py",
+        "engine/comm/host/gloo.py",
         "for start in range(0, total.numel(), step):",
         "for start in range(0, total.numel() - 1, step):",
         "engine/comm",
@@ -171,7 +171,7 @@ MUTATIONS = [
     # -- optimizers
     Mutation(
         "memory is given back while it is sent to another machine",
-        "engine/comm/gloo.py",
+        "engine/comm/host/gloo.py",
         "            for work in going:\n                work.wait()",
         "            pass",
         "engine/comm engine/test_processes.py",

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import terrazzo as tz
 from terrazzo.engine import compile_units, engine_of, estimate
-from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.sharding.checks import check_graphs, check_kind, check_mesh, check_precision
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train

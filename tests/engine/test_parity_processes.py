@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from terrazzo.engine import Precision
-from terrazzo.engine.comm.gloo import GlooCollectives
+from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
 from tests.engine.models import base_model, batch, loss_of

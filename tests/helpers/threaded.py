@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from terrazzo.engine.comm.collectives import Collectives, MessageRoute, all_gather_single
+from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.label import moving
 from terrazzo.engine.comm.sums import add_in_order
-from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves
 from tests.helpers import turns
 

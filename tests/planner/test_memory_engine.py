@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import Offload, Plan, Precision, estimate
-from terrazzo.engine.comm.columns import MANY_FAR, Columns
-from terrazzo.engine.comm.gloo import GlooCollectives
+from terrazzo.engine.comm.host.columns import MANY_FAR, Columns
+from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.formats import block_format
 from terrazzo.engine.plan import error_feedback, layout
 from terrazzo.engine.plan.bucket_spec import Pass

@@ -86,7 +86,7 @@ from terrazzo.engine.border.sharded_module import ShardedModule
 from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.border.unattached_optimizers import on_unattached_step
 from terrazzo.engine.buckets.parameters.parameter import Zeros
-from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, WireFormat
 from terrazzo.engine.mesh.family import Family

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Transfer
 
 __all__ = ["AxisRanks", "Move", "exchange"]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.engine import engine_of
-from terrazzo.engine.comm.phases import Phases
+from terrazzo.engine.comm.counts.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import StepRecorder
 from terrazzo.train.checkpoints.export import export

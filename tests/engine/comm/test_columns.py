@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.comm import columns, neighbours
 from terrazzo.engine.comm.backends import collectives_for
-from terrazzo.engine.comm.columns import ROUNDS, Columns, columns_of
-from terrazzo.engine.comm.gloo import GlooCollectives
+from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
+from terrazzo.engine.comm.host import columns, neighbours
+from terrazzo.engine.comm.host.columns import ROUNDS, Columns, columns_of
+from terrazzo.engine.comm.host.gloo import GlooCollectives
+from terrazzo.engine.comm.host.neighbours import Memory, find_neighbours
 from terrazzo.engine.comm.label import Label, Stamp
-from terrazzo.engine.comm.neighbours import Memory, find_neighbours
-from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Transfer
 from tests.engine.comm.test_collectives import check_everything
 from tests.helpers.processes import Pool

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Transfer
 from tests.helpers.processes import Pool
 

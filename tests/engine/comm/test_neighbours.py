@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine.comm import neighbours
 from terrazzo.engine.comm.backends import collectives_for
-from terrazzo.engine.comm.gloo import GlooCollectives
-from terrazzo.engine.comm.neighbours import Memory, find_neighbours
-from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
+from terrazzo.engine.comm.host import neighbours
+from terrazzo.engine.comm.host.gloo import GlooCollectives
+from terrazzo.engine.comm.host.neighbours import Memory, find_neighbours
 from terrazzo.engine.comm.transfer import Transfer
 from tests.engine.comm.test_collectives import (
     check_all_gather,
@@ -106,7 +106,7 @@ def test_one_axis_may_span_near_and_far_ranks() -> None:
 
 def test_reads_another_process() -> None:
     code = (
-        "import time, torch; from terrazzo.engine.comm import neighbours; neighbours._permission.hold();"
+        "import time, torch; from terrazzo.engine.comm.host import neighbours; neighbours._permission.hold();"
         "t = torch.arange(100_000); print(t.data_ptr(), flush=True); time.sleep(60)"
     )
     child = programs.Program("-c", code)

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo.engine.comm import neighbours as peers
-from terrazzo.engine.comm import rendezvous
+from terrazzo.engine.comm.host import neighbours as peers
+from terrazzo.engine.comm.host import rendezvous
+from terrazzo.engine.comm.host.neighbours import Neighbour, find_neighbours
 from terrazzo.engine.comm.label import Label
-from terrazzo.engine.comm.neighbours import Neighbour, find_neighbours
 from tests.helpers.threads import in_threads
 
 KINDS = ("gather", "reduce")

@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.resting.narrow import NarrowState
 from terrazzo.engine.buckets.resting.packed import PackedWeight
 from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.buckets.weights.weight_gathers import UpdateWay, update_way
-from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.box import Box

@@ -5,15 +5,14 @@ From the caller to the wire, as in the gather of a unit's weights:
     Transfer(moves, label)            drives a chain: a generator that yields each collective in flight    transfer
       Collectives.all_gather          along one axis of the mesh; bytes are counted                        collectives
         NativeCollectives             NCCL, queued on streams beside the computation     collectives, comm_streams
-        GlooCollectives               threads on CPU ranks; sums in the order of ranks   gloo, sums
-          Neighbour                   of one machine: reads the other rank's memory      neighbours, rendezvous
-          Columns                     of several machines: over the network once each    columns
+        GlooCollectives               threads on CPU ranks; sums in the order of ranks   host/gloo, sums
+          Neighbour                   of one machine: reads the other rank's memory      host/neighbours, rendezvous
+          Columns                     of several machines: over the network once each    host/columns
       Handle                          the collective in flight, which advance() waits for                  transfer
     Transfer.finish()                 what the chain has returned; the computation may use it              transfer
 
 What an exchange moves is its `Label`: two that do not belong together raise instead of mixing their values.
 
-Read label, tags, comm_streams, traffic, transfer, sums, collectives, in that order; then rendezvous, neighbours and
-columns, the ways that chunks take between CPU ranks, and gloo, which takes them. backends says which group gets which;
-tally counts, phases and times say where a step's time goes, and a recorder is called with all of it as it happens.
+Read label, tags, comm_streams, counts (what is counted, and where a step's time goes), transfer, sums, collectives;
+then host, the ways that chunks take between CPU ranks. backends says which group gets which collectives.
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
 from terrazzo.engine.plan.layout import round_up
 

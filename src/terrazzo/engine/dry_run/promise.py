@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run

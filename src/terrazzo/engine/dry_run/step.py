@@ -14,8 +14,8 @@ import torch
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts

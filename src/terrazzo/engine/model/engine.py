@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from terrazzo.ending import require_own
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
-from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.dry_run.promise import Promise

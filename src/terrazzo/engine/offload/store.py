@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
-from terrazzo.engine.comm.recorder import SILENT, Recorder
+from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
+from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.comm.label import Label, Purpose
-from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.optim.full_states import FullStates
 from terrazzo.engine.optim.matrix_bucket import MatrixBucket

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh

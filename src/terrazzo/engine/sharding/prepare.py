@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh

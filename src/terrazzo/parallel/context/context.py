@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, by_gathering, by_heads, by_ring

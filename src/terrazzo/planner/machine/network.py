@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from terrazzo.engine.comm.traffic import kind_of_traffic
+from terrazzo.engine.comm.counts.traffic import kind_of_traffic
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import Mesh
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.optim.matrix_bucket import MatrixAxis
 from terrazzo.engine.optim.matrix_owners import CUT, Owners, owners_of
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices

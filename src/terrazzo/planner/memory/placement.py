@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from terrazzo.engine import DiLoCo, Place, Plan, Precision
-from terrazzo.engine.comm.columns import MANY_FAR, ROUNDS
-from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
+from terrazzo.engine.comm.host.columns import MANY_FAR, ROUNDS
+from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import RankGroup

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts
 from terrazzo.engine.plan.bucket_spec import Pass, resting_bytes
 from terrazzo.engine.plan.place import Tiers

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from terrazzo.engine.comm.times import Times
+from terrazzo.engine.comm.counts.times import Times
 from terrazzo.telemetry.profiling.probe import EVERY
 from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, causes_of
 

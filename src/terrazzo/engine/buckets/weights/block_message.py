@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Space
-from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.block_format import BlockCodes
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent
+from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.comm.label import RUN_THE_SAME, Label
-from terrazzo.engine.comm.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.runtime.system import boot_id, is_stopped
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.engine.comm.host.neighbours import Memory, Neighbour
 from terrazzo.engine.comm.label import Label, Stamp
-from terrazzo.engine.comm.neighbours import Memory, Neighbour
 
 __all__ = ["MANY_FAR", "ROUNDS", "Columns", "columns_of"]
 

@@ -1,0 +1,8 @@
+"""What is counted of exchanges, where a step's time goes, and who hears of it as it happens.
+
+recorder   called with exchanges, waits, phases and units
+times      how long exchanges take, and how long the host waits
+traffic    bytes sent, time waited, transient memory
+phases     where in a step the host is
+tally      all of it, of one model
+"""
