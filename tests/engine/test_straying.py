@@ -436,8 +436,8 @@ def test_denominators_that_differ_between_ranks_are_named(plan: str) -> None:
 
 def uneven_without_labels(plan: str) -> str:
     """Run by each process: NCCL's part is played by gloo's own collectives, whose messages say nothing."""
-    before = backends.KINDS["gloo"]
-    backends.KINDS["gloo"] = NativeCollectives
+    before = backends.BY_BACKEND["gloo"]
+    backends.BY_BACKEND["gloo"] = NativeCollectives
     try:
         rank = dist.get_rank()
         model = Routed()
@@ -453,7 +453,7 @@ def uneven_without_labels(plan: str) -> str:
             return str(error)
         return ""
     finally:
-        backends.KINDS["gloo"] = before
+        backends.BY_BACKEND["gloo"] = before
 
 
 @pytest.mark.processes

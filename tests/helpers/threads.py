@@ -32,11 +32,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from terrazzo.engine.comm.backends import KINDS
+from terrazzo.engine.comm.backends import BY_BACKEND
 from tests.helpers import turns
 from tests.helpers.threaded import ThreadedCollectives
 
-KINDS["threaded"] = ThreadedCollectives
+BY_BACKEND["threaded"] = ThreadedCollectives
 
 T = TypeVar("T")
 _exclusive = threading.Lock()

@@ -14,9 +14,9 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.process_groups import backends_by_device
 from terrazzo.errors import BadInput
 
-__all__ = ["KINDS", "backend_of", "collectives_for"]
+__all__ = ["BY_BACKEND", "backend_of", "collectives_for"]
 
-KINDS: dict[str, type[Collectives]] = {
+BY_BACKEND: dict[str, type[Collectives]] = {
     "gloo": GlooCollectives,
     "nccl": NativeCollectives,
     "fake": NativeCollectives,
@@ -33,13 +33,13 @@ def collectives_for(
         BadInput: for a backend whose order of sums this version does not know.
     """
     backend = backend_of(group, device)
-    if backend not in KINDS:
+    if backend not in BY_BACKEND:
         raise BadInput(
             f"The process group's backend for {device.type} is {backend!r}, in whose order of sums nobody has looked; "
-            f"this version knows {', '.join(KINDS)}. Initialise it with "
+            f"this version knows {', '.join(BY_BACKEND)}. Initialise it with "
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
-    collectives = KINDS[backend](group, traffic, ledger, axis)
+    collectives = BY_BACKEND[backend](group, traffic, ledger, axis)
     collectives.host_group = _for_host(group)
     return collectives
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from terrazzo.engine.schedule.runnable import Runnable
 
-__all__ = ["Event", "Order", "Program", "Visit", "contains", "merge", "position_from"]
+__all__ = ["UNKNOWN_FORWARD", "Event", "Order", "Program", "Visit", "contains", "merge", "position_from"]
 
 
 class Event(enum.IntEnum):
