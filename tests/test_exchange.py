@@ -44,7 +44,7 @@ def test_an_error_is_of_its_own_kind_on_every_rank(kind: type[TerrazzoError]) ->
 def test_values_lie_where_the_group_can_carry_them(
     config: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert exchange._device() == device
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -19,17 +21,15 @@ PLAIN = (Tensor, bool, int, float, str, type(None))
 
 def leaves_of(output: Any) -> list[Any]:
     """The leaves of a nested structure; dataclasses, and classes of mappings, are opened too, each once."""
-    leaves, opened = list[Any](), dict[int, Any]()
-
-    def collect(part: Any) -> None:
-        for leaf in tree_leaves(part):
-            if (parts := _parts(leaf)) is None:
-                leaves.append(leaf)
-            elif id(leaf) not in opened:
-                opened[id(leaf)] = leaf  # kept, so that its number stays its own
-                collect([*parts.values()])
-
-    collect(output)
+    leaves, opened = list[Any](), dict[int, Any]()  # what is opened is kept, so that its number stays its own
+    waiting = deque(tree_leaves(output))
+    while waiting:
+        parts = _parts(leaf := waiting.popleft())
+        if parts is None:
+            leaves.append(leaf)
+        elif id(leaf) not in opened:
+            opened[id(leaf)] = leaf
+            waiting += tree_leaves([*parts.values()])
     return leaves
 
 
@@ -49,25 +49,28 @@ def map_tensors(
     Args:
         closed: called with each other leaf that cannot be opened; it stays as it is.
     """
+    return tree_map(functools.partial(_changed, change, closed, {}), output)
 
-    made_of: dict[int, tuple[Any, Any]] = {}
 
-    def changed(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        if id(leaf) in made_of:
-            return made_of[id(leaf)][1]
-        parts = _parts(leaf)
-        if parts is None:
-            closed(leaf)
-            return leaf
-        made = copy.copy(leaf)
-        made_of[id(leaf)] = leaf, made  # before its parts, which may lead back to it
-        for name, part in parts.items():
-            set_part(made, name, tree_map(changed, part))
-        return made
+def _changed(
+    change: Callable[[Tensor], Tensor], closed: Callable[[Any], None], made_of: dict[int, tuple[Any, Any]], leaf: Any
+) -> Any:
+    """What is to be in the place of `leaf`; `made_of` has what was opened before, by its number, and what that became.
 
-    return tree_map(changed, output)
+    No closure: one that calls itself would keep the tensors until Python looks for cycles.
+    """
+    if isinstance(leaf, Tensor):
+        return change(leaf)
+    if id(leaf) in made_of:
+        return made_of[id(leaf)][1]
+    if (parts := _parts(leaf)) is None:
+        closed(leaf)
+        return leaf
+    made = copy.copy(leaf)
+    made_of[id(leaf)] = leaf, made  # before its parts, which may lead back to it
+    for name, part in parts.items():
+        set_part(made, name, tree_map(functools.partial(_changed, change, closed, made_of), part))
+    return made
 
 
 def set_part(made: Any, name: Any, value: Any) -> None:
