@@ -327,7 +327,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"torch_tp_plugin": object()}, "torch_tp_plugin"),
     ({"dynamo_backend": "eager"}, "dynamo_backend is eager"),
     ({"deepspeed_plugin": {"a": 1, "b": 2}}, "has 2 plugins: a, b|takes one: a, b"),
-    ({"parallelism_config": ParallelismConfig(tp_size=2)}, "tp_size.*tensor parallelism"),
+    ({"parallelism_config": ParallelismConfig(tp_size=2)}, "tp_size.*tensor parallel degree of 2"),
     ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]}, "comm_hook"),
     ({"kwargs_handlers": [GradScalerKwargs(enabled=False)]}, "GradScalerKwargs.enabled"),
     ({"fsdp_plugin": 2}, "ignored_modules|ignored"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.offload.topology import ranks_here
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.integrations.shared import first_rank
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
 from terrazzo.integrations.shared.from_description import setup_for
 from tests.helpers.fake import fake_group
@@ -47,6 +49,24 @@ def test_a_silent_description_gets_the_defaults() -> None:
         1,
         False,
     )
+
+
+def test_what_nobody_carries_out_is_a_warning() -> None:
+    """Each setting of a file is asked for by the engine, by the library, by the integration, or named."""
+    first_rank._WARNED.clear()
+    asked = {
+        "units__policy": "min_numel",
+        "units__min_numel": 1000,
+        "precision__buffers": "bf16",
+        "optimizer__lr": 1e-3,
+    }
+    given = {**asked, "prefetch__forward": 2, "activation_checkpointing__mode": "full"}
+    with pytest.warns(UserWarning, match="leaves it out") as told:
+        made(**given)
+    assert sorted(str(each.message).split(" is ")[0] for each in told) == ["precision.buffers", "units.min_numel"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        setup_for(described(precision__buffers="fp32", offload__buffers=None), CPU, own=("precision.buffers",))
 
 
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hpz"])
@@ -110,7 +130,7 @@ def test_dynamic_loss_scaling_is_passed_on() -> None:
         ({"units__policy": "classes", "units__classes": ("Block",)}, ("Block",)),
         ({"units__policy": "none"}, ()),
         ({"units__policy": "auto"}, None),
-        ({"units__policy": "min_numel", "units__min_numel": 10}, None),
+        ({"units__policy": "min_numel"}, None),
     ],
 )
 def test_units(given: dict[str, Any], units: tuple[str, ...] | None) -> None:

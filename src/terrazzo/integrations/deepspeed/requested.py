@@ -108,7 +108,7 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device:
     notes += [f"{each.key}: {each.text}" for each in warnings if each.key]  # without one: the file has comments
     notes += [*lost(reading, _OWN), *_without_effect(reading)]
     micro_batch = description.value("batch.micro_batch")
-    setup = setup_for(description, device)
+    setup = setup_for(description, device, own=("precision.buffers",))
     return Configuration(reading.values, description, setup, micro_batch, tuple(dict.fromkeys(notes)))
 
 

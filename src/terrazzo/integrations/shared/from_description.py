@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.dialects.core.description import LOADED, Description, Setting
+from terrazzo.dialects.core.description import (
+    LOADED,
+    MEANING,
+    MODEL_AXES,
+    PATHS,
+    Description,
+    Setting,
+    as_text,
+    asks_for_nothing,
+)
 from terrazzo.dialects.core.mesh import degrees
 from terrazzo.engine import (
     DTYPES,
@@ -25,61 +35,94 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
+from terrazzo.integrations.shared.first_rank import warn_once
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["setup_for"]
 
-_AXES = {
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-    "sp": "sequence parallelism",
-    "ep": "expert parallelism",
-    "pp": "pipeline parallelism",
-}
 _NEVER = 2**31
 """A patience that no run exhausts: a fixed loss scale is a dynamic one that never moves."""
 _MIB = 2**20
 
 
-def setup_for(description: Description, device: torch.device, loaded: torch.dtype | None = None) -> EngineSetup:
+_OF_PLAN_AND_MESH = ("sharding.", "offload.weight", "offload.grad", "offload.optim", "mesh.", "parallel.")
+_OF_THE_LIBRARY = ("optimizer.", "schedule.", "batch.", "loading.", "saving.", "training.", "precision.saved")
+"""Settings that the library whose configuration it is carries out."""
+
+
+class _Settings:
+    """A description, and which of its settings have been asked for."""
+
+    def __init__(self, description: Description) -> None:
+        self.description, self._asked = description, set[str]()
+
+    def value(self, path: str) -> Any:
+        self._asked.add(path)
+        return self.description.value(path)
+
+    def left_out(self, own: Sequence[str]) -> list[str]:
+        """`KEY is VALUE` of each that a file gives and that nobody has asked for."""
+        of_file = {path: self.description[path] for path in PATHS if self.description[path].origin == "file"}
+        return [
+            f"{setting.key or path} is {as_text(setting.value)}"
+            for path, setting in of_file.items()
+            if path not in self._asked and not path.startswith((*_OF_PLAN_AND_MESH, *_OF_THE_LIBRARY, *own))
+            if not asks_for_nothing(path, setting.value)
+        ]
+
+
+def setup_for(
+    description: Description, device: torch.device, loaded: torch.dtype | None = None, own: Sequence[str] = ()
+) -> EngineSetup:
     """What a description asks for, with defaults where it is silent: plan zero3, fp32, no clipping.
+
+    What it asks for and nobody does is a warning on rank 0, the first time.
 
     Args:
         description: from a dialect's reader, or `description.build`.
         device: of this rank.
         loaded: the model's dtype, which stacks that say no dtype leave as it is.
+        own: beginnings of settings' paths that the integration carries out by itself.
 
     Raises: `BadInput` for what an integration cannot do, `Misuse` without a process group where the mesh needs one.
     """
-    _check_extras(description)
-    _check_units(description)
+    settings = _Settings(description)
+    setup = _setup(settings, device, loaded)
+    for text in settings.left_out(own):
+        warn_once(f"{text}: this integration leaves it out.")
+    return setup
+
+
+def _setup(settings: _Settings, device: torch.device, loaded: torch.dtype | None) -> EngineSetup:
+    _check_extras(settings)
+    _check_units(settings)
     arguments = TerrazzoArguments(
-        plan=description.plan or Plan.named("zero3"),
-        precision=_precision(description, loaded),
-        units=_units(description),
-        mesh=_mesh(description, device),
-        prefetch=_prefetch(description),
-        offload=_offload(description),
+        plan=settings.description.plan or Plan.named("zero3"),
+        precision=_precision(settings, loaded),
+        units=_units(settings),
+        mesh=_mesh(settings, device),
+        prefetch=_prefetch(settings),
+        offload=_offload(settings),
     )
     return EngineSetup(
         arguments,
-        activation_checkpointing=_activation_checkpointing(description),
-        compile=bool(description.value("training.compile")),
-        float8=_float8(description),
-        skip=tuple(description.value("precision.skip") or ()) or None,
-        autocast=_autocast(description),
-        clip=description.value("training.clip") or None,
-        accumulation=description.value("batch.accumulation") or 1,
+        activation_checkpointing=_activation_checkpointing(settings),
+        compile=bool(settings.value("training.compile")),
+        float8=_float8(settings),
+        skip=tuple(settings.value("precision.skip") or ()) or None,
+        autocast=_autocast(settings),
+        clip=settings.value("training.clip") or None,
+        accumulation=settings.value("batch.accumulation") or 1,
     )
 
 
-def _name(description: Description, path: str) -> str:
+def _name(settings: _Settings, path: str) -> str:
     """A setting as the user wrote it, else by its path."""
-    return description[path].key or path
+    return settings.description[path].key or path
 
 
-def _check_extras(description: Description) -> None:
-    for extra in description.extras:
+def _check_extras(settings: _Settings) -> None:
+    for extra in settings.description.extras:
         if extra.loss == "refused":
             raise BadInput(f"{extra.key} is {extra.value!r}: {extra.why or 'Terrazzo has no such setting'}. Remove it.")
 
@@ -87,17 +130,17 @@ def _check_extras(description: Description) -> None:
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def _precision(description: Description, loaded: torch.dtype | None) -> Precision:
-    autocast = bool(description.value("precision.autocast"))
+def _precision(settings: _Settings, loaded: torch.dtype | None) -> Precision:
+    autocast = bool(settings.value("precision.autocast"))
 
     def dtype(name: str, otherwise: torch.dtype) -> torch.dtype:
-        return _dtype(description, f"precision.{name}", loaded) or otherwise
+        return _dtype(settings, f"precision.{name}", loaded) or otherwise
 
     weight = dtype("weight", torch.float32)
-    compute = weight if autocast and not _gathers(description) else dtype("compute", weight)
+    compute = weight if autocast and not _gathers(settings) else dtype("compute", weight)
     master = dtype("master", torch.float32)
     reduce = dtype("reduce", master)
-    narrow = {form.value: form for form in StateFormat}.get(description.value("precision.moments"))
+    narrow = {form.value: form for form in StateFormat}.get(settings.value("precision.moments"))
     return Precision(
         weight=weight,
         compute=compute,
@@ -105,16 +148,16 @@ def _precision(description: Description, loaded: torch.dtype | None) -> Precisio
         accumulate=dtype("accumulate", torch.promote_types(reduce, master)),
         master=master,
         moments=narrow or dtype("moments", master),
-        loss_scaling=_loss_scaling(description),
-        rounding=description.value("precision.rounding") or "nearest",
-        gather={form.value: form for form in WireFormat}.get(description.value("precision.gather")),
-        error_feedback=bool(description.value("precision.error_feedback")),
-        quantized_reduce={form.value: form for form in WireFormat}.get(description.value("precision.quantized_reduce")),
+        loss_scaling=_loss_scaling(settings),
+        rounding=settings.value("precision.rounding") or "nearest",
+        gather={form.value: form for form in WireFormat}.get(settings.value("precision.gather")),
+        error_feedback=bool(settings.value("precision.error_feedback")),
+        quantized_reduce={form.value: form for form in WireFormat}.get(settings.value("precision.quantized_reduce")),
     )
 
 
-def _dtype(description: Description, path: str, loaded: torch.dtype | None) -> torch.dtype | None:
-    value = description.value(path)
+def _dtype(settings: _Settings, path: str, loaded: torch.dtype | None) -> torch.dtype | None:
+    value = settings.value(path)
     if value is None:
         return None
     if value == LOADED:
@@ -123,79 +166,79 @@ def _dtype(description: Description, path: str, loaded: torch.dtype | None) -> t
         return loaded
     if value not in DTYPES:
         raise BadInput(
-            f"{_name(description, path)} asks for {value}, in which Terrazzo does not train: use one of "
+            f"{_name(settings, path)} asks for {value}, in which Terrazzo does not train: use one of "
             f"{', '.join(DTYPES)}."
         )
     return DTYPES[value]
 
 
-def _loss_scaling(description: Description) -> LossScaling | None:
-    scaling: LossScaling | None = description.value("precision.loss_scaling")
-    fixed = description.value("precision.static_loss_scale")
+def _loss_scaling(settings: _Settings) -> LossScaling | None:
+    scaling: LossScaling | None = settings.value("precision.loss_scaling")
+    fixed = settings.value("precision.static_loss_scale")
     if not fixed:
         return scaling
     try:
         return LossScaling(init=float(fixed), interval=_NEVER, hysteresis=_NEVER)
     except BadInput as error:
-        raise BadInput(f"{_name(description, 'precision.static_loss_scale')} is {fixed}. {error}") from None
+        raise BadInput(f"{_name(settings, 'precision.static_loss_scale')} is {fixed}. {error}") from None
 
 
-def _gathers(description: Description) -> bool:
+def _gathers(settings: _Settings) -> bool:
     """Whether modules get weights that were gathered, and cast, for them; else theirs are whole, as they are stored."""
-    return description.value("sharding.weight") not in (None, "-")
+    return settings.value("sharding.weight") not in (None, "-")
 
 
-def _autocast(description: Description) -> torch.dtype | None:
-    if not description.value("precision.autocast"):
+def _autocast(settings: _Settings) -> torch.dtype | None:
+    if not settings.value("precision.autocast"):
         return None
-    dtype = _dtype(description, "precision.compute", None)
-    if dtype is not torch.bfloat16 and not (dtype is torch.float16 and _gathers(description)):
+    dtype = _dtype(settings, "precision.compute", None)
+    if dtype is not torch.bfloat16 and not (dtype is torch.float16 and _gathers(settings)):
         raise BadInput(
-            f"{_name(description, 'precision.compute')} asks for autocast to {str(dtype).removeprefix('torch.')}; "
+            f"{_name(settings, 'precision.compute')} asks for autocast to {str(dtype).removeprefix('torch.')}; "
             "Terrazzo's loss scaling needs weights in fp16: autocast to bf16, shard the weights, or use fp16 without "
             "autocast."
         )
     return dtype
 
 
-def _float8(description: Description) -> str | None:
-    linears = str(description.value("precision.linears") or "compute")
+def _float8(settings: _Settings) -> str | None:
+    linears = str(settings.value("precision.linears") or "compute")
     return linears.removeprefix("fp8-") if linears.startswith("fp8-") else None
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _mesh(description: Description, device: torch.device) -> DeviceMesh | None:
-    for axis, meaning in _AXES.items():
-        if (degree := description.value(f"mesh.{axis}") or 1) != 1:
+def _mesh(settings: _Settings, device: torch.device) -> DeviceMesh | None:
+    for axis in MODEL_AXES:
+        if (degree := settings.value(path := f"mesh.{axis}") or 1) != 1:
             raise BadInput(
-                f"{_name(description, f'mesh.{axis}')} asks for {meaning} of degree {degree}; this integration trains "
+                f"{_name(settings, path)} asks for a {MEANING[path]} of {degree}; this integration trains "
                 "data-parallel only. Set it to 1."
             )
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return data_mesh(device.type, *_shape(description, dist.get_world_size()))
+    return data_mesh(device.type, *_shape(settings, dist.get_world_size()))
 
 
-def _shape(description: Description, world: int) -> tuple[int, ...]:
+def _shape(settings: _Settings, world: int) -> tuple[int, ...]:
     """Sizes of the data axes: (replicas, shards), or (ranks,)."""
-    told = description.value("mesh.world")
+    told = settings.value("mesh.world")
     if told not in (None, world):
-        raise BadInput(f"{_name(description, 'mesh.world')} says {told} ranks; {world} are running. Start {told}.")
-    axes = degrees(description.replace({"mesh.world": Setting(world, "derived")}))
+        raise BadInput(f"{_name(settings, 'mesh.world')} says {told} ranks; {world} are running. Start {told}.")
+    axes = degrees(settings.description.replace({"mesh.world": Setting(world, "derived")}))
     replicas, shards = axes["dp_replicate"], axes["dp_shard"]
-    hybrid = any(axis in str(description.value(f"sharding.{state}")) for state in ("weight", "optim") for axis in "SR")
+    hybrid = any(axis in str(settings.value(f"sharding.{state}")) for state in ("weight", "optim") for axis in "SR")
     if hybrid and replicas is None and shards is None:
-        replicas, shards = _nodes(description, world)
+        replicas, shards = _nodes(settings, world)
     if replicas is None or shards is None or replicas * shards != world:
         sizes = f"{replicas or '?'} replicas × {shards or '?'} shards"
-        keys = [_name(description, f"mesh.{name}") for name in ("dp_replicate", "dp_shard")]
+        keys = [_name(settings, f"mesh.{name}") for name in ("dp_replicate", "dp_shard")]
         raise BadInput(f"{' and '.join(dict.fromkeys(keys))}: {sizes} do not make up the {world} ranks that run.")
     return (replicas, shards) if hybrid or replicas > 1 else (shards,)
 
 
-def _nodes(description: Description, world: int) -> tuple[int, int]:
+def _nodes(settings: _Settings, world: int) -> tuple[int, int]:
     """Replicas are nodes and shards a node's ranks, as FSDP has it where it is not told. Collective.
 
     What each rank was told is compared first: else some would make one mesh, and others another, or none.
@@ -212,7 +255,7 @@ def _nodes(description: Description, world: int) -> tuple[int, int]:
             else "how many nodes there are is not said"
         )
         raise BadInput(
-            f"{_name(description, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
+            f"{_name(settings, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
             f"{why}: say the number of replicas, start with torchrun and as many ranks on each node, which tells them "
             "how many (LOCAL_WORLD_SIZE; the deepspeed launcher's LOCAL_SIZE counts, too), or shard over all ranks."
         )
@@ -222,31 +265,31 @@ def _nodes(description: Description, world: int) -> tuple[int, int]:
 # -- the rest ------------------------------------------------------------------------------------------------------
 
 
-def _check_units(description: Description) -> None:
-    if ignored := description.value("units.ignored"):
+def _check_units(settings: _Settings) -> None:
+    if ignored := settings.value("units.ignored"):
         raise BadInput(
-            f"{_name(description, 'units.ignored')} leaves out {ignored!r}; Terrazzo shards every parameter of the "
+            f"{_name(settings, 'units.ignored')} leaves out {ignored!r}; Terrazzo shards every parameter of the "
             "model. Remove it."
         )
 
 
-def _units(description: Description) -> tuple[str, ...] | None:
+def _units(settings: _Settings) -> tuple[str, ...] | None:
     """Class names; none at all for one unit; None where they are found by themselves, as for a least size, too."""
-    policy = description.value("units.policy")
+    policy = settings.value("units.policy")
     if policy == "none":
         return ()
-    return tuple(description.value("units.classes") or ()) or None if policy == "classes" else None
+    return tuple(settings.value("units.classes") or ()) or None if policy == "classes" else None
 
 
-def _prefetch(description: Description) -> int:
-    ahead = [description.value(f"prefetch.{way}") for way in ("forward", "backward")]
+def _prefetch(settings: _Settings) -> int:
+    ahead = [settings.value(f"prefetch.{way}") for way in ("forward", "backward")]
     known = [value for value in ahead if value is not None]
     return max(known) if known else 1
 
 
-def _offload(description: Description) -> Offload:
+def _offload(settings: _Settings) -> Offload:
     def value(name: str) -> Any:
-        return description.value(f"offload.{name}")
+        return settings.value(f"offload.{name}")
 
     arguments: dict[str, Any] = {name: value(name) for name in ("path", "pin", "threads", "direct", "depth", "digest")}
     arguments["step"] = value("step") if value("step") != "auto" else None
@@ -256,27 +299,27 @@ def _offload(description: Description) -> Offload:
     nvme = any("nvme" in str(value(state)) for state in ("weight", "grad", "optim"))
     if nvme and not arguments["path"]:
         raise BadInput(
-            f"{_name(description, 'offload.optim')} places states on nvme, and no folder is named for them: set "
-            f"{_name(description, 'offload.path')}, on a local NVMe drive."
+            f"{_name(settings, 'offload.optim')} places states on nvme, and no folder is named for them: set "
+            f"{_name(settings, 'offload.path')}, on a local NVMe drive."
         )
     return Offload(**{name: setting for name, setting in arguments.items() if setting is not None})
 
 
-def _activation_checkpointing(description: Description) -> ActivationSetup:
+def _activation_checkpointing(settings: _Settings) -> ActivationSetup:
     def value(name: str) -> Any:
-        return description.value(f"activation_checkpointing.{name}")
+        return settings.value(f"activation_checkpointing.{name}")
 
     mode, every = value("mode") or "none", 1
     if mode == "every":
         mode, every = "full", value("every") or 1
     if mode not in CHECKPOINT_MODES:
         raise BadInput(
-            f"{_name(description, 'activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
+            f"{_name(settings, 'activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
             "full, selective or selective_half."
         )
     if value("offload") and mode == "none":
         raise BadInput(
-            f"{_name(description, 'activation_checkpointing.offload')} moves to the host what activation checkpointing "
+            f"{_name(settings, 'activation_checkpointing.offload')} moves to the host what activation checkpointing "
             "keeps, and the configuration asks for none: turn that on, or remove it."
         )
     ops = tuple(value("ops")) if value("ops") is not None else None

@@ -18,7 +18,7 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
-from terrazzo.integrations.shared.engine_setup import trained_dtypes
+from terrazzo.integrations.shared.engine_setup import trained_dtype
 from terrazzo.integrations.shared.honour import honour
 
 __all__ = ["check", "check_split", "describe"]
@@ -100,7 +100,7 @@ def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype
     }
     if wrong := [text for text, there in problems.items() if there]:
         raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(wrong)}.")
-    return trained_dtypes(model)[0]
+    return trained_dtype(model)
 
 
 def check_split(args: transformers.TrainingArguments, plan: str) -> None:
