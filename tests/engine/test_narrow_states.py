@@ -157,7 +157,7 @@ def test_states_are_never_all_in_fp32(stochastic: bool) -> None:
         held = live_bytes()
         with PeakBytes() as peak:
             optimizer.step()
-        assert 65_536 * 16 < peak.peak_bytes - held <= StateFormat.INT8.blocks.step_bytes(2**20, "cpu") == 2**16 * 32
+        assert 65_536 * 16 < peak.peak_bytes - held <= StateFormat.INT8.blocks.scratch_bytes(2**20, "cpu") == 2**16 * 32
 
 
 # -- saving and loading --------------------------------------------------------------------------------------------
@@ -243,9 +243,9 @@ def test_a_state_dict_of_plain_pytorch_is_taken_and_given() -> None:
 def through(values: Tensor, form: str, squares: bool) -> tuple[Tensor, Tensor]:
     """The blocks that values become, and the values that those are."""
     packed = torch.zeros(values.numel() // 256 * 260, dtype=torch.uint8)
-    blocks = StateFormat(form).blocks
-    blocks.encode(values, squares, packed)
-    return packed, blocks.decode(packed, squares)
+    blocks = StateFormat(form).blocks.of("exp_avg_sq" if squares else "exp_avg")
+    blocks.encode(values, packed)
+    return packed, blocks.decode(packed)
 
 
 @pytest.mark.parametrize("squares", [False, True])

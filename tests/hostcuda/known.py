@@ -10,7 +10,7 @@ import terrazzo as tz
 from hostcuda import memory
 from hostcuda.device import report
 from terrazzo.engine import FrozenFormat, compile_units, engine_of
-from terrazzo.engine.buckets.resting.packed import unpack
+from terrazzo.engine.buckets.weights.weight_gathers import unpack
 from tests.hostcuda.cases import STEPS, Case, mesh_of, sharded, step, train
 
 __all__ = [

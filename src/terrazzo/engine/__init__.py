@@ -96,11 +96,11 @@ from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
 from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
-from terrazzo.engine.pipeline.absent_parameters import as_one, give_up
+from terrazzo.engine.pipeline.absent_parameters import give_up
 from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.partition import Units, find_units, parameter_names
+from terrazzo.engine.plan.partition import Units, find_units, parameters_by_names
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.engine.plan.precision import DTYPE_NAMES, DTYPES, MOMENTS_NAMES, PRECISIONS, LossScaling, Precision
 from terrazzo.engine.plan.rectangles import Rectangle
@@ -163,7 +163,6 @@ __all__ = [
     "WireFormat",
     "Zeros",
     "accumulate",
-    "as_one",
     "attach",
     "check_elementwise",
     "check_narrow",
@@ -184,7 +183,7 @@ __all__ = [
     "listing",
     "named_mesh",
     "on_unattached_step",
-    "parameter_names",
+    "parameters_by_names",
     "persistent_buffers",
     "record_of",
     "register_forward_method",

@@ -27,10 +27,9 @@ from terrazzo.engine import (
     ModelState,
     Owned,
     Read,
-    as_one,
     engine_of,
     listing,
-    parameter_names,
+    parameters_by_names,
     persistent_buffers,
 )
 from terrazzo.engine.plan.layout import Range
@@ -58,10 +57,8 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
         raise BadInput(f"There is no checkpoint '{path}'.")
     if model is None:
         return open_foreign(Path(path))
-    with as_one(model):
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        named = [names[0] for names in parameter_names(model)]
-    return open_foreign(Path(path), named, frozen)
+    trains = {names[0]: parameter.requires_grad for names, parameter in parameters_by_names(model).items()}
+    return open_foreign(Path(path), list(trains), [name for name, trained in trains.items() if not trained])
 
 
 def _check_path(path: object) -> None:
@@ -162,7 +159,7 @@ def _check_bytes(source: Source, with_optimizer: bool, beside: Collection[int]) 
 
 def _reads(source: Source, model: torch.nn.Module) -> Read:
     """How the engine asks for runs of elements; whether a state is there is known without reading any."""
-    listed = {names[0]: source.resolve(names) for names in parameter_names(model)}
+    listed = {names[0]: source.resolve(names) for names in parameters_by_names(model)}
     parameters = {each.name: each for each in ModelState(model).parameters()}
 
     def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:

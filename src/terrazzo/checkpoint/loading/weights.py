@@ -13,7 +13,7 @@ from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.loading.load import open_source
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.engine import as_one, is_sharded, listing, parameter_names, persistent_buffers
+from terrazzo.engine import is_sharded, listing, parameters_by_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
 
@@ -48,8 +48,7 @@ def weights_for(
     """
     sharded = is_sharded(model)
     source = together(lambda: open_source(path), BadInput) if sharded else open_source(path)
-    with as_one(model):
-        groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
+    groups = [*parameters_by_names(model), *(buffer.names for buffer in persistent_buffers(model))]
     groups = [[named(name) for name in names] for names in groups if part is None or part not in names[0]]
     base = pretrained_model(model)
     absent = {name for names in groups if source.resolve(names) is None for name in names}

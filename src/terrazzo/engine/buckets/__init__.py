@@ -14,8 +14,8 @@ Who has what, from a unit down to memory:
       UnitWeights            its weights, and the moves that are under way for them             unit_weights
       Bucket                 one flat space of it; a `BucketSpec` says which states exist       bucket
         weight, master       at rest, whatever the tier: a `Resting`, such as a `Buffer`        resting/buffer
-                             of frozen weights in 4 bits, a `PackedWeight`                      resting/packed
-        moments              where they are away from the device, or a `NarrowState` of 8 bits  resting/narrow
+                             of frozen weights in 4 bits, a `CodedState`                        resting/coded
+        moments              where they are away from the device, or a `CodedState` of 8 bits   resting/coded
         FullWeights          what modules compute with; parameters are views of it              weights/full
           FullMemory         its memory, which comes and goes                                   weights/full_memory
           WeightGather       the way that it comes, by what is sent: a dtype, blocks, codes     weights/weight_gathers

@@ -13,8 +13,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.engine.buckets.parameters.edits import adopt_data
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore, copy_changed, differ
-from terrazzo.engine.buckets.resting.narrow import NarrowState
-from terrazzo.engine.buckets.resting.packed import PackedWeight
+from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.buckets.weights.weight_gathers import UpdateWay, update_way
 from terrazzo.engine.comm.counts.traffic import Ledger
@@ -138,7 +137,7 @@ class Bucket(BucketSpec):
         else:
             blocks = self.packed.blocks
             codes = store.state(self.space.packed(blocks), self.weight_axes, torch.uint8, tiers.weight)
-            self.weight = PackedWeight(self.space, self.weight_axes, codes, self.packed)
+            self.weight = CodedState(self.space, self.weight_axes, codes, blocks, torch.bfloat16)
         if self.has_own_master:
             self.master = store.state(self.space, self.optim_axes, precision.master, tiers.optim)
         else:
@@ -172,7 +171,10 @@ class Bucket(BucketSpec):
                 places.append((windows[name], place))
                 room = len(places) - 1
             place = places[room][1]
-            states[name] = place if form is None else NarrowState(self.space, axes, place, form, name)
+            if form is None:
+                states[name] = place
+            else:
+                states[name] = CodedState(self.space, axes, place, form.blocks.of(name), torch.float32)
         self.moments = states
 
     def rooms_left(self, windows: Mapping[str, Range]) -> dict[str, int | None]:

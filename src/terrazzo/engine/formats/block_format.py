@@ -46,7 +46,7 @@ class BlockFormat:
 
 
 class BlockCodes(BlockFormat, ABC):
-    """Blocks of weights or gradients.
+    """Blocks of weights, of gradients, or of what an optimizer keeps.
 
     Of each format this holds, so that neither the plan, the ranks nor a checkpoint changes a bit: bytes follow from the
     values of their block alone, and what comes back of values is the same when it is encoded again; of frozen weights
@@ -69,7 +69,7 @@ class BlockCodes(BlockFormat, ABC):
     @abstractmethod
     def coding_bytes(self, numel: int) -> int:
         """Memory to decode so many elements, a tile at most, into a tensor of any dtype, or to encode them if they are
-        encoded in a step.
+        encoded in a step; of what an optimizer keeps, for a step of them.
         """
 
     def scratch_bytes(self, numel: int, device: str) -> int:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from terrazzo.engine.formats.block_format import BlockFormat, tile_numel
+from terrazzo.engine.formats.block_format import BlockCodes
 
 __all__ = ["STATE_FP8", "STATE_INT8", "StateBlocks"]
 
@@ -34,76 +36,81 @@ _LEVELS = {True: 14, False: 7}
 """Codes for each factor of two: of roots of squares, which have no sign, and of others."""
 
 
-class StateBlocks(BlockFormat, ABC):
-    """Codes of a byte, and their scale in fp32 behind them. Averages of squares have codes of their own."""
+_IS_OF_SQUARES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, "momentum_buffer": False}
+"""What optimizers keep for each element that may be in 8 bits, and whether it is an average of squares."""
 
-    def encode(self, values: Tensor, squares: bool, into: Tensor) -> None:
-        """Replace the blocks `into` by those of `values`.
 
-        Args:
-            values: 1-D fp32, of whole blocks.
-            squares: whether they are averages of squares.
-            into: uint8, `nbytes` for each block.
-        """
+@dataclass(frozen=True)
+class StateBlocks(BlockCodes):
+    """Codes of a byte, and their scale in fp32 behind them.
+
+    Attributes:
+        squares: whether they are of an average of squares, which has codes of its own.
+    """
+
+    squares: bool = False
+
+    def of(self, kind: str) -> Self:
+        """Those of what optimizers call `kind`."""
+        return replace(self, squares=_IS_OF_SQUARES[kind])
+
+    def encode(self, values: Tensor, into: Tensor) -> None:
         rows = values.view(-1, self.numel)
-        rows = rows.sqrt() if squares else rows
+        rows = rows.sqrt() if self.squares else rows
         scale = rows.abs().amax(1, keepdim=True)
         ratio = rows / torch.where(scale == 0, 1.0, scale)
         thresholds = _thresholds(scale)
         blocks = into.view(-1, self.nbytes)
-        blocks[:, : self.numel] = self._codes(ratio, thresholds, squares)
+        blocks[:, : self.numel] = self._codes(ratio, thresholds)
         blocks.view(torch.float32)[:, self.numel // 4 :] = scale
 
-    def decode(self, packed: Tensor, squares: bool) -> Tensor:
-        """The values of whole blocks, 1-D fp32, in memory of their own. Arguments as `encode` has them."""
+    def decode(self, packed: Tensor) -> Tensor:
         blocks = packed.view(-1, self.nbytes)
-        table = self._table(squares, packed.device)
+        table = self._table(packed.device)
         values = table.index_select(0, blocks[:, : self.numel].reshape(-1).int()).view(-1, self.numel)
         values.mul_(blocks.view(torch.float32)[:, self.numel // 4 :])
-        return (values.square_() if squares else values).view(-1)
+        return (values.square_() if self.squares else values).view(-1)
 
-    def step_bytes(self, numel: int, device: str) -> int:
-        """Memory that a step of so many elements takes, tile by tile on a kind of device: what is decoded, what is
-        stepped with it, and new codes.
-        """
-        return 32 * min(numel, tile_numel(device))
+    def coding_bytes(self, numel: int) -> int:
+        """Of a step: what is decoded, what is stepped with it, and new codes."""
+        return 32 * numel
 
     @abstractmethod
-    def _codes(self, ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:
+    def _codes(self, ratio: Tensor, thresholds: Tensor) -> Tensor:
         """Of ratios to the block's scale, uint8 [blocks, numel]."""
 
     @abstractmethod
-    def _table(self, squares: bool, device: torch.device) -> Tensor:
+    def _table(self, device: torch.device) -> Tensor:
         """The ratio that each code stands for, fp32 [256]."""
 
 
 class _Powers(StateBlocks):
     """Code 0 is zero; the largest is a ratio of 1, and the others powers of two below it. The highest bit is a sign."""
 
-    def _codes(self, ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:
-        last = 255 if squares else 127
-        position = ratio.abs().log2_().mul_(_LEVELS[squares]).add_(last).add_(thresholds).floor_()
-        if squares:
+    def _codes(self, ratio: Tensor, thresholds: Tensor) -> Tensor:
+        last = 255 if self.squares else 127
+        position = ratio.abs().log2_().mul_(_LEVELS[self.squares]).add_(last).add_(thresholds).floor_()
+        if self.squares:
             return position.clamp_(1, last).mul_(ratio > 0).to(torch.uint8)
         codes = position.clamp_(0, last).to(torch.uint8)
         return codes.add_((ratio < 0) & (codes > 0), alpha=128)
 
-    def _table(self, squares: bool, device: torch.device) -> Tensor:
-        return _powers(squares, device)
+    def _table(self, device: torch.device) -> Tensor:
+        return _powers(self.squares, device)
 
 
 class _SmallFloats(StateBlocks):
     """Numbers in e4m3."""
 
-    def _codes(self, ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:
+    def _codes(self, ratio: Tensor, thresholds: Tensor) -> Tensor:
         bits = (ratio * _LARGEST).view(torch.int32)
         bits = bits.add_(thresholds.mul_(2**20).int()).bitwise_and_(-(2**20))  # what e4m3 keeps of an fp32 number
         values = bits.view(torch.float32)
-        if squares:
+        if self.squares:
             values = torch.where(ratio > 0, values.clamp_(min=_LEAST), 0.0)
         return values.to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def _table(self, squares: bool, device: torch.device) -> Tensor:
+    def _table(self, device: torch.device) -> Tensor:
         return _small_floats(device)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.buckets.resting.narrow import NarrowState
+from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.formats.block_format import BlockFormat
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
@@ -107,7 +107,7 @@ class StagingBuffer:
 
     def _add(self, key: str, state: object, offset: int, *, writes: bool) -> int:
         """Give a state that is in files its part of the memory; returns where the next one begins."""
-        stored, blocks = (state.codes, state.form.blocks) if isinstance(state, NarrowState) else (state, None)
+        stored, blocks = (state.codes, state.blocks) if isinstance(state, CodedState) else (state, None)
         own = _as_stored(self._cell, blocks)
         if not isinstance(stored, DriveBuffer) or not stored.range.intersect(own).numel:
             return offset

@@ -17,8 +17,8 @@ goes through these modules, from top to bottom:
         OffDeviceUpdates.begin         segments away from the device     offload/background
           on a thread: step_segment    - with states where they rest     offload/update, segment_step
         DeviceUpdates.begin            segments on the device:           device_updates
-          step_segment                 - moments in another dtype,       segment_step, full_states
-                                         or in 8 bits                    narrow_states
+          step_segment                 - moments in another dtype,       segment_step
+                                         or in 8 bits
           Segment.take_gradient        - all others: `.grad` is set      segment
       the optimizer's own code: updates what has a `.grad`               torch
       torch's hook behind it: OptimizerDriver._after_step                driver
@@ -32,6 +32,6 @@ in its groups; or a `Stepper`, which runs the same code on one segment and on an
 `DeviceUpdates.excludes` from the former. Matrices alone have code of their own: `terrazzo.optim.MatrixOptimizer`.
 
 Read template, matrix_bucket (what counting asks of one), segment, settings, stock, stepper, probe, elementwise,
-state_memory, full_states, narrow_states, segment_step, protocols (what is asked of later folders), matrix_owners,
+state_memory, segment_step, protocols (what is asked of later folders), matrix_owners,
 matrix_exchange, matrix_host_steps, matrix_steps, device_updates, groups, clipping, zeroing, driver, in that order.
 """

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from terrazzo.engine.optim.full_states import FullStates
 from terrazzo.engine.optim.matrix_exchange import MatrixBuffers
 from terrazzo.engine.optim.matrix_owners import MatrixPart
 from terrazzo.engine.optim.protocols import Uses
 from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.segment_step import SegmentStates
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.plan.layout import Range
@@ -46,7 +46,7 @@ class PrepareOffDevice:
 
     def run(self, segment: Segment, memory: StateMemory, values: Tensor | None, gradient: Tensor | None) -> None:
         assert gradient is not None
-        states = FullStates(segment, memory)  # matrices have none in 8 bits
+        states = SegmentStates(segment, memory)  # matrices have none in 8 bits
         kept = self.optimizer.state.get(segment.parameter) or {}
         before = {key: states.load(key, value, gradient) for key, value in kept.items()}
         after, fresh = dict[str, Any](), dict[str, list[Tensor]]()

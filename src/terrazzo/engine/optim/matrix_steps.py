@@ -15,7 +15,6 @@ from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.optim.full_states import FullStates
 from terrazzo.engine.optim.matrix_bucket import MatrixBucket
 from terrazzo.engine.optim.matrix_exchange import (
     ExchangeAlong,
@@ -29,6 +28,7 @@ from terrazzo.engine.optim.matrix_host_steps import ApplyOffDevice, PrepareOffDe
 from terrazzo.engine.optim.matrix_owners import Matrix, MatrixPart, Owners, owners_of
 from terrazzo.engine.optim.protocols import OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, held_range, runs
+from terrazzo.engine.optim.segment_step import SegmentStates
 from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.optim.template import MatrixNeeds
 from terrazzo.optim import MatrixOptimizer
@@ -128,7 +128,7 @@ class MatrixSteps:
         parameter = segment.parameter
         assert parameter.grad is not None
         needs = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes)
-        states = FullStates(segment, StateMemory(segment))
+        states = SegmentStates(segment, StateMemory(segment))
         with buffers.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
             state = optimizer.state.get(parameter) or {}
             loaded = {key: states.load(key, value, parameter) for key, value in state.items()}

@@ -1,25 +1,128 @@
-"""A step of one segment alone, with an optimizer's own code."""
+"""A step of one segment alone, with an optimizer's own code: its states are loaded for that, and stored behind it."""
 
 from __future__ import annotations
 
-from torch import nn
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
-from terrazzo.engine.optim.full_states import FullStates
-from terrazzo.engine.optim.narrow_states import NarrowStates
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.buckets.resting.coded import CodedState
+from terrazzo.engine.formats.stochastic_rounding import round_stochastically
 from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.plan.layout import Range, tiles
 
-__all__ = ["step_segment"]
+__all__ = ["SegmentStates", "step_segment"]
 
 
 def step_segment(stepper: Stepper, segment: Segment, parameter: nn.Parameter, memory: StateMemory) -> None:
-    """Update `parameter`, the values of a segment, by its `.grad`, and what the optimizer keeps for it.
+    """Update `parameter`, the values of a segment, by its `.grad`, and what the optimizer keeps for it; of that,
+    nothing where the step raises, unless it is in 8 bits.
 
     Args:
         memory: where states of the segment's bucket are.
     """
-    if segment.bucket.precision.narrow is None:
-        FullStates(segment, memory).step(stepper, parameter)
-    else:
-        NarrowStates(segment, memory).step(stepper, parameter)
+    narrow = segment.bucket.precision.narrow is not None
+    (_NarrowStates if narrow else SegmentStates)(segment, memory).step(stepper, parameter)
+
+
+class SegmentStates:
+    """What an optimizer keeps for a segment, whose step takes all of it at once.
+
+    States per element rest in the dtype of moments, and a step has them in that of its parameter: in `optimizer.state`,
+    or where the bucket has them. Others `optimizer.state` has as they are.
+
+    Args:
+        memory: where states of the bucket are.
+    """
+
+    def __init__(self, segment: Segment, memory: StateMemory) -> None:
+        self.segment, self._memory = segment, memory
+
+    def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
+        """As `step_segment`."""
+        segment = self.segment
+        state = stepper.state.get(segment.parameter) or {}
+        before = {key: self.load(key, value, parameter) for key, value in state.items()}
+        if after := stepper.step(segment.group, parameter, before):
+            stepper.state[segment.parameter] = {key: self.store(key, value) for key, value in after.items()}
+
+    def load(self, key: str, value: Any, parameter: Tensor) -> Any:
+        """What a step of `parameter` gets for `value`, which `optimizer.state` has under `key`."""
+        if key in self._memory:
+            return self._memory.part(key, self.segment.range).to(parameter.dtype)
+        return value.to(parameter.dtype) if self._is_own(key, value) else value
+
+    def store(self, key: str, value: Any) -> Any:
+        """What `optimizer.state` has from now on for `value`, as a step has left it."""
+        segment = self.segment
+        if key not in self._memory:
+            return value.to(segment.bucket.precision.shown_moments) if self._is_own(key, value) else value
+        at_rest = self._memory.part(key, segment.range)
+        if at_rest.data_ptr() != value.data_ptr():
+            at_rest.copy_(value)
+        placeholder = self._kept(key)
+        return at_rest if placeholder is None else placeholder
+
+    def _kept(self, key: str) -> Any:
+        """What `optimizer.state` has in place of a state of the bucket that a step has written, if not that itself."""
+        self._memory.keep(key)
+        return self.segment.state_placeholder(key)
+
+    def _is_own(self, key: str, value: Any) -> bool:
+        """Whether `optimizer.state` itself has it, in the dtype of moments; others stay as a step has left them."""
+        return not self.segment.bucket.moments_apart and self.segment.keeps_per_element(key, value)
+
+
+class _NarrowStates(SegmentStates):
+    """The same of states in 8 bits, a few blocks at a time, so that never all are in fp32."""
+
+    def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
+        segment = self.segment
+        coded = {key: state for key, state in segment.bucket.moments.items() if isinstance(state, CodedState)}
+        known = stepper.state.get(segment.parameter) or {}
+        others = {key: value for key, value in known.items() if key not in coded}
+        after: dict[str, Any] = {}
+        unforeseen: dict[str, list[Tensor]] = defaultdict(list)  # such as a momentum that was 0 at first: in fp32
+        values, gradient = parameter.detach(), parameter.grad
+        for tile in tiles(segment.range, values.device.type):
+            within = tile.within(segment.range)
+            part = nn.Parameter(values[within].float())
+            if gradient is not None:
+                part.grad = gradient[within].float()
+            own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
+            decoded = {k: coded[k].blocks.decode(self._memory.part(k, tile)) for k in coded if k in known}
+            after = stepper.step(segment.group, part, {**frozen(own), **decoded})
+            part.grad = None  # a copy, perhaps, which need not stay while states are encoded
+            if part.data_ptr() != values[within].data_ptr():
+                self._round(part.detach(), values, tile, after)
+            for key, value in after.items():
+                if key in coded:
+                    coded[key].blocks.encode(value, self._memory.part(key, tile))
+                elif segment.template.keeps_per_element(key, value, part.shape):
+                    unforeseen[key].append(value)
+        if after:
+            joined = {**after, **{key: torch.cat(parts) for key, parts in unforeseen.items()}}
+            stepper.state[segment.parameter] = {
+                key: self._kept(key) if key in coded else value for key, value in joined.items()
+            }
+
+    def _round(self, stepped: Tensor, values: Tensor, tile: Range, after: Mapping[str, Any]) -> None:
+        """Replace the `tile` of the segment's values by those in fp32 that a step has made of it."""
+        segment = self.segment
+        if not segment.bucket.precision.stochastic:
+            values[tile.within(segment.range)] = stepped
+            return
+        size = -(-tile.numel // 8)  # numbers of elements and bits take 36 bytes for each
+        pieces = [Range(start, min(start + size, tile.stop)) for start in range(tile.start, tile.stop, size)]
+        for (slot, elements_of_slot), piece in itertools.product(segment.slots(), pieces):
+            if (part := elements_of_slot.intersect(piece)).numel:
+                own = slot.own(part)
+                new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
+                values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, after["step"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer
-from terrazzo.engine.buckets.resting.narrow import NarrowState
+from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.plan.layout import Range
 
@@ -25,8 +25,8 @@ class StateMemory:
     def part(self, key: str, elements: Range) -> Tensor:
         """The `elements` of one state, a view to be changed; of one in 8 bits, the bytes of these blocks."""
         state = self.segment.bucket.moments[key]
-        if isinstance(state, NarrowState):
-            elements, state = elements.as_bytes(state.form.blocks), state.codes
+        if isinstance(state, CodedState):
+            elements, state = elements.as_bytes(state.blocks), state.codes
         assert isinstance(state, Buffer), "what is in files has to be staged"
         return state.part(elements)
 

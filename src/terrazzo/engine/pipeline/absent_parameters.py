@@ -20,7 +20,7 @@ from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
 from terrazzo.marks import Mark
 
-__all__ = ["Absent", "as_one", "give_up", "readable"]
+__all__ = ["Absent", "absent_in_place", "give_up", "readable"]
 
 
 class Absent:
@@ -102,7 +102,7 @@ def give_up(module: nn.Module, path: str, away_for: dict[nn.Parameter, nn.Parame
 
 
 @contextlib.contextmanager
-def as_one(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
+def absent_in_place(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
     """Inside, the parameters of other ranks are in their places, on the meta device.
 
     Gives these, and for each whether it is still to be given its first values.

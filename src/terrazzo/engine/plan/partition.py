@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine.mesh.family import Family
+from terrazzo.engine.pipeline.absent_parameters import absent_in_place
 from terrazzo.engine.plan.box import Box, Record, record_of
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["Member", "UnitSpec", "Units", "find_units", "parameter_names", "partition"]
+__all__ = ["Member", "UnitSpec", "Units", "find_units", "parameters_by_names", "partition"]
 
 Units = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 """Module classes, class names or globs over module names such as `"layers.*"`; one, or several.
@@ -136,6 +137,11 @@ def find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:
     Raises:
         BadInput: a class or glob matches nothing, or containers alone.
     """
+    with absent_in_place(model):
+        return _find_units(model, units)
+
+
+def _find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:
     if units is not None:
         return _asked_for(model, units), "as asked"
     no_split = set(getattr(model, "_no_split_modules", None) or ())
@@ -277,34 +283,46 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
     """Assign each parameter to the innermost unit that encloses every module holding it; the root takes the rest.
 
     A parameter tied across units thus goes to their lowest common ancestor that is a unit. Units left without
-    parameters are dropped.
+    parameters are dropped, but not those whose parameters other ranks have.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     specs = {name: UnitSpec(name, modules[name], []) for name in ["", *unit_names]}
-    for member in _members(model, modules):
-        specs[_owner([name.rpartition(".")[0] for name in member.names], specs)].members.append(member)
-    return [spec for spec in specs.values() if spec.members]
+    with absent_in_place(model) as elsewhere:
+        for member in _members(model, modules):
+            specs[_owner([name.rpartition(".")[0] for name in member.names], specs)].members.append(member)
+    partitioned = [spec for spec in specs.values() if spec.members]
+    for spec in partitioned:
+        spec.set_aside(elsewhere)
+    return partitioned
 
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
     members = []
-    for position, (names, parameter) in enumerate(zip(parameter_names(model), model.parameters(), strict=True)):
+    for position, (names, parameter) in enumerate(_by_names(model).items()):
         paths = [name.rpartition(".") for name in names]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
         record = next(filter(None, (record_of(*holder) for holder in holders)), None)
         is_table = isinstance(holders[0][0], nn.Embedding)
         (module, attribute), *others = holders
         is_matrix = isinstance(module, nn.Linear) and attribute == "weight" and not others
-        members.append(Member(tuple(names), parameter, holders, position, is_table, is_matrix, record))
+        members.append(Member(names, parameter, holders, position, is_table, is_matrix, record))
     return members
 
 
-def parameter_names(model: nn.Module) -> list[list[str]]:
-    """All names of each parameter, its own first, in the order of `model.parameters()`."""
-    by_parameter: dict[int, list[str]] = {}
+def parameters_by_names(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
+    """Each parameter of the model, by all of its names, its own first, in the order of `model.parameters()`.
+
+    Those that ranks with other stages have are among them, on the meta device.
+    """
+    with absent_in_place(model):
+        return _by_names(model)
+
+
+def _by_names(model: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(name)
-    return list(by_parameter.values())
+        names.setdefault(parameter, []).append(name)
+    return {tuple(each): parameter for parameter, each in names.items()}
 
 
 def _owner(holders: list[str], units: Container[str]) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from terrazzo.engine.offload.activations import OffloadedActivations
-from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.plan.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.words import CHECKPOINT_MODES
@@ -152,9 +151,7 @@ def _surround(module: nn.Module, layer: Layer) -> None:
 
 
 def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
-    with as_one(model):
-        names, _ = find_units(model, units)
-    return [model.get_submodule(name) for name in names]
+    return [model.get_submodule(name) for name in find_units(model, units)[0]]
 
 
 def _checkpointed(context: Callable[[], Any] | None, keeps_keywords: bool, forward: Forward) -> Forward:

@@ -26,7 +26,6 @@ from terrazzo.engine.optim.elementwise import check_optimizer, drop_meta_states
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
 from terrazzo.engine.optim.template import Templates
-from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks
@@ -161,11 +160,9 @@ def _read(
     plan = plan.resolve(axes.summed_over)
     check_precision(precision, axes)
     check_dtypes(model, precision)
-    with as_one(model) as elsewhere:
-        names, why = find_units(model, options.units)
-        drawn = partition(model, names)
+    names, why = find_units(model, options.units)
+    drawn = partition(model, names)
     for spec in drawn:
-        spec.set_aside(elsewhere)
         _note_stages(model, spec.members)
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)

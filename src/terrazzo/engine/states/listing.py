@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.pipeline.absent_parameters import as_one
-from terrazzo.engine.plan.partition import parameter_names
+from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.model_state import ModelState
 
@@ -48,14 +47,12 @@ class Listed:
 def listing(model: nn.Module) -> list[Listed]:
     """Each parameter of a sharded model, in the model's order. Collective where ranks have stages of it."""
     axes = engine_of(model).axes
-    with as_one(model):
-        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-        names = parameter_names(model)
+    shapes = {names: tuple(parameter.shape) for names, parameter in parameters_by_names(model).items()}
     own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}
     stage, buckets = axes.stage, engine_of(model).buckets()
     primary = {slot.name for bucket in buckets if bucket.is_primary for slot in bucket.slots}
-    table = torch.zeros((len(names), 5), dtype=torch.int64, device=HOST)  # of what other ranks have, lower than theirs
-    for row, (name, *_) in zip(table, names, strict=True):
+    table = torch.zeros((len(shapes), 5), dtype=torch.int64, device=HOST)  # of what other ranks have, lower than theirs
+    for row, (name, *_) in zip(table, shapes, strict=True):
         if name in primary:
             position, info = own[name]
             numbers = [stage, position, _DTYPES.index(info.dtype), info.group + 1, info.states is not None]
@@ -63,8 +60,8 @@ def listing(model: nn.Module) -> list[Listed]:
     agreed = axes.maximum(table, axes.stages).tolist()
     return [
         Listed(
-            tuple(each), own[each[0]][1].shape if each[0] in own else shape, _DTYPES[dtype], group - 1, bool(stepped),
+            names, own[names[0]][1].shape if names[0] in own else shape, _DTYPES[dtype], group - 1, bool(stepped),
             holder, position,
         )
-        for each, shape, (holder, position, dtype, group, stepped) in zip(names, shapes, agreed, strict=True)
+        for (names, shape), (holder, position, dtype, group, stepped) in zip(shapes.items(), agreed, strict=True)
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.pipeline.absent_parameters import as_one, readable
+from terrazzo.engine.pipeline.absent_parameters import absent_in_place, readable
 from terrazzo.engine.plan.partition import Member, UnitSpec
 from terrazzo.errors import BadInput
 
@@ -154,7 +154,7 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Modul
     Returns:
         The modules that had any and that no parameter will have initialised.
     """
-    with as_one(model) as away:  # what other stages have is drawn here, too, and the buffers beside it
+    with absent_in_place(model) as away:  # what other stages have is drawn here, too, and the buffers beside it
         bare = [module for module in model.modules() if _on_meta(module._buffers) and not _will_be_drawn(module, away)]
     replace_buffers(model, lambda buffer: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer)
     return bare

@@ -16,10 +16,9 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.pipeline.absent_parameters import as_one
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.kinds import first_of
-from terrazzo.engine.plan.partition import parameter_names
+from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer
 from terrazzo.engine.states.pieces import (
@@ -95,8 +94,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._engine = engine_of(model)
-        with as_one(model):
-            self._names = parameter_names(model)
+        self._names = list(parameters_by_names(model))
 
     def parameters(self) -> list[ParameterInfo]:
         """Each parameter, and what there is to save of it."""
@@ -150,15 +148,15 @@ class ModelState:
         stepping, averages = self._engine.drivers.stepping(), self._engine.average.buffers
         yield from copied_pieces(self._engine.buckets(), stepping, averages)
 
-    def restore(self, read: Read, with_optimizer: bool = True, as_one: AllOrNone | None = None) -> None:
+    def restore(self, read: Read, with_optimizer: bool = True, together: AllOrNone | None = None) -> None:
         """Set the weights, and by default the optimizers' state, from `read`. Collective.
 
         Args:
             read: may come from any plan and number of ranks.
-            as_one: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
+            together: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
         """
-        as_one = as_one or functools.partial(all_or_none, self._engine.axes)
-        as_one(lambda: self._fill(read, with_optimizer))
+        together = together or functools.partial(all_or_none, self._engine.axes)
+        together(lambda: self._fill(read, with_optimizer))
         self._engine.publish()
 
     def _fill(self, read: Read, with_optimizer: bool) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.pipeline.absent_parameters import as_one
+from terrazzo.engine.pipeline.absent_parameters import absent_in_place
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
 
 __all__ = ["shows_all", "whole_state_dict"]
@@ -53,7 +53,7 @@ def whole_state_dict(
         Misuse: for a model that is not sharded.
     """
     collect_buffers(model)
-    with as_one(model):
+    with absent_in_place(model):
         state: dict[str, Any] = model.state_dict(**options, keep_vars=True)  # which asks no parameter for its values
         named = dict(model.named_parameters())
     whole: dict[int, Tensor] = {}

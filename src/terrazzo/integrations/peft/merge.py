@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters.new_folder import new_folder
-from terrazzo.engine import engine_of, parameter_names, persistent_buffers, whole_weights
+from terrazzo.engine import engine_of, parameters_by_names, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed, listed
 from terrazzo.exchange import together
 from terrazzo.integrations.peft.names import BASE_LAYER, base_model, base_name, saved_names
@@ -65,7 +65,7 @@ def _mergeable(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    shared = [names for names in parameter_names(model) if len(names) > 1]
+    shared = [names for names in parameters_by_names(model) if len(names) > 1]
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not any(adapter in getattr(module, part) for part in _PARTS):
             continue  # of other adapters alone: its base stays as it is

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import STAGES_OF, give_up
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.partition import parameter_names
+from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.sharding.mesh_checks import check_uncompiled, check_uncut
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
@@ -86,7 +86,7 @@ def take_stages(model: nn.Module, axes: Axes, line: ModelLine) -> None:
     synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
     modules = [model.get_submodule(name) for name in line.names]
     away_for: dict[nn.Parameter, nn.Parameter | None] = {}
-    for names, parameter in zip(parameter_names(model), model.parameters(), strict=True):
+    for names, parameter in parameters_by_names(model).items():
         if line.rank in line.holders(names):
             away_for[parameter] = None
     for name, module in zip(line.names, modules, strict=True):

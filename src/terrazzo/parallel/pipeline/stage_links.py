@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from terrazzo.engine import Engine, as_one, parameter_names
+from terrazzo.engine import Engine, parameters_by_names
 from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Mark
 from terrazzo.parallel.pipeline.failures import Failures
 from terrazzo.parallel.pipeline.messages import Messages
@@ -31,8 +31,7 @@ def links_of(model: nn.Module, engine: Engine, line: ModelLine) -> StageLinks:
     if links is None:
         axes = engine.axes
         along, stages = axes.along(axes.stages[0]), len(line.bounds)
-        with as_one(model):
-            holders = [line.holders(names) for names in parameter_names(model)]
+        holders = [line.holders(names) for names in parameters_by_names(model)]
         sharing = sorted({ranks for ranks in holders if len(ranks) > 1})
         messages = Messages(along, stages, axes.device, sharing)
         links = _LINKS.leave(model, StageLinks(messages, Failures(axes, stages)))

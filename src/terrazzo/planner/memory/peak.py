@@ -288,7 +288,7 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     numels = [(unit_states(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
     if narrow is not None:
         largest = max((numel for numel, _ in numels), default=0)
-        return float(narrow.blocks.step_bytes(largest, setup.cluster.device.kind))
+        return float(narrow.blocks.scratch_bytes(largest, setup.cluster.device.kind))
     at_once = setup.kernel == "foreach" and precision.moments == precision.master
     if at_once:
         return float(sum(numel * count for numel, count in numels) * precision.master.itemsize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.config import Config, LoraConfig
-from terrazzo.engine import parameter_names, persistent_buffers
+from terrazzo.engine import parameters_by_names, persistent_buffers
 from terrazzo.errors import BadInput, install
 from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner import ModelShape, model_shape
@@ -103,7 +103,7 @@ class _BaseWeights(Mapping[str, Tensor]):
     """A model folder's weights under the names that they have beneath adapters; each look-up reads one tensor."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
-        groups = [names for names in parameter_names(model) if ADAPTER not in names[0]]
+        groups: list[Sequence[str]] = [names for names in parameters_by_names(model) if ADAPTER not in names[0]]
         groups += [buffer.names for buffer in persistent_buffers(model)]
         self._theirs = {name: base_name(name) for names in groups for name in names}
         self._ours = {theirs: name for name, theirs in self._theirs.items()}

@@ -177,7 +177,7 @@ def _stepping_bytes(config: Config, setup: Setup, numels: list[int]) -> int:
     precision = setup.precision
     cast = precision.master.itemsize if precision.accumulate != precision.master else 0
     if precision.narrow is not None:
-        return sum(numels) * cast + precision.narrow.blocks.step_bytes(max(numels), setup.cluster.device.kind)
+        return sum(numels) * cast + precision.narrow.blocks.scratch_bytes(max(numels), setup.cluster.device.kind)
     if isinstance(precision.moments, torch.dtype) and precision.moments != precision.master:
         cast += setup.optimizer.moments * max(0, precision.master.itemsize - precision.moments.itemsize)
     make = functools.partial(construct, config.optimizer)

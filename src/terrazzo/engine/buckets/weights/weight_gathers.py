@@ -18,17 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
-from terrazzo.engine.buckets.resting.packed import PackedWeight, room_for, unpack
+from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.buckets.weights.block_message import BlockMessage
 from terrazzo.engine.buckets.weights.full_memory import FullMemory
 from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Handle, Moves, outlives_chain
+from terrazzo.engine.formats.block_format import BlockCodes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
-__all__ = ["UpdateWay", "update_way", "weight_gather"]
+__all__ = ["UpdateWay", "unpack", "update_way", "weight_gather"]
 
 
 def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> WeightGather:
@@ -149,7 +151,7 @@ class _BlockGather(_DtypeGather):
 
 
 class _PackedGather(WeightGather):
-    _weight: PackedWeight
+    _weight: CodedState
     _wire: PackedWire
 
     def fill(self, from_rest: bool) -> Moves[None]:
@@ -160,7 +162,7 @@ class _PackedGather(WeightGather):
             yield Handle(queued=True)  # nothing is moved, but decoding belongs beside the computation or to its use
             codes = source.data
         else:
-            room = room_for(self._space, blocks, full)
+            room = _room_for(self._space, blocks, full)
             codes = yield from room.gather(source)
             if self.between is None and self._between_axes is not None and not from_rest:
                 self._copy_codes(room.narrow(self._between_axes))
@@ -180,6 +182,31 @@ class _PackedGather(WeightGather):
 
     def released(self) -> None:
         self.drop_between()
+
+
+def _room_for(space: Space, blocks: BlockCodes, full: Tensor) -> Buffer:
+    """Memory for all the bytes of whole weights at the end of that which they will be decoded into, `full`.
+
+    A tile's values are written below the bytes of the next, as long as tiles are decoded one after the other.
+    """
+    packed = space.packed(blocks)
+    raw = full.view(torch.uint8)
+    start = (raw.numel() - packed.layout.numel) // _ALIGN_BYTES * _ALIGN_BYTES
+    return Buffer(packed, (), raw[start : start + packed.layout.numel])
+
+
+_ALIGN_BYTES = 64
+
+
+def unpack(codes: Tensor, blocks: BlockCodes, into: Tensor) -> None:
+    """Decode whole weights.
+
+    Args:
+        codes: uint8, of all blocks; they may lie at the end of `into`, and are lost then.
+        into: 1-D, of any dtype; the values are those that bf16 holds.
+    """
+    for part, packed in blocks.tiles(into):
+        into[part] = blocks.decode(codes[packed]).bfloat16()  # as they are saved, whatever is computed in
 
 
 _GATHERS: dict[type[Wire], type[WeightGather]] = {
