@@ -46,6 +46,7 @@ __all__ = [
     "install",
     "listed",
     "printable",
+    "shortened",
     "warn",
 ]
 
@@ -167,6 +168,11 @@ def listed(things: Sequence[object], most: int = 3, mark: str = ",") -> str:
 def printable(text: str) -> str:
     """Without what a terminal would obey."""
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Text of at most so many characters; what is cut off is three dots."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def warn(message: str) -> None:

@@ -300,7 +300,7 @@ def test_a_script_is_read_and_one_is_written(tmp_path: Path) -> None:
     assert understood.description.value("mesh.world") == 8
     conversion = converted("terrazzo", "megatron", {"plan": "zero1", "precision": "bf16", "launch": {"ranks": 4}})
     out = tmp_path / "run.sh"
-    out.write_text(write_arguments(conversion.document))
+    out.write_text(write_arguments(conversion.document, "pretrain_gpt.py"))
     again = understand(out).description
     assert (again.row, again.value("mesh.world"), again.value("precision.compute")) == ("zero1", 4, "bf16")
 

@@ -36,14 +36,15 @@ torchrun --nproc_per_node $GPUS --nnodes=${NODES} train.py \\
 
 def told(script: str, tmp_path: Path) -> list[str]:
     """What bash gives the program, by a program that says what it is given."""
-    (tmp_path / "train.py").write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    told = tmp_path / "told.json"
+    (tmp_path / "train.py").write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(told)!r}, 'w'))\n")
     launcher = f'#!/bin/bash\nwhile [[ $1 != *.py ]]; do shift; done\nexec {sys.executable} "$@"\n'
     (tmp_path / "torchrun").write_text(launcher)
     (tmp_path / "torchrun").chmod(0o755)
     (tmp_path / "run.sh").write_text(script)
     path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", "run.sh"], cwd=tmp_path, env=path, capture_output=True, check=True)
-    found: list[str] = json.loads(done.stdout)
+    subprocess.run(["bash", "run.sh"], cwd=tmp_path, env=path, capture_output=True, check=True)
+    found: list[str] = json.loads(told.read_text())
     return found
 
 
@@ -61,6 +62,119 @@ def test_a_script_means_what_bash_makes_of_it(tmp_path: Path) -> None:
     assert found.pop("torchrun") == {"nproc_per_node": 8, "nnodes": 2}
     assert found["lr"] == 6e-5
     assert [word.replace("6.0e-5", "6e-05") for word in told(SCRIPT, tmp_path)] == flat(found)
+
+
+RUN = "torchrun train.py --lr $LR"
+READ = {
+    "errors go with the rest": f"LR=1; {RUN} --bf16 2>&1 | tee log",
+    "into a file": f"LR=1\n{RUN} > log.txt 2>err.txt --bf16",
+    "both into a file": f"LR=1\n{RUN} --bf16 &>> log & wait",
+    "to a process": f"LR=1\n{RUN} --bf16 > >(cat >&2) < /dev/null",
+    "a word as input": f"LR=1\n{RUN} --bf16 <<< '--x 1'",
+    "a document as input": f"LR=1\ncat <<EOF > made.json\nLR=2\n{RUN}\n' \"\nEOF\n{RUN}",
+    "an indented one": f"LR=1\ncat <<-'E F' >&2\n\tLR=2\n\tE F\n{RUN}",
+    "only for a command": "LR=1\nLR=2 torchrun train.py --lr $LR",
+    "told to another shell": "export LR=1; bash -c 'torchrun train.py --lr $LR'",
+    "in steps": "LR=1; cd . && torchrun train.py --lr $LR",
+    "evaluated": "CMD='torchrun train.py --lr 1 --name \"a b\"'; eval $CMD",
+    "lines joined in quotes": 'A=" \\\n --lr 1 \\\n --bf16"\ntorchrun train.py $A',
+    "quotes in quotes": 'D="a\\$b\\"c"; torchrun train.py --save "$D/${D}" --x \\$D',
+    "a part of a word": "A='1 2 '; torchrun train.py --x a${A}b --y 'c'\"$A\"",
+    "an array as one word": 'A=(1 "2 3"); torchrun train.py --x "${A[*]}" --y "${A[@]}" --z ${A[1]} $A',
+    "an array that is empty": 'A=(); torchrun train.py --x "${A[@]}" --y "$A"',
+    "another value where there is none": 'A=; torchrun train.py --x ${A:-1} --y "${B:-2}" --z "${A-3}" ${1:-4}',
+    "nested values": 'torchrun train.py --x ${A:-${B:-"1 2"}} ${C:+--bf16} --y ${D:=5} $D',
+    "arithmetic": "A=2; torchrun train.py --x $((A * 3)) --y $(($A*${A}))",
+    "a test": "LR=1; [[ $LR == 1 && ! ( -n $X || 2 > 3 ) ]]; torchrun train.py --lr $LR",
+    "what a shell of its own sets": "export LR=1; (cd /; ls > /dev/null); torchrun train.py --lr $LR",
+    "a case beside": "LR=1; case $X in a|b) echo x;; *) ;; esac; torchrun train.py --lr $LR",
+    "a function beside": "f() { echo $1; }\nfunction g\n{\n echo y\n}\nLR=1; torchrun train.py --lr $LR",
+    "a comment": "LR=1 # it's (one\ntorchrun train.py --lr $LR --x a#b # --bf16",
+    "unknown, and not asked for": "if [ $X ]; then A=1; fi; echo $A; torchrun train.py --lr 1",
+    "joined in a word": "torchrun train.py --l\\\nr 1 \\\n\\\n--bf16",
+}
+"""Scripts by what is special in them."""
+
+
+@pytest.mark.parametrize("label", READ)
+def test_the_program_gets_what_bash_gives_it(label: str, tmp_path: Path) -> None:
+    found = parse_arguments(READ[label], "run.sh")
+    words = told(READ[label], tmp_path)
+    assert flat(found) == words, label
+    assert words
+
+
+REFUSED = {
+    r"\$LR is set in line": [
+        "LR=1; f() { LR=3; }; torchrun t.py --lr $LR",
+        "LR=1; f()\n{\n LR=3\n}\nLR=2; f; torchrun t.py --lr $LR",
+        "LR=1; function f { LR=3; }; torchrun t.py --lr $LR",
+        'LR=1; [ -n "$BIG" ] && LR=3; torchrun t.py --lr $LR',
+        'LR=1; [ -n "$BIG" ] ||\nLR=3; torchrun t.py --lr $LR',
+        "LR=1; [[ -n $BIG ]] && { LR=3; }; torchrun t.py --lr $LR",
+        "LR=1; (LR=3); torchrun t.py --lr $LR",
+        "LR=1; case $X in a) LR=2;; (b) LR=3;; esac; torchrun t.py --lr $LR",
+        "LR=1; while read x; do LR=$x; done < file; torchrun t.py --lr $LR",
+        "LR=1; LR=3 | cat; torchrun t.py --lr $LR",
+        "LR=1; read -r LR < file; torchrun t.py --lr $LR",
+        "LR=1; printf -v LR %s 3; torchrun t.py --lr $LR",
+        "LR=1; ((LR++)); torchrun t.py --lr $LR",
+        "LR=1; let LR=3; torchrun t.py --lr $LR",
+        "LR=1; unset LR; torchrun t.py --lr ${LR:-3}",
+        "LR=1; declare -i LR=1+2; torchrun t.py --lr $LR",
+        "LR=(1); LR[0]=3; torchrun t.py --lr $LR",
+        "LR=1; if [ $X ]; then export LR=3; fi; torchrun t.py --lr $LR",
+        "if [ $X ]; then : ${LR:=3}; fi; torchrun t.py --lr $LR",
+        "LR=1; eval 'if [ $X ]; then LR=3; fi'; torchrun t.py --lr $LR",
+        "LR=1; [ $X ] && LR=3; A=$LR; B=(--lr $A); torchrun t.py ${B[@]}",
+        "for LR in 1 3; do torchrun t.py --lr $LR; done",
+        "for ((LR=1; LR<3; LR++)); do torchrun t.py --lr $LR; done",
+        "LR=1; [ $X ] && LR=3; torchrun t.py --lr ${LR:-2}",
+        "LR=1; [ $X ] && LR=3; CMD='--lr $LR'; eval torchrun t.py $CMD",
+    ],
+    r"\$LR is set again for a later turn or call": [
+        "LR=1; f() { torchrun t.py --lr $LR; }; LR=3; f",
+        "LR=1; while sleep 1; do torchrun t.py --lr $LR; LR=3; done",
+        'LR=1; f() { bash -c "torchrun t.py --lr $LR"; }; LR=3; f',
+    ],
+    r"\$LR may be set by": [
+        "LR=1; source conf.sh; torchrun t.py --lr $LR",
+        "LR=1; . conf.sh; torchrun t.py --lr $LR",
+        'LR=1; eval "$(cat conf.sh)"; torchrun t.py --lr $LR',
+        "f() { . conf.sh; }; LR=1; f; torchrun t.py --lr $LR",
+    ],
+    "without `export`": ["LR=1; bash -c 'torchrun t.py --lr $LR'"],
+    "is what the script is given": ['torchrun t.py --lr 1 "$@"', "torchrun t.py --lr 1 $*"],
+    "is worked out when the script runs": [
+        "torchrun t.py ${@:2}",
+        "A=xlr; torchrun t.py --${A#x} 1",
+        "A=lr; torchrun t.py --x ${#A}",
+    ],
+    "stands for several words": ["torchrun t.py --x {1,2}", "torchrun t.py --x a{1..3}"],
+    "stands for another character": ["torchrun t.py --x $'a\\n'"],
+    "begins with --bf16": [
+        "torchrun t.py --lr 1 \\ \n --bf16",
+        "torchrun t.py --lr 1 \\ # the rate\n --bf16",
+        "torchrun t.py --lr 1 \\\n # --wd 1 \\\n --bf16",
+        "torchrun t.py --lr 1\n--bf16",
+    ],
+    "closes nothing": ["LR=1; }; torchrun t.py --lr $LR", "fi", "if x; then y; done", "(a))"],
+    "is not closed": ["if x; then torchrun t.py --lr 1", "{ torchrun t.py --lr 1", 'torchrun t.py --lr "1'],
+    "has no end, a line 'EOF'": ["cat <<EOF\ntorchrun t.py --lr 1"],
+    "names nothing": ["torchrun t.py --lr 1 >"],
+    "stands in an array": ["A=(--lr 1; --x); torchrun t.py ${A[@]}", "A=([0]=--lr); torchrun t.py --y $A"],
+    "nested more than": ["torchrun t.py --lr " + "$(" * 100_000, "A=" + "${A:-" * 50],
+    "several programs": [
+        "f() { torchrun t.py --lr 1; }; torchrun t.py --lr 3",
+        "torchrun t.py --x 1 || torchrun t.py --x 2",
+    ],
+}
+
+
+@pytest.mark.parametrize(("words", "script"), [(words, script) for words in REFUSED for script in REFUSED[words]])
+def test_an_argument_that_is_not_sure_is_refused(words: str, script: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        parse_arguments(script, "x.sh")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +260,7 @@ def test_what_is_written_is_read_again_and_is_a_script(tmp_path: Path) -> None:
         "name": "a b'c",
         "x": [1, 2],
     }
-    text = write_arguments(document)
+    text = write_arguments(document, "pretrain_gpt.py")
     assert parse_arguments(text, "x.sh") == {key: value for key, value in document.items() if value is not False}
     assert told(text.replace("pretrain_gpt.py", "train.py"), tmp_path) == shlex.split(
         '--bf16 --lr 0.0003 --name "a b\'c" --x 1 2'

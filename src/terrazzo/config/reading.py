@@ -22,7 +22,7 @@ from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE
 from terrazzo.documents import is_rank_range, parse_value, read_text
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput, did_you_mean, shortened
 
 __all__ = ["CheckedKeys", "check_keys", "config_from_dict", "config_problems", "flatten", "load_config"]
 
@@ -281,8 +281,7 @@ def _expected(kind: str, context: dict[str, Any]) -> str:
 
 
 def _value_text(value: Any) -> str:
-    text = "empty" if value is None else without_passwords(repr(value))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "empty" if value is None else shortened(without_passwords(repr(value)))
 
 
 def _unknown_key(location: tuple[int | str, ...]) -> str:

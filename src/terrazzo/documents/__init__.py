@@ -3,7 +3,10 @@
 Terrazzo's own configuration (`config`), those of other libraries (`dialects`) and the integrations read files by this.
 
 files            a file of any format: read, refused or parsed
-shell_arguments  arguments in a shell script, which is not run
+shell_words      a shell script as words and marks
+shell_variables  what its variables hold, as far as that is known without running it
+shell_script     its statements, followed to the commands
+shell_arguments  arguments of the one program that it starts
 json_text        JSON, also with comments
 yaml_text        YAML of plain values
 toml_text        TOML
@@ -18,13 +21,14 @@ if TYPE_CHECKING:
     from terrazzo.documents.files import Format, Loaded, format_of, load, parse, parse_value, read_text
     from terrazzo.documents.limits import MAX_BYTES, MAX_DEPTH
     from terrazzo.documents.shell_arguments import parse_arguments, write_arguments
-    from terrazzo.documents.yaml_text import is_rank_range
+    from terrazzo.documents.yaml_text import PARSER, is_rank_range
 else:
     __getattr__ = lazily(__name__)
 
 __all__ = [
     "MAX_BYTES",
     "MAX_DEPTH",
+    "PARSER",
     "Format",
     "Loaded",
     "format_of",

@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 
 from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice, too_many
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, shortened
 
-__all__ = ["is_rank_range", "read_yaml"]
+__all__ = ["PARSER", "is_rank_range", "read_yaml"]
 
-_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there: 10 times faster
+PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's where it is there: 10 times faster."""
 _MAX_DIGITS = 100  # YAML's numbers in base 60 take quadratic time
 _RANK_RANGE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
 
@@ -29,7 +30,7 @@ def is_rank_range(key: str, text: str) -> bool:
     return key.rpartition(".")[2] == "ranks" and _RANK_RANGE.fullmatch(text) is not None
 
 
-class _Loader(_Parser):  # type: ignore[misc]
+class _Loader(PARSER):  # type: ignore[misc]
     """Plain values only. `1e-3` is a number, as in YAML 1.2; dates are text."""
 
     yaml_implicit_resolvers = {
@@ -98,7 +99,7 @@ class _Nodes:
             return self.values[id(node)]
         if node.tag not in _PLAIN:
             raise BadInput(
-                f"'{self.origin}' line {node.start_mark.line + 1} has the tag {_short(node.tag)!r}: a configuration "
+                f"'{self.origin}' line {node.start_mark.line + 1} has the tag {shortened(node.tag)!r}: a configuration "
                 "holds plain values only, and nothing in it is called. Remove the tag."
             )
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith(_NUMBERS) and len(node.value) > _MAX_DIGITS:
@@ -145,7 +146,3 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [each for pair in node.value for each in pair]
     return list(node.value) if isinstance(node, yaml.SequenceNode) else []
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -71,7 +71,7 @@ def _check_out(out: Path) -> None:
 def _text(conversion: Conversion, understood: Understood, out: Path | None) -> str:
     named = out if out is not None and out.suffix else Path(f"document{conversion.target.suffix}")
     kind = format_of(named)
-    return to_text(conversion.document, kind, understood.loaded, conversion.verdicts)
+    return to_text(conversion.document, kind, understood.loaded, conversion.verdicts, conversion.target.program)
 
 
 def _write(out: Path, text: str) -> None:

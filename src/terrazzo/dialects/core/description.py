@@ -33,6 +33,7 @@ from terrazzo.dialects.core.sections import (
     UnitsSection,
 )
 from terrazzo.engine import PLANS, Place, Plan
+from terrazzo.errors import shortened
 
 __all__ = [
     "DATA_AXES",
@@ -182,7 +183,7 @@ def as_text(value: Any) -> str:
         text = ", ".join(as_text(each) for each in value) or "none"
     else:
         text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(text)
 
 
 def row_name(weight: str | None, between: str | None, grad: str | None, optim: str | None) -> str | None:

@@ -129,13 +129,14 @@ class Dialect:
     Attributes:
         name: as in `--to`, such as `deepspeed`.
         title: as in messages, such as "DeepSpeed JSON".
-        suffix: of its files: `.json` or `.yaml`.
+        suffix: of its files: `.json`, `.yaml` or `.sh`.
         keys: dotted; `<...>` stands for any name, and a key with `.*` at its end for everything below it.
         recognises: whether a document is of this dialect, as far as its keys tell. It never raises.
         read: see `ReadFunction`.
         write: see `WriteFunction`.
         findings: combinations of keys that the library refuses, or takes otherwise than they look.
         meaning_by: what a key does, where the key's spelling in a document is not that of its row; None: see `meaning`.
+        program: what a script of arguments starts; empty where the configuration is a file.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Dialect:
     write: WriteFunction
     findings: Callable[[ConfigDocument, Reading, ReadingContext], Iterable[Finding]]
     meaning_by: Callable[[str], str] | None = None
+    program: str = ""
 
     def meaning(self, key: str) -> str:
         """What a key does, in a few words of its row; empty where it has none."""

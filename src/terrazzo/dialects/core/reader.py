@@ -27,7 +27,7 @@ from terrazzo.dialects.core.keys import (
     Type,
     row_of,
 )
-from terrazzo.errors import did_you_mean
+from terrazzo.errors import did_you_mean, shortened
 
 __all__ = ["Reader", "derived", "only_from_file"]
 
@@ -261,5 +261,4 @@ def _expected(kind: Type, raw: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "empty" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "empty" if value is None else shortened(repr(value))

@@ -6,15 +6,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 
 from terrazzo.dialects.core.dotted_keys import join
+from terrazzo.documents import PARSER
 
 __all__ = ["Comment", "place", "take"]
-
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass
@@ -74,7 +72,7 @@ def place(text: str, comments: Mapping[str, Comment]) -> str:
 
 def _keys(text: str) -> Iterator[tuple[int, int, str]]:
     """Line, column and dotted name of every key, in order. The text has been loaded: it is small, plain, acyclic."""
-    root = yaml.compose(text, Loader=_Loader)
+    root = yaml.compose(text, Loader=PARSER)
 
     def walk(prefix: str, node: yaml.Node) -> Iterator[tuple[int, int, str]]:
         if not isinstance(node, yaml.MappingNode):
@@ -91,7 +89,7 @@ def _keys(text: str) -> Iterator[tuple[int, int, str]]:
 def _comments(text: str) -> Iterator[tuple[int, bool, str]]:
     """Line, whether it is alone there, and words of every comment: a `#` after a blank that is in no scalar."""
     inside: dict[int, list[tuple[int, int]]] = {}
-    for token in yaml.scan(text, Loader=_Loader):
+    for token in yaml.scan(text, Loader=PARSER):
         if isinstance(token, yaml.ScalarToken):
             first, last = token.start_mark, token.end_mark
             for number in range(first.line, last.line + 1):

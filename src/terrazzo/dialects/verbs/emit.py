@@ -12,6 +12,7 @@ from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.comments import Comment, place, take
 from terrazzo.documents import Format, Loaded, write_arguments
+from terrazzo.errors import BadInput
 
 __all__ = ["plain", "to_text"]
 
@@ -30,16 +31,25 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def to_text(document: Mapping[str, Any], kind: Format, source: Loaded, verdicts: Iterable[KeyVerdict]) -> str:
+def to_text(
+    document: Mapping[str, Any], kind: Format, source: Loaded, verdicts: Iterable[KeyVerdict], program: str = ""
+) -> str:
     """The document's text.
 
     Args:
         source: the file that was converted; comments are kept from YAML to YAML.
         verdicts: those of the conversion: they say what each key of the source has become.
+        program: the dialect's, for arguments.
+
+    Raises: `BadInput` for TOML, which is only read, and for arguments of a dialect without a program.
     """
     values = plain(document)
+    if kind == "toml":
+        raise BadInput("No configuration is written as TOML: name a file that ends in .yaml or .json.")
     if kind == "arguments":
-        return write_arguments(values)
+        if not program:
+            raise BadInput("Only Megatron-LM's arguments are a script: name a file that ends in .yaml or .json.")
+        return write_arguments(values, program)
     if kind == "json":
         return json.dumps(values, indent=2) + "\n"
     text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

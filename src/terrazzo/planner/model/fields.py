@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, shortened
 from terrazzo.planner.model.rows import Architecture
 
 __all__ = ["KEYS", "Fields"]
@@ -186,5 +186,4 @@ class Fields:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(value))

@@ -33,4 +33,5 @@ DIALECT = Dialect(
     read=read,
     write=write,
     findings=findings,
+    program="pretrain_gpt.py",
 )
