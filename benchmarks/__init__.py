@@ -8,6 +8,7 @@
     allocator     what the caching allocator makes of a step: `python -m benchmarks.allocator`
     states        losses with optimizer states of fewer bytes: `python -m benchmarks.states`
     gathers       weights and gradients sent in fewer bits over a slow link: `python -m benchmarks.gathers`
+    rounds        replicas that agree every so many steps over a slow link: `python -m benchmarks.rounds`
     planner       the planner against published measurements: `python -m benchmarks.planner`
 
 `host`, `update` and `network` (with `namespaces`) measure one thing each, for the suite cpu too. `environment` says

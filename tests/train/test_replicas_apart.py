@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from terrazzo.train.data import Loader
 from terrazzo.train.preflight import check
 from terrazzo.train.settings.plan import build_offload, check_rounds
 from tests.helpers import programs
+from tests.train.test_again import killed_by, weights
 from tests.train.test_data_loader import make_dataset
 from tests.train.test_loop import command, curve, environment, metrics
 
@@ -44,6 +46,38 @@ def test_a_run_saves_at_the_ends_of_rounds_and_goes_on_from_there_bit_for_bit(tm
     assert "resumed at step 6" in first.stdout
     assert curve(tmp_path) == expected
     assert metrics(tmp_path, "validation") == validation
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_replica_that_is_killed_in_a_round_changes_no_loss_and_no_weight(tmp_path: Path) -> None:
+    """The oracle is the run that nobody has disturbed, on ranks that nobody starts again."""
+    words = [*APART, "train.steps=18", "checkpoint.every=4"]
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    killed.mkdir()
+    undisturbed.mkdir()
+    for end in programs.on_ranks(2, *command(undisturbed, *words)):
+        assert end.returncode == 0, end.stderr
+    launcher = programs.Program(*command(killed, *words, "launch.restarts=1"), env=environment())
+    done = killed_by(launcher, signal.SIGKILL, behind_step=9)
+    assert done.returncode == 0, done.stderr
+    (restart,) = metrics(killed, "restart")
+    assert restart["step"] in (6, 9, 12, 15)
+    assert curve(killed) == curve(undisturbed)
+    assert metrics(killed, "validation") == metrics(undisturbed, "validation")
+    assert weights(killed) == weights(undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_replica_leaves_and_comes_back_by_the_mesh_of_the_next_start(tmp_path: Path) -> None:
+    alone = ("plan.mesh.dp_replicate=1", "plan.sync_every=null", "plan.outer.traffic=fp32")
+    for ranks, words in ((2, ("train.steps=6",)), (1, (*alone, "train.steps=12")), (2, ("train.steps=18",))):
+        for end in programs.on_ranks(ranks, *command(tmp_path, *APART, *words, "checkpoint.every=6")):
+            assert end.returncode == 0, end.stderr
+    losses = {point[0]: point[1] for point in curve(tmp_path)}
+    assert list(losses) == [3, 6, 7, 8, 9, 10, 11, 12, 15, 18]
+    assert losses[6] > losses[12] > losses[18]
 
 
 @pytest.mark.parametrize(
