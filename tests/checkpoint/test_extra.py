@@ -13,7 +13,8 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.errors import BadInput, RanksApart
+from terrazzo.checkpoint.saving import job
+from terrazzo.errors import BadInput, RanksApart, SaveFailed
 from tests.helpers.threads import exclusive, run_in_threads
 
 
@@ -46,7 +47,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"x": nested(100)}, r"nested deeper than 100 levels"),
     (CYCLE, r"or holds itself; make it flat"),
     ({"x": 10**5000}, r"thousands|digits"),
-    ({"x": [0] * 2_000_000}, r"more small values than the manifest"),
+    ({"x": [0] * 2_000_000}, r"too many small values"),
+    ({"x": "é" * 40_000_000}, r"extra is 80,000,008 bytes of JSON, and may be 67,108,864"),
     ({"step": True}, r"extra\['step'\] is True: give a whole number"),
     ({"step": -1}, r"extra\['step'\] is -1"),
     ([1], r"extra is a list: give a dict"),
@@ -102,3 +104,14 @@ def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
         return checkpoint.load(tmp_path / "a", model, optimizer)
 
     assert run_in_threads(2, body) == [given, given]
+
+
+def test_a_manifest_that_no_load_would_read_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = built()
+        with pytest.raises(SaveFailed, match=r"'.*/a' was not saved: Its manifest is [0-9,]+ bytes, and at most 2,000"):
+            checkpoint.save(tmp_path / "a", model, optimizer, {})
+
+    monkeypatch.setattr(job, "MAX_MANIFEST_BYTES", 2000)
+    run_in_threads(2, body)
+    assert list(tmp_path.iterdir()) == []

@@ -238,6 +238,13 @@ def test_digests_and_blocks_that_do_not_fit(saved: Path) -> None:
     one_rank(saved, lambda target: target.takes(target.changed(put_at("block_bytes", value=10**18)), "one block each"))
 
 
+def test_a_file_without_a_header(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+    (folder / "rank-00001.safetensors").touch()
+    entry = {"name": "rank-00001.safetensors", "size_bytes": 0, "header_bytes": 0, "header_digest": digest(b"")}
+    all_refused(folder, {"empty": lambda manifest: manifest["files"].append(entry)}, Damaged)
+
+
 def test_blocks_of_one_byte(saved: Path) -> None:
     data = (saved / RANK_FILE).read_bytes()
 

@@ -195,6 +195,10 @@ def test_a_key_makes_a_seal_of_ones_own(saved: Path, tmp_path: Path, monkeypatch
         checkpoint.load(target.forged, target.model, target.optimizer)  # no key asks for none
         put(target.model, target.optimizer, 5)
         without_one = (target.forge(good) / "manifest.sha256").read_bytes()
+        for contents in (seal + b"# more\n", seal + b"\n", without_one + b"# hmac-sha256:\n", without_one + b"\n"):
+            (target.forge(good) / "manifest.sha256").write_bytes(contents)
+            with pytest.raises(Damaged, match="holds something else"):
+                checkpoint.load(target.forged, target.model, target.optimizer)
         monkeypatch.setenv(KEY_FILE, str(other))
         with_another = seal_of(good)
         monkeypatch.setenv(KEY_FILE, str(key))

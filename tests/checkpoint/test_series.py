@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.operations.convert import convert
-from terrazzo.checkpoint.operations.describe import lost
+from terrazzo.checkpoint.operations.describe import expand, lost
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.checkpoint.saving.job import FAILED, record_name
 from terrazzo.checkpoint.storage.local import LocalStore
@@ -285,6 +286,24 @@ def test_a_folder_has_one_writer_and_its_name_is_said(tmp_path: Path) -> None:
     assert lock is not None
     lock.drop()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.warns(UserWarning, match=f"The file system of '{tmp_path}' has no locks"):
+        assert checkpoint.claim(tmp_path, "me") is not None
+
+
+def test_another_format_behind_a_url_is_not_read_and_said() -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/terrazzo-foreign/a/model.safetensors", b"")
+    for look in (checkpoint.open_source, expand):
+        with pytest.raises(BadInput, match="of other formats are read from local paths only: copy"):
+            look("memory://terrazzo-foreign/a")
+    memory.rm("/terrazzo-foreign", recursive=True)
 
 
 def test_ranks_that_see_different_checkpoints_are_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -231,3 +232,11 @@ def test_where_a_file_is_to_stay_another_name_is_asked_for(monkeypatch: pytest.M
 def test_what_cannot_be_is_refused_and_nothing_is_written(arguments: tuple[str, ...], said: str) -> None:
     assert said in refused("--yes", *arguments)
     assert list(Path().iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert refused("mine.yaml", "--yes") == "'mine.yaml' cannot be written: No space left on device."

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import signal
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ from terrazzo.engine.comm.label import Purpose
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import flights_of, save_flight, table_of_units, trace_of
 from terrazzo.telemetry.flight import folder, ring
+from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import CAPACITY, EventKind, Flight, FlightEvent, Ring, Tail
 from terrazzo.telemetry.flight.spans import spans_of
 from terrazzo.telemetry.flight.units import unit_times
@@ -237,6 +240,55 @@ def test_the_memory_of_a_rank_that_was_killed_is_there(tmp_path: Path) -> None:
     (flight,) = flights_of(tmp_path)
     assert [told.ordinal for told in flight.records] == [5]
     os.close(descriptor)
+
+
+def test_threads_that_name_things_at_once_lose_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An updater of offloaded states writes beside the thread that trains."""
+    dumps, is_slow = json.dumps, threading.Event()
+
+    def slow_of_first(table: Any) -> str:
+        text = dumps(table)
+        if threading.current_thread().name == "0":
+            is_slow.set()
+            time.sleep(0.02)  # others add their names before it is put down
+        return text
+
+    memory = Ring(Ring.memory())
+    recorder = RingRecorder(memory, 0, 1)
+    monkeypatch.setattr("json.dumps", slow_of_first)
+
+    def name(thread: int) -> None:
+        for number in range(20):
+            recorder.track("dp_shard", f"{thread}.{number}", False)
+            recorder.moved(f"{thread}.{number}", 0.0, 0)
+
+    threads = [threading.Thread(target=recorder.moved, args=("slow", 0.0, 0), name="0")]
+    threads += [threading.Thread(target=name, args=(thread,)) for thread in (1, 2, 3)]
+    threads[0].start()
+    is_slow.wait()
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wanted = sorted(f"{thread}.{number}" for thread in (1, 2, 3) for number in range(20))
+    table, records = Tail(memory.descriptor).flight()
+    assert sorted(kind for _, kind, _ in table["tracks"]) == wanted
+    assert sorted(table["names"]) == [*wanted, "slow"]
+    assert sorted(table["names"][record.track] for record in records) == [*wanted, "slow"]
+    os.close(memory.descriptor)
+
+
+def test_a_table_that_cannot_be_read_is_the_one_before_and_records_wait_for_the_first() -> None:
+    written = Ring(Ring.memory())
+    tail = Tail(written.descriptor)
+    written.write(EventKind.STEP, 0, (1, 0, 0))
+    assert tail.new() == [], "what its numbers mean is not known"
+    written.describe(TABLE)
+    assert [told.ordinal for told in tail.new()] == [1]
+    start = ring._PAGE + written._place * ring._TABLE_BYTES
+    written._memory[start : start + 8] = b"########"
+    assert tail.table == TABLE
+    os.close(written.descriptor)
 
 
 def test_names_that_have_no_room_are_left_out() -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from terrazzo import cli
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import advice_for, steps_of, verdict_of
 from terrazzo.telemetry.profiling import command
@@ -258,3 +260,19 @@ def test_a_device_that_has_nothing_to_do_waits_for_the_host() -> None:
     bounds = [getattr(verdict_of([line | {"starved": share}]), "bound", None) for share in (0.2, 0.9)]
     assert bounds == ["device", "host"]
     assert "torch.compile(model)" in advice_for("host", {})
+
+
+@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("lines", ["", '{"kind": "begin", "step": 0}\n'])
+def test_a_script_of_too_few_steps_keeps_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, lines: str
+) -> None:
+    """Its own records, of a log step each tenth, have none yet."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "metrics.jsonl").write_text(lines)
+    monkeypatch.setattr(command, "profile", lambda words, folder: command.ProfiledScript(code, 3, own))
+    ended = CliRunner().invoke(cli.app, ["profile", "--", "python", "train.py"])
+    assert ended.exit_code == code
+    assert f"3 steps seen, and no record of one was written in {own}" in ended.stderr
+    assert "None" not in ended.stderr

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,32 @@ def test_a_loop_that_goes_on_keeps_the_records_of_its_earlier_steps(tmp_path: Pa
         leave_exit(tmp_path, ExitNote(STALLED, "stuck", "rank 1 does nothing"))
     found = [(line["kind"], line["step"]) for line in lines_of(tmp_path / "metrics.jsonl")]
     assert found == [("step", 2), ("begin", 2), ("step", 4), ("step", 6)]
+
+
+def test_of_ranks_that_fail_at_once_the_first_note_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (ExitNote(STALLED, "stuck", f"rank {rank}", rank) for rank in range(2))
+    dumps = json.dumps
+
+    def overtaken(values: Mapping[str, Any]) -> str:
+        if values["rank"] == 1:  # has found no note, and now the other one writes
+            leave_exit(tmp_path, first)
+        return dumps(values)
+
+    monkeypatch.setattr("json.dumps", overtaken)
+    leave_exit(tmp_path, second)
+    assert exit_of(tmp_path) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
+
+
+def test_a_note_is_left_where_files_have_one_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: Any) -> None:
+        raise PermissionError("a file system without links")
+
+    monkeypatch.setattr(os, "link", no_links)
+    first, second = (ExitNote(STALLED, "stuck", f"rank {rank}", rank) for rank in range(2))
+    leave_exit(tmp_path, first)
+    leave_exit(tmp_path, second)
+    assert exit_of(tmp_path) == first
 
 
 def _subject() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -169,3 +169,21 @@ def test_a_run_that_ended_in_order_needs_no_word_of_how(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["watch", str(run)])
     assert done.exit_code == 0
     assert "ended with" not in done.output
+
+
+def test_a_pipe_gets_the_steps_again_that_a_run_takes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume cuts metrics.jsonl back to the step of its checkpoint; other losses may follow there."""
+    run = write_run(tmp_path / "run", LINES)
+    (run / "config.json").write_text(json.dumps(settings(train={"steps": 40})))
+    again = [*LINES[:3], logged(20, 4.0)]
+    writes = iter([again, [*again, logged(30, 3.5), {"kind": "summary", "step": 40}]])
+
+    def next_write(seconds: float) -> None:
+        if (lines := next(writes, None)) is not None:
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr("time.sleep", next_write)
+    result = CliRunner().invoke(cli.app, ["watch", str(run)])
+    rows = [line.split()[:2] for line in result.output.splitlines()[1:]]
+    assert [step for step, _ in rows] == ["0", "10", "20", "20", "30"]
+    assert [loss for _, loss in rows[1:]] == ["4.5000", "4.2500", "4.0000", "3.5000"]

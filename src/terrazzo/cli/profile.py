@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from terrazzo.shell_command import terrazzo_command
+
+if TYPE_CHECKING:
+    from terrazzo.telemetry.profiling.command import ProfiledScript
 
 __all__ = ["profile"]
 
@@ -37,21 +40,24 @@ def profile(
 
     folder = out or Path("runs") / time.strftime("profile-%Y%m%d-%H%M%S")
     outcome = run(command, folder)
-    for line in _lines(outcome.own or folder, outcome.steps, outcome.code):
+    for line in _lines(outcome, outcome.own or folder):
         print(f"terrazzo profile: {line}", file=sys.stderr)
     raise typer.Exit(outcome.code)
 
 
-def _lines(folder: Path, steps: int, code: int) -> list[str]:
-    if not steps:
-        return [
-            "no step of a torch.optim optimizer was seen, so there is nothing to say.",
-            *([] if code else [_UNSEEN]),
-        ]
-    from terrazzo.errors import counted
+def _lines(outcome: ProfiledScript, folder: Path) -> list[str]:
+    """What is said of a script that has ended; however it has, its exit code stays the command's."""
+    if not outcome.steps:
+        unseen = [] if outcome.code else [_UNSEEN]
+        return ["no step of a torch.optim optimizer was seen, so there is nothing to say.", *unseen]
+    from terrazzo.errors import BadInput, counted
     from terrazzo.train.planning.run_review import RunReview  # it imports torch and the trainer
 
-    return [
-        str(RunReview(folder).verdict()),
-        f"{counted(steps, 'step')} seen; {terrazzo_command()} verdict|watch|report {folder}",
-    ]
+    try:
+        verdict = RunReview(folder).verdict()
+    except BadInput:  # the script wrote no record of them
+        verdict = None
+    seen = f"{counted(outcome.steps, 'step')} seen"
+    if verdict is None:
+        return [f"{seen}, and no record of one was written in {folder}, so there is nothing to say: run it for longer."]
+    return [str(verdict), f"{seen}; {terrazzo_command()} verdict|watch|report {folder}"]

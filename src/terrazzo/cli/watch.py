@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -141,15 +142,18 @@ def _as_lines(run: _WatchedRun, width: int) -> None:
     from terrazzo.telemetry import has_ended, rows_of
 
     lines: Lines = []
-    told = 0
+    told, before = 0, list[str]()
     failed: str | None = None
     while not (has_ended(lines) or failed):
         lines = run.lines(waits=True)
         failed = run.failed(lines)
-        rows = rows_of(lines, run.steps(), width) if lines else []
+        rows, texts = rows_of(lines, run.steps(), width) if lines else [], [str(line) for line in lines]
+        if rows and texts[: len(before)] != before:  # the run went back to a checkpoint, and so did its file
+            kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, texts, strict=False)))
+            told = min(told, max(1, len(rows_of(lines[:kept], run.steps(), width)) if kept else 0))
         for row in rows[told:]:
             say(row)
-        told = max(told, len(rows))
+        told, before = max(told, len(rows)), texts or before
         time.sleep(0 if has_ended(lines) or failed else _WAIT_S)
     if failed:
         say(failed)

@@ -142,7 +142,7 @@ class File(Strict):
 
     name: FileName
     size_bytes: NonNegativeInt
-    header_bytes: NonNegativeInt
+    header_bytes: PositiveInt
     header_digest: Digest
 
 

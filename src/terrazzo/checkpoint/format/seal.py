@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from pathlib import Path
 
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
@@ -18,6 +19,7 @@ __all__ = ["KEY_FILE", "check_seal", "seal_of"]
 
 KEY_FILE = "TERRAZZO_CHECKPOINT_KEY_FILE"
 _HMAC = "hmac-sha256:"
+_HMAC_LINE = re.compile(f"# {_HMAC}[0-9a-f]{{64}}")
 
 
 def seal_of(manifest: bytes) -> bytes:
@@ -40,7 +42,7 @@ def check_seal(manifest: bytes, seal: bytes, where: str) -> None:
         "\n".join(lines[1:]).encode(), f"# {_HMAC}{_signature(key, manifest)}\n".encode()
     ):
         raise Damaged(f"'{where}' was not sealed with the key in {KEY_FILE}: it comes from elsewhere, or was changed.")
-    if key is None and lines[1:] != [""] and not lines[1].startswith(f"# {_HMAC}"):
+    if key is None and lines[1:] != [""] and not (len(lines) == 3 and _HMAC_LINE.fullmatch(lines[1])):
         raise Damaged(f"'{where}/{SEAL}' holds something else: it has been changed.")
 
 

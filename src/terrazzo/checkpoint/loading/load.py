@@ -19,7 +19,7 @@ from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.checkpoint.storage.places import store_and_name
+from terrazzo.checkpoint.storage.places import is_url, store_and_name
 from terrazzo.checkpoint.storage.rank_file import rank_file_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine import (
@@ -36,7 +36,7 @@ from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
 
-__all__ = ["load", "open_source", "own_folder", "restore"]
+__all__ = ["check_foreign", "load", "open_source", "own_folder", "restore"]
 
 
 def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Source:
@@ -47,18 +47,28 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
 
     Raises:
         Damaged: it is Terrazzo's, and its manifest is not what was written.
-        BadInput: there is nothing, or nothing that is known.
+        BadInput: there is nothing, or nothing that is known; behind a URL only Terrazzo's own are read.
     """
     _check_path(path)
     if (folder := own_folder(path)) is not None:
         return TerrazzoCheckpoint(folder)
-    store, name = store_and_name(path)
-    if not store.occupied(name):
-        raise BadInput(f"There is no checkpoint '{path}'.")
+    check_foreign(path)
     if model is None:
         return open_foreign(Path(path))
     trains = {names[0]: parameter.requires_grad for names, parameter in parameters_by_names(model).items()}
     return open_foreign(Path(path), list(trains), [name for name, trained in trains.items() if not trained])
+
+
+def check_foreign(path: str | os.PathLike[str]) -> None:
+    """Raises `BadInput` where no checkpoint of another format can be."""
+    if is_url(path):
+        raise BadInput(
+            f"There is no checkpoint of Terrazzo's '{path}'. Those of other formats are read from local paths only:"
+            " copy it to one."
+        )
+    store, name = store_and_name(path)
+    if not store.occupied(name):
+        raise BadInput(f"There is no checkpoint '{path}'.")
 
 
 def _check_path(path: object) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-from terrazzo.checkpoint.loading.load import open_source, own_folder
+from terrazzo.checkpoint.loading.load import check_foreign, open_source, own_folder
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, is_of_optimizer
-from terrazzo.checkpoint.storage.places import open_store, store_and_name
+from terrazzo.checkpoint.storage.places import open_store
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
@@ -80,9 +80,7 @@ def expand(path: str) -> list[str]:
         return [path]
     if names := sorted(open_store(path).candidates(), key=lambda name: (len(name), name)):
         return [f"{path.rstrip('/')}/{each}" for each in names]
-    store, name = store_and_name(path)
-    if not store.occupied(name):
-        raise BadInput(f"There is no checkpoint '{path}'.")
+    check_foreign(path)
     return [path]
 
 

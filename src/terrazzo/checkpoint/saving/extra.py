@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
+from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES
 from terrazzo.checkpoint.format.parse import is_crowded
 from terrazzo.errors import BadInput, RanksApart, listed
 from terrazzo.exchange import gather_json
@@ -15,6 +16,9 @@ __all__ = ["check_extra", "require_alike", "text_problem"]
 
 _DEPTH = 100
 """Levels of lists and dicts. What writes manifests stops at some 250, when every rank has written its file."""
+
+MOST_BYTES = MAX_MANIFEST_BYTES // 4
+"""Of `extra` as JSON; the rest of the manifest is for tensors and ranks."""
 
 _INSTEAD = {"tuple": "a list", "set": "a list", "Tensor": "its item() or tolist()"}
 
@@ -26,13 +30,17 @@ def check_extra(extra: object) -> None:
     if (problem := _problem(extra, 0)) is not None:
         raise BadInput(f"extra holds a value that would not come back as it is: extra{problem.at} {problem.what}.")
     try:
-        text = json.dumps(extra, separators=(",", ":"))
+        data = json.dumps(extra, separators=(",", ":"), ensure_ascii=False).encode()
     except ValueError as error:  # a whole number of thousands of digits
         raise BadInput(f"extra holds a value that JSON cannot: {error}. Give it as text.") from None
-    if is_crowded(text.encode()):
+    is_large = len(data) > MOST_BYTES
+    if is_large or is_crowded(data):
+        what = (
+            f"is {len(data):,} bytes of JSON, and may be {MOST_BYTES:,}" if is_large else "holds too many small values"
+        )
         raise BadInput(
-            "extra holds more small values than the manifest of a checkpoint may: save them in a file of their own, and"
-            " its name in extra."
+            f"extra {what}: it is a part of the checkpoint's manifest. Save it in a file of its own, and that file's"
+            " name in extra."
         )
     step = extra.get("step", 0)
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.checkpoint.format.manifest import Extent, Manifest, State, Tile, index_space
+from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Extent, Manifest, State, Tile, index_space
 from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
+from terrazzo.checkpoint.format.parse import is_crowded
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.storage.places import open_store
 from terrazzo.checkpoint.storage.rank_file import FileEntry, rank_file_name, write_rank_file
@@ -93,13 +94,19 @@ class SaveJob:
             draft.note(FAILED, f"rank {self.rank}: {problem}".encode())
 
     def conclude(self, draft: CheckpointDraft) -> None:
-        """Make the checkpoint of all ranks' records visible. Raises `SaveFailed` for elements missing or twice."""
+        """Make the checkpoint of all ranks' records visible. Raises `SaveFailed` as `manifest` does."""
         manifest = self.manifest(draft)
         draft.commit(manifest, seal_of(manifest))
 
     def manifest(self, draft: CheckpointDraft) -> bytes:
-        """Of all ranks' records. Raises `SaveFailed` for elements missing or twice."""
-        return self._manifest(draft).model_dump_json().encode()
+        """Of all ranks' records. Raises `SaveFailed` for elements missing or twice, and where no load would read it."""
+        data = self._manifest(draft).model_dump_json().encode()
+        if len(data) > MAX_MANIFEST_BYTES or is_crowded(data):
+            raise SaveFailed(
+                f"Its manifest is {len(data):,} bytes, and at most {MAX_MANIFEST_BYTES:,} can be loaded, of few small"
+                " values: give a smaller extra, or save from fewer ranks."
+            )
+        return data
 
     def _manifest(self, draft: CheckpointDraft) -> Manifest:
         assert self.common is not None

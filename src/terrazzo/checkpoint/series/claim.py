@@ -7,13 +7,15 @@ import os
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.checkpoint.storage.places import open_store
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, warn
 
 __all__ = ["claim"]
 
 
 def claim(folder: str | os.PathLike[str], owner: str) -> Lock | None:
     """Keep other runs from saving in `folder` for as long as this process lives; None behind a URL.
+
+    On a file system without locks nothing keeps them from it, which a warning says.
 
     Raises:
         BadInput: another run has it; the message says what its `owner` was. Or it cannot be written to.
@@ -33,5 +35,10 @@ def claim(folder: str | os.PathLike[str], owner: str) -> Lock | None:
     if taken is False:
         raise BadInput(
             f"Another run saves in '{store.where}': {lock.holder()}. Wait for it, or give this run another folder."
+        )
+    if taken is None:
+        warn(
+            f"The file system of '{store.where}' has no locks: nothing keeps another run from saving there too. Give"
+            " each run a folder of its own."
         )
     return lock

@@ -10,19 +10,24 @@ from terrazzo.checkpoint.storage.remote import RemoteStore
 from terrazzo.checkpoint.storage.store import CheckpointStore
 from terrazzo.errors import BadInput, SaveFailed
 
-__all__ = ["check_new", "open_store", "store_and_name"]
+__all__ = ["check_new", "is_url", "open_store", "store_and_name"]
+
+
+def is_url(where: str | os.PathLike[str]) -> bool:
+    """Whether it is behind a URL, and not a local path."""
+    return "://" in str(where)
 
 
 def open_store(where: str | os.PathLike[str]) -> CheckpointStore:
     """A local folder, or what fsspec finds behind a URL such as `s3://bucket/runs/a`."""
-    if "://" in str(where):
+    if is_url(where):
         return RemoteStore(str(where))
     return LocalStore(Path(where))
 
 
 def store_and_name(path: str | os.PathLike[str]) -> tuple[CheckpointStore, str]:
     """The store that a checkpoint is in, and its name there."""
-    if "://" in str(path):
+    if is_url(path):
         parent, _, name = str(path).rstrip("/").rpartition("/")
         return open_store(parent), name
     absolute = Path(path).absolute()

@@ -31,7 +31,9 @@ DECODER_RATE = 1e-3
 
 
 def write_config(file: Path, answers: InitAnswers) -> None:
-    """Choose, check and write. Raises: `BadInput` before anything is written, where no choice fits or can run."""
+    """Choose, check and write. Raises: `BadInput` before anything is written, where no choice fits or can run; and
+    where a file cannot be written.
+    """
     model, machine = answers["model"], answers["gpu"]
     frontier = _search(answers)
     best = _best(frontier, answers)
@@ -41,9 +43,13 @@ def write_config(file: Path, answers: InitAnswers) -> None:
     document = _document(files, answers, file)
     config = config_from_dict(document, origin=f"'{file}'")
     notes = _checked(config, files, answers["ranks"]) if machine.is_here else []
-    if files.model_config is not None:
-        write_model(files.model_config, folder / "config.json", "terrazzo init")
-    file.write_text(_text(document, _reasons(frontier, best, answers), file), encoding="utf-8")
+    text = _text(document, _reasons(frontier, best, answers), file)
+    try:
+        if files.model_config is not None:
+            write_model(files.model_config, folder / "config.json", "terrazzo init")
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"'{error.filename or file}' cannot be written: {error.strerror or error}.") from error
     say(f"{best.setup.plan.name}: {_memory(best)}")
     for note in notes:
         say(f"note: {note}")

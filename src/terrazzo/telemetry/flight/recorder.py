@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,9 @@ from terrazzo.telemetry.steps.memory import resident_bytes
 
 __all__ = ["RingRecorder"]
 
-_MOST_TRACKS = 255
+_TRACK_WITHOUT_NAME = 255
+"""The number of all tracks beyond the first 255: a record has a byte for it."""
+
 _16 = 0xFFFF
 _RESIDENT_NS = 10**9
 """Resident bytes are read once in so long: the system takes a hundred times as long for them as a record does."""
@@ -55,6 +58,7 @@ class RingRecorder(Recorder):
         self._next, self._rows = ring.next, ring.records
         self._resident, self._resident_at = 0, -_RESIDENT_NS
         self._numbers: dict[str, int] = {}
+        self._describing = threading.RLock()  # re-entrant: a finalizer that records may run while it is held
         self._table: dict[str, Any] = {
             "rank": rank,
             "world": world,
@@ -84,9 +88,10 @@ class RingRecorder(Recorder):
         engine.store.set_recorder(self)
 
     def extend_table(self, **more: Any) -> None:
-        """Put these into the table."""
-        self._table |= more
-        self._ring.describe(self._table)
+        """Put these into the table; any thread may."""
+        with self._describing:
+            self._table |= more
+            self._ring.describe(self._table)
 
     @property
     def table(self) -> Mapping[str, Any]:
@@ -105,10 +110,13 @@ class RingRecorder(Recorder):
     def track(self, axis: str, kind: str, activations: bool) -> int:
         tracks, wanted = self._table["tracks"], [axis, kind, activations]
         if wanted not in tracks:
-            if len(tracks) == _MOST_TRACKS:
-                return _MOST_TRACKS  # has no name
-            tracks.append(wanted)
-            self._ring.describe(self._table)
+            with self._describing:
+                tracks = self._table["tracks"]
+                if wanted not in tracks:  # another thread has not added it meanwhile
+                    if len(tracks) == _TRACK_WITHOUT_NAME:
+                        return _TRACK_WITHOUT_NAME
+                    tracks = [*tracks, wanted]
+                    self.extend_table(tracks=tracks)
         return int(tracks.index(wanted))
 
     def issued(self, track: int, ordinal: int, label: Label, sent_bytes: int) -> None:
@@ -152,6 +160,7 @@ class RingRecorder(Recorder):
 
     def _named(self, name: str) -> int:
         if (number := self._numbers.get(name)) is None:
-            number = self._numbers[name] = len(self._numbers)
-            self.extend_table(names=list(self._numbers))
+            with self._describing:
+                number = self._numbers.setdefault(name, len(self._numbers))
+                self.extend_table(names=list(self._numbers))
         return number

@@ -149,7 +149,7 @@ class Ring:
         return descriptor
 
     def describe(self, table: Mapping[str, Any]) -> None:
-        """Put down the table of names, in the place of the one before."""
+        """Put down the table of names, in the place of the one before. One thread at a time."""
         text = json.dumps(table).encode()
         if len(text) > _TABLE_BYTES:  # units of such a model are shown by their numbers
             text = json.dumps({**table, "units": []}).encode()
@@ -203,18 +203,18 @@ class Tail:
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         self._seen = 0
+        self._table: Mapping[str, Any] = {}
 
     @property
     def table(self) -> Mapping[str, Any]:
-        """Empty before there is one."""
+        """The newest that can be read; empty before there is one."""
         for _ in range(3):  # it may be replaced twice while it is read
             (place,) = _PLACE.unpack_from(self._memory, _PLACE_AT)
             text = self._memory[place >> 32 : (place >> 32) + (place & 0xFFFFFFFF)]
-            try:
-                return dict(json.loads(text)) if text else {}
-            except ValueError:
-                continue
-        return {}
+            with contextlib.suppress(ValueError):
+                self._table = dict(json.loads(text)) if text else {}
+                break
+        return self._table
 
     @property
     def step(self) -> int | None:
@@ -223,7 +223,12 @@ class Tail:
         return int(steps) - 1 if steps else None
 
     def new(self) -> list[FlightEvent]:
-        """The events since the last call, as far as they are still there, oldest first."""
+        """The events since the last call, as far as they are still there, oldest first.
+
+        Before there is a table, which says what their numbers mean, they are left for a later call.
+        """
+        if not (self._table or self.table):
+            return []
         events: list[FlightEvent] = []
         while batch := self._run(self._seen + 1):
             events += batch

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from terrazzo.exit_codes import EXIT_CODES
-from terrazzo.files import replace_file
+from terrazzo.files import replace_file, replacing
 from terrazzo.telemetry.log.run_folder import RunFolder
 
 __all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "note_of_code", "overrule_exit"]
@@ -49,8 +49,15 @@ def note_of_code(code: int, step: int | None) -> ExitNote:
 
 def leave_exit(folder: Path, note: ExitNote) -> None:
     """Write the note of a rank that ends, unless there is one. Nothing is raised: it has said why it ends."""
-    if not os.path.exists(RunFolder(folder).exit_note):
-        _write(folder, note)
+    path = RunFolder(folder).exit_note
+    with contextlib.suppress(OSError), replacing(path, sync=False) as beside:
+        beside.write_text(_text(note), encoding="utf-8")
+        try:
+            os.link(beside, path)  # of ranks that fail at once, one succeeds
+        except OSError:
+            if not path.exists():  # a file system without links: `beside` takes its place
+                return
+        beside.unlink()
 
 
 def overrule_exit(folder: Path, note: ExitNote) -> None:
@@ -63,8 +70,11 @@ def overrule_exit(folder: Path, note: ExitNote) -> None:
 def _write(folder: Path, note: ExitNote) -> None:
     """All at once."""
     with contextlib.suppress(OSError):
-        text = json.dumps(note._asdict()) + "\n"  # a path in it may be no UTF-8
-        replace_file(RunFolder(folder).exit_note, text, sync=False)
+        replace_file(RunFolder(folder).exit_note, _text(note), sync=False)
+
+
+def _text(note: ExitNote) -> str:
+    return json.dumps(note._asdict()) + "\n"  # ASCII: a path in it may be no UTF-8
 
 
 def exit_of(folder: Path) -> ExitNote | None:
