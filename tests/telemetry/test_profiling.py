@@ -117,7 +117,7 @@ def test_what_bounds_a_script_of_others_is_found_and_nothing_changes(
     assert found is not None
     assert found.bound == bound, found
     assert found.rank == (1 if mode == "late" else None)
-    assert advice in advice_for(found.bound, facts)
+    assert advice in advice_for(found.bound, facts).text
     assert facts["workers"] == 0
     assert facts["cores"] == max(1, len(os.sched_getaffinity(0)) // ranks)
     assert facts["ddp"]
@@ -238,7 +238,7 @@ def test_a_second_interrupt_that_finds_the_script_at_its_end_leaves_the_verdict(
 def test_workers_that_are_too_few_are_named_with_the_edit_as_far_as_there_are_cores(
     facts: dict[str, Any], said: str
 ) -> None:
-    assert advice_for("input", facts) == said
+    assert advice_for("input", facts).text == said
 
 
 def test_a_command_that_is_no_training_ends_as_it_does_by_itself(
@@ -259,7 +259,7 @@ def test_a_device_that_has_nothing_to_do_waits_for_the_host() -> None:
     line = {"kind": "step", "step": 10, "steps": 10, "step_s": 1.0, "phase_s": {"forward": 1.0}}
     bounds = [getattr(verdict_of([line | {"starved": share}]), "bound", None) for share in (0.2, 0.9)]
     assert bounds == ["device", "host"]
-    assert "torch.compile(model)" in advice_for("host", {})
+    assert "torch.compile(model)" in advice_for("host", {}).text
 
 
 @pytest.mark.parametrize("code", [0, 7])

@@ -60,15 +60,15 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def test_a_run_that_finds_out_how_often_to_save_is_told_no_number() -> None:
     records = [record(step, save=0.5) for step in (10, 20, 30)]
-    told = of(records, settings(checkpoint={"every": "auto", "background": True})).edit
+    told = of(records, settings(checkpoint={"every": "auto", "background": True})).edit.text
     assert "checkpoint.every" not in told and "=" not in told
-    assert of(records, settings(checkpoint={"every": 5, "background": True})).edit == "checkpoint.every=20"
+    assert of(records, settings(checkpoint={"every": 5, "background": True})).edit.text == "checkpoint.every=20"
 
 
 @pytest.mark.parametrize(("every", "edit"), [(10, "=40"), (20, "=40"), (40, "Evaluating less often")])
 def test_no_rarer_evaluation_than_one_a_run_is_proposed(every: int, edit: str) -> None:
     found = of([record(10, evaluate=0.3)], settings(train={"steps": 40, "eval_every": every}))
-    assert edit in found.edit
+    assert edit in found.edit.text
 
 
 def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, float]]:
@@ -89,7 +89,7 @@ def test_each_cause_is_named_with_its_number_and_an_edit(cause: str, words: str,
     found = of([record(step, **{cause: 0.3}) for step in (10, 20, 30)], given)
     assert (found.bound, found.seconds, found.share) == (cause, pytest.approx(0.3), pytest.approx(0.3))
     assert str(found).startswith(f"{words}: 0.300 of 1.00 s (30%)")
-    assert edit in found.edit
+    assert edit in found.edit.text
     assert "30% at most" in str(found)
 
 
@@ -114,16 +114,16 @@ def test_exposed_communication_is_named_by_axis_without_waits_for_late_ranks() -
     found = of([record(10, gathered(0.2) | gathered(0.1, "tp"))], settings())
     assert (found.bound, found.axis, found.seconds) == ("gather", "dp_shard", pytest.approx(0.2))
     assert str(found).startswith("exposed communication along dp_shard bounds the step: 0.200 of 1.00 s")
-    assert found.edit == "plan.name=zero2"
+    assert found.edit.text == "plan.name=zero2"
     along = of([record(10, gathered(0.2, "tp"))], settings(plan={"name": "zero3", "mesh": {"tp": 2}}))
-    assert (along.bound, along.axis, along.edit) == ("exchange", "tp", "plan.mesh.tp=1")
+    assert (along.bound, along.axis, along.edit.text) == ("exchange", "tp", "plan.mesh.tp=1")
 
 
 def test_an_edit_that_cannot_be_is_not_named() -> None:
     found = of([record(10, gathered(0.2))], settings(), lambda edit: edit != "plan.name=zero2")
-    assert found.edit == "batch.micro_batch=4"
-    assert "=" not in of([record(10, gathered(0.2))], settings(), lambda _: False).edit
-    assert "=" not in of([record(10, gathered(0.2))]).edit, "a loop of one's own has no settings"
+    assert found.edit.text == "batch.micro_batch=4"
+    assert not of([record(10, gathered(0.2))], settings(), lambda _: False).edit.is_code
+    assert not of([record(10, gathered(0.2))]).edit.is_code, "a loop of one's own has no settings"
 
 
 def test_micro_batches_that_would_be_empty_in_part_are_not_proposed(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_replicas_of_shards_share_the_batch_between_all_of_them() -> None:
     for size, edit in ((16, "plan.prefetch=2"), (32, "batch.micro_batch=8")):
         batch = {"global_batch": size, "micro_batch": 4}
         given = settings(batch=batch, plan={"name": "hybrid_shard_zero2", "mesh": mesh}, launch={"ranks": 4})
-        assert of([record(10, gathered(0.4))], given).edit == edit
+        assert of([record(10, gathered(0.4))], given).edit.text == edit
 
 
 def test_below_five_percent_it_is_compute() -> None:
     found = of([record(10, gathered(0.04), input=0.03)], settings())
     assert (found.bound, found.seconds) == ("compute", pytest.approx(0.93))
-    assert found.edit == "train.compile=true"
+    assert found.edit.text == "train.compile=true"
     assert "nothing else takes 5 %" in str(found)
 
 
@@ -171,7 +171,7 @@ def test_all_that_may_bound_a_step_has_a_row_of_words() -> None:
 def test_an_update_counts_where_the_plan_could_divide_it() -> None:
     assert of([record(10, update=0.3)], settings()).bound == "compute"
     found = of([record(10, update=0.3)], settings(plan="zero0"))
-    assert (found.bound, found.edit) == ("update", "plan.name=zero1")
+    assert (found.bound, found.edit.text) == ("update", "plan.name=zero1")
 
 
 def test_what_comes_and_goes_by_itself_is_not_named() -> None:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrazzo.telemetry.display.bounds import BOUNDS
 
-__all__ = ["Admits", "edit_for"]
+__all__ = ["Admits", "Edit", "edit_for"]
+
+
+class Edit(NamedTuple):
+    """What would help.
+
+    Attributes:
+        text: a whole sentence without its full stop, or what is to be written.
+        is_code: whether it is to be written as it is: a setting `section.key=value`, or a line of a script.
+    """
+
+    text: str
+    is_code: bool
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.text} would help" if self.is_code else self.text
+
 
 Admits = Callable[[str], bool]
 """Whether a run with this `section.key=value` in its configuration is one that can be, and fits."""
@@ -16,8 +33,8 @@ Admits = Callable[[str], bool]
 ConfigValues = Mapping[str, Any]
 
 
-def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admits) -> str:
-    """`section.key=value`, or a sentence where no such setting would help and can be.
+def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admits) -> Edit:
+    """A setting, or a sentence where no setting would help and can be.
 
     Args:
         cause: of `BOUNDS`.
@@ -25,10 +42,10 @@ def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admit
         settings: of the run, as in its `config.json`; None for a loop of one's own.
         admits: asked of each edit, the best first.
     """
-    for edit in _candidates(cause, axis, settings) if settings is not None else ():
-        if admits(edit):
-            return edit
-    return BOUNDS[cause].edit.format(axis=axis)
+    for setting in _candidates(cause, axis, settings) if settings is not None else ():
+        if admits(setting):
+            return Edit(setting, is_code=True)
+    return Edit(BOUNDS[cause].edit.format(axis=axis), is_code=False)
 
 
 def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:

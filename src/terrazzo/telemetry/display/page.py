@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from terrazzo.telemetry.display.picture import PICTURE_STYLE, step_picture
+from terrazzo.telemetry.display.picture import MARGIN, PICTURE_STYLE, WIDTH, axes, drawing, step_picture
 from terrazzo.telemetry.display.tables import Table, tables_of
 from terrazzo.telemetry.log.records import all_steps_of, lines_of, restart_text, steps_of
 from terrazzo.telemetry.log.sinks import Sink
@@ -20,8 +20,7 @@ VERDICT = "What bounds the step"
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT, MARGIN = 720, 280, 48
-MOST_POINTS = 1000
+HEIGHT, MOST_POINTS = 280, 1000
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
@@ -140,14 +139,8 @@ def _chart(curves: Mapping[str, Sequence[Point]]) -> str:
         y = MARGIN / 2 + (high - point[1]) / ((high - low) or 1) * (HEIGHT - 1.5 * MARGIN)
         return f"{x:.1f},{y:.1f}"
 
-    bottom = HEIGHT - MARGIN
-    drawn = [
-        f'<line class="axis" x1="{MARGIN}" y1="{bottom}" x2="{WIDTH - MARGIN}" y2="{bottom}"/>',
-        f'<text x="{MARGIN}" y="{bottom + 18}">step {left:g}</text>',
-        f'<text x="{WIDTH - MARGIN}" y="{bottom + 18}" text-anchor="end">{right:g}</text>',
-        f'<text x="{MARGIN - 6}" y="{MARGIN / 2 + 4}" text-anchor="end">{high:.2f}</text>',
-        f'<text x="{MARGIN - 6}" y="{bottom + 4}" text-anchor="end">{low:.2f}</text>',
-    ]
+    drawn = axes(HEIGHT, (f"step {left:g}", f"{right:g}"), f"{high:.2f}")
+    drawn.append(f'<text x="{MARGIN - 6}" y="{HEIGHT - MARGIN + 4}" text-anchor="end">{low:.2f}</text>')
     for row, (kind, curve) in enumerate(curves.items()):
         if curve:
             way = " ".join(map(place, curve))
@@ -155,4 +148,4 @@ def _chart(curves: Mapping[str, Sequence[Point]]) -> str:
             label = f"{kind}: {curve[-1][1]:.4f}"
             at = f'x="{WIDTH - MARGIN}" y="{24 + 18 * row}" text-anchor="end"'
             drawn.append(f'<text class="{kind}" {at}>{label}</text>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss over steps">{"".join(drawn)}</svg>'
+    return drawing(HEIGHT, "loss over steps", drawn)

@@ -9,9 +9,12 @@ from typing import Any
 
 from terrazzo.telemetry.display.bounds import BOUNDS
 
-__all__ = ["PICTURE_STYLE", "step_picture"]
+__all__ = ["MARGIN", "PICTURE_STYLE", "WIDTH", "axes", "drawing", "step_picture"]
 
-WIDTH, HEIGHT, MARGIN, MOST_BARS = 720, 300, 48, 120
+WIDTH, MARGIN = 720, 48
+"""Of every drawing of a page, in pixels."""
+
+HEIGHT, MOST_BARS = 300, 120
 
 COLORS = {name: row.color for name, row in BOUNDS.items() if row.color}
 COLORS |= {"forward": "#3b7dd8", "backward": "#8f5fbf", "clip": "#c9a227", "other": "#8b8f94"}
@@ -41,9 +44,24 @@ def step_picture(records: Sequence[Mapping[str, Any]]) -> str:
                     f'<rect class="part-{name}" x="{MARGIN + index * width:.1f}" y="{top:.1f}"'
                     f' width="{max(0.5, width - 1):.1f}" height="{tall:.2f}"><title>{hover}</title></rect>'
                 )
-    drawn += _axes(high, _steps(groups[0]), _steps(groups[-1])) + _legend(names)
-    label = f"seconds of a step by {field.removesuffix('_s')}, over steps"
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    drawn += axes(HEIGHT, (_steps(groups[0]), _steps(groups[-1])), f"{high:.2g} s") + _legend(names)
+    return drawing(HEIGHT, f"seconds of a step by {field.removesuffix('_s')}, over steps", drawn)
+
+
+def drawing(height: int, label: str, drawn: Sequence[str]) -> str:
+    """Elements as one picture of a page."""
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+
+
+def axes(height: int, ends: tuple[str, str], high: str) -> list[str]:
+    """The axis below a picture, with words for both of its ends, and a word at the top of the one beside it."""
+    bottom = height - MARGIN
+    return [
+        f'<line class="axis" x1="{MARGIN}" y1="{bottom}" x2="{WIDTH - MARGIN}" y2="{bottom}"/>',
+        f'<text x="{MARGIN}" y="{bottom + 16}">{escape(ends[0])}</text>',
+        f'<text x="{WIDTH - MARGIN}" y="{bottom + 16}" text-anchor="end">{escape(ends[1])}</text>',
+        f'<text x="{MARGIN - 6}" y="{MARGIN / 2 + 4}" text-anchor="end">{high}</text>',
+    ]
 
 
 def _groups(records: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
@@ -61,16 +79,6 @@ def _parts(groups: Sequence[Sequence[Mapping[str, Any]]], field: str) -> Iterato
 
 def _steps(group: Sequence[Mapping[str, Any]]) -> str:
     return f"step {group[-1]['step']}"
-
-
-def _axes(high: float, first: str, last: str) -> list[str]:
-    bottom = HEIGHT - MARGIN
-    return [
-        f'<line class="axis" x1="{MARGIN}" y1="{bottom}" x2="{WIDTH - MARGIN}" y2="{bottom}"/>',
-        f'<text x="{MARGIN}" y="{bottom + 16}">{escape(first)}</text>',
-        f'<text x="{WIDTH - MARGIN}" y="{bottom + 16}" text-anchor="end">{escape(last)}</text>',
-        f'<text x="{MARGIN - 6}" y="{MARGIN / 2 + 4}" text-anchor="end">{high:.2g} s</text>',
-    ]
 
 
 def _legend(names: Sequence[str]) -> list[str]:

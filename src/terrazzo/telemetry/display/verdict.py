@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from terrazzo.telemetry.display.bounds import BOUNDS
-from terrazzo.telemetry.display.edits import Admits, edit_for
+from terrazzo.telemetry.display.edits import Admits, Edit, edit_for
 from terrazzo.telemetry.log.records import of_these_ranks, weighted
 from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND
 
@@ -46,7 +46,7 @@ class Verdict:
         seconds: of a step that would be saved if that took no time; of `compute` and `device`, what it takes.
         step_s: mean seconds of a step.
         evidence: what was measured, in words.
-        edit: `section.key=value` that would help, or a sentence.
+        edit: that would help.
         steps: of which this is said.
         axis: of the exchange.
         rank: the one that all others wait for.
@@ -57,7 +57,7 @@ class Verdict:
     seconds: float
     step_s: float
     evidence: str
-    edit: str
+    edit: Edit
     steps: int
     axis: str = ""
     rank: int | None = None
@@ -69,13 +69,12 @@ class Verdict:
 
     def __str__(self) -> str:
         amount = f"{_seconds(self.seconds)} of {_seconds(self.step_s)} s ({self.share:.0%})"
-        mended = f"{self.edit} would help" if "=" in self.edit else self.edit
         most = "" if BOUNDS[self.bound].kind == "rest" else f", by {self.share:.0%} at most"
-        return f"{self.name} bounds the step: {amount} {self.evidence}. {mended}{most}."
+        return f"{self.name} bounds the step: {amount} {self.evidence}. {self.edit.sentence}{most}."
 
     def as_dict(self) -> dict[str, Any]:
         """Every value by name, with the share and the sentence."""
-        return {**asdict(self), "share": self.share, "sentence": str(self)}
+        return {**asdict(self), "edit": self.edit.text, "share": self.share, "sentence": str(self)}
 
 
 class _Cause(NamedTuple):
@@ -109,7 +108,7 @@ def verdict_of(
     knows_causes = "cause_s" in records[-1]
     causes = _causes(records) if knows_causes else _on_the_host(records)
     causes = [cause for cause in causes if cause.seconds >= LEAST_SHARE * step_s]
-    causes = [cause for cause in causes if cause.name != "update" or _mends(cause, settings, admits)]
+    causes = [cause for cause in causes if cause.name != "update" or _has_setting(cause, settings, admits)]
     clear = [cause for cause in causes if _is_steady(cause)]
     uneven = [cause for cause in causes if cause not in clear]
     largest = max(clear, key=lambda cause: cause.seconds, default=None)
@@ -205,9 +204,9 @@ def _is_steady(cause: _Cause) -> bool:
     return cause.seconds >= SPREADS * median(abs(value - middle) for value in cause.each)
 
 
-def _mends(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) -> bool:
+def _has_setting(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) -> bool:
     """Whether there is a setting against it: an update that is divided already is arithmetic like all other."""
-    return settings is not None and "=" in edit_for(cause.name, cause.axis, settings, admits)
+    return edit_for(cause.name, cause.axis, settings, admits).is_code
 
 
 def _title(cause: _Cause) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.files import CHECKPOINTS
@@ -28,7 +29,8 @@ def rank_files(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(number), path
 
 
-class RunFolder(NamedTuple):
+@dataclass(frozen=True)
+class RunFolder:
     """Where each file of a run is. A loop of one's own has no configuration and no plan."""
 
     path: Path

@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.engine.comm.counts.times import Times
 from terrazzo.telemetry.profiling.probe import EVERY
-from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, causes_of
+from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, compared_seconds, exchange_seconds, time_fields
 
 __all__ = ["StepMerger"]
 
@@ -108,21 +108,16 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> 
     """The mean of these steps, as rank 0 saw them, and what each rank waited for."""
     arrived = _arrivals(lines, _clocks(ranks, lines))
     spent = [_step_times(own, arrived[index]) for index, own in enumerate(lines)]
-    steps, whole = len(lines[0]), sum(spent[0].seconds.values())
-    on_cuda = bool(ranks[0].about["on_cuda"])
-    record: dict[str, Any] = {"v": 1, "steps": steps, "step_s": whole / steps, "clock": "host" if on_cuda else "all"}
-    record["phase_s"] = {phase: seconds / steps for phase, seconds in spent[0].seconds.items()}
-    causes = [{name: seconds / steps for name, seconds in causes_of(each).items()} for each in spent]
-    compared = ("input",) if on_cuda else ("step", "late_peer", "compute", "input")
-    ranks_own = [own | {"step": sum(each.seconds.values()) / steps} for own, each in zip(causes, spent, strict=True)]
+    steps, on_cuda = len(lines[0]), bool(ranks[0].about["on_cuda"])
+    record = time_fields(spent[0], steps, on_cuda)
     if on_cuda:
         looks = sum(line["looks"] for line in lines[0])
         record["starved"] = sum(line["empty"] for line in lines[0]) / max(1, looks)
     else:
-        record["cause_s"] = causes[0]
         record["comm"] = {key.strip(): _row(times, steps) for key, times in _by_key(spent[0].data)}
     record["memory_bytes"] = lines[0][-1]["memory"]
-    record["skew"] = {f"{name}_s": [own[name] for own in ranks_own] for name in compared}
+    compared = [compared_seconds(own, steps, on_cuda) for own in spent]
+    record["skew"] = {name: [own[name] for own in compared] for name in compared[0]}
     record["skew"]["peak_bytes"] = [own[-1]["memory"]["peak"] for own in lines]
     return record
 
@@ -173,5 +168,4 @@ def _by_key(data: Mapping[tuple[str, str], Times]) -> Iterator[tuple[str, Times]
 
 
 def _row(times: Times, steps: int) -> dict[str, float]:
-    row = {"n": times.count, "total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
-    return {name: value / steps for name, value in row.items()}
+    return {"n": times.count / steps, **exchange_seconds(times, steps)}

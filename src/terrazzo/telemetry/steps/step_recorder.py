@@ -11,7 +11,17 @@ from terrazzo.engine.comm.counts.times import Times
 from terrazzo.engine.runtime import device as devices
 from terrazzo.telemetry.steps.memory import PeakMemory
 
-__all__ = ["CAUSE_OF_KIND", "PHASES", "TIME_CAUSES", "StepRecorder", "StepTimes", "causes_of"]
+__all__ = [
+    "CAUSE_OF_KIND",
+    "PHASES",
+    "TIME_CAUSES",
+    "StepRecorder",
+    "StepTimes",
+    "causes_of",
+    "compared_seconds",
+    "exchange_seconds",
+    "time_fields",
+]
 
 PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "other")
 """Of a step, in their order. Each moment belongs to one."""
@@ -59,6 +69,33 @@ def causes_of(spent: StepTimes) -> dict[str, float]:
     return causes
 
 
+def time_fields(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, Any]:
+    """The fields of a record that say where the time of so many steps went, in the mean.
+
+    On CUDA the device waits, and the host does not know for what: such a record has no causes.
+    """
+    count = max(1, steps)
+    fields: dict[str, Any] = {"v": 1, "steps": steps, "step_s": sum(spent.seconds.values()) / count}
+    fields["clock"] = "host" if on_cuda else "all"
+    fields["phase_s"] = {name: seconds / count for name, seconds in spent.seconds.items()}
+    if not on_cuda:
+        fields["cause_s"] = {name: seconds / count for name, seconds in causes_of(spent).items()}
+    return fields
+
+
+def compared_seconds(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, float]:
+    """What ranks compare of their own steps, by the names of a record's `skew`: seconds in the mean."""
+    causes = causes_of(spent) | {"step": sum(spent.seconds.values())}
+    names = ("input",) if on_cuda else ("step", "late_peer", "compute", "input")
+    return {f"{name}_s": causes[name] / max(1, steps) for name in names}
+
+
+def exchange_seconds(times: Times, steps: int) -> dict[str, float]:
+    """The seconds of a row of a record's `comm`."""
+    seconds = {"total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
+    return {name: value / steps for name, value in seconds.items()}
+
+
 class StepRecorder:
     """Takes the engine's counts at the end of each step, and makes one record of all steps since the last one.
 
@@ -78,7 +115,6 @@ class StepRecorder:
             "grad": bill.grad_bytes,
             "moments": bill.moments_bytes,
         }
-        self._compared = ("input",) if self._on_cuda else ("step", "late_peer", "compute", "input")
         self._promised = {
             "sent_bytes": {kind: count for kind, count in sent.items() if kind != "control"},
             "transient": bill.transient_bytes,
@@ -114,22 +150,17 @@ class StepRecorder:
 
     def numbers(self) -> list[float]:
         """This rank's part of what is compared between ranks: see `skew`."""
-        causes = causes_of(self._spent) | {"step": sum(self._seconds.values())}
-        return [*(causes[name] / max(1, self._steps) for name in self._compared), float(self._peak.peak_bytes)]
+        return [*self._compared.values(), float(self._peak.peak_bytes)]
 
     def skew(self, rows: Iterable[Iterable[float]]) -> dict[str, list[float]]:
         """What is compared, by name, in rank order: the rank that all wait for has the least `late_peer_s`."""
-        names = (*(f"{name}_s" for name in self._compared), "peak_bytes")
+        names = (*self._compared, "peak_bytes")
         return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
     def record(self) -> dict[str, Any]:
         """The mean of all steps since the last call; `docs/concepts/step-record.md` has every field."""
         steps, spent = max(1, self._steps), self._spent
-        record: dict[str, Any] = {"v": 1, "steps": self._steps, "step_s": sum(spent.seconds.values()) / steps}
-        record["clock"] = "host" if self._on_cuda else "all"
-        record["phase_s"] = {name: seconds / steps for name, seconds in spent.seconds.items()}
-        if not self._on_cuda:  # there the device waits, and the host does not know for what
-            record["cause_s"] = {name: seconds / steps for name, seconds in causes_of(spent).items()}
+        record = time_fields(spent, self._steps, self._on_cuda)
         record["comm"] = {
             f"{axis} {kind}".strip(): self._exchanged(times, steps)
             for (axis, kind), times in sorted(_together(spent.data, spent.activations).items())
@@ -150,15 +181,16 @@ class StepRecorder:
         return by_state | more | devices.allocator(self._device)
 
     @property
+    def _compared(self) -> dict[str, float]:
+        return compared_seconds(self._spent, self._steps, self._on_cuda)
+
+    @property
     def _spent(self) -> StepTimes:
         return StepTimes(self._seconds, self._waited, self._data, self._activations)
 
     def _exchanged(self, times: Times, steps: int) -> dict[str, float]:
         known = {"n": times.count / steps, "sent_bytes": times.sent_bytes / steps}
-        if self._on_cuda:
-            return known
-        seconds = {"total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
-        return known | {name: value / steps for name, value in seconds.items()}
+        return known if self._on_cuda else known | exchange_seconds(times, steps)
 
 
 def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | None = None) -> None:

@@ -5,6 +5,7 @@ live_ranks       that of all ranks of a run, for somebody who looks from another
 stall_causes     why a run may stand still, each in a row of one table
 stall            why a run stands still
 watchdog         whether it does, several times a second
+memory_kills     processes that the kernel has ended for want of memory
 repeated_stops   ranks that are stopped and let go on, again and again
 recording        what a rank records, and where its threads are, in memory that another process reads
 evidence         what ranks were doing, as files

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from terrazzo.telemetry.flight.ring import FlightEvent, Tail
+from terrazzo.telemetry.flight.ring import FlightEvent
 from terrazzo.telemetry.watchdog.rank_progress import LEFT, RankProgress
 from terrazzo.telemetry.watchdog.stall import Stall, cut_off
 from terrazzo.telemetry.watchdog.warden_links import WardenLinks
-from terrazzo.telemetry.watchdog.watchdog import Patience, System
+from terrazzo.telemetry.watchdog.watchdog import Patience, RecordSource, System
 
 __all__ = ["OtherMachines"]
 
@@ -31,10 +31,10 @@ class OtherMachines:
         self._seen: dict[int, int] = {}  # by machine, when its newest report that was taken in had come
         self._began, self._has_said_unheard = time.monotonic(), False
 
-    def ranks(self) -> dict[int, tuple[Tail, int]]:
+    def ranks(self) -> dict[int, tuple[RecordSource, int]]:
         """For a `Watchdog`, all that are elsewhere."""
         places = self._links.others.values()
-        return {rank: (_RemoteTail(), self.system.pid(rank)) for place in places for rank in place.ranks}
+        return {rank: (_NoRecords(), self.system.pid(rank)) for place in places for rank in place.ranks}
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Tell the other machines of the ranks here."""
@@ -125,11 +125,10 @@ class _RemoteSystem(System):
         return self._facts.get(pid, {}).get(name, before)
 
 
-class _RemoteTail(Tail):
-    """The tail of a rank whose records are on another machine."""
+class _NoRecords:
+    """Of a rank on another machine, whose warden reads them there."""
 
-    def __init__(self) -> None:
-        """Nothing is read."""
+    table: Mapping[str, Any] = {}
 
     def new(self) -> list[FlightEvent]:
         return []

@@ -70,23 +70,19 @@ def find_stall(
         now: nanoseconds of CLOCK_MONOTONIC.
         own_loop: what ranks do between steps is not known.
     """
-    waits = {rank: progress.waits for rank, progress in ranks.items()}
-    for cause in ("died", "stopped"):
-        culprits = [rank for rank in ranks if (facts[rank].gone if cause == "died" else facts[rank].stopped)]
+    absent = [rank for rank in ranks if not ranks[rank].waits]
+    culprits_of: dict[StallCause, list[int]] = {  # in this order: the first cause that some rank has is the one
+        "died": [rank for rank in ranks if facts[rank].gone],
+        "stopped": [rank for rank in ranks if facts[rank].stopped],
+        "slow": [rank for rank in absent if facts[rank].busy],
+        "input": [rank for rank in absent if ranks[rank].phase == "input"],
+        "outside": [rank for rank in absent if own_loop and ranks[rank].phase in ("other", "")],
+        "drive": [rank for rank in absent if facts[rank].on_drive],
+        "stuck": absent,
+    }
+    for cause, culprits in culprits_of.items():
         if culprits:
             return _of_some(cause, culprits, ranks, now)
-    absent = [rank for rank in ranks if not waits[rank]]
-    busy = [rank for rank in absent if facts[rank].busy]
-    if busy:
-        return _of_some("slow", busy, ranks, now)
-    if reading := [rank for rank in absent if ranks[rank].phase == "input"]:
-        return _of_some("input", reading, ranks, now)
-    if own_loop and (outside := [rank for rank in absent if ranks[rank].phase in ("other", "")]):
-        return _of_some("outside", outside, ranks, now)
-    if on_drive := [rank for rank in absent if facts[rank].on_drive]:
-        return _of_some("drive", on_drive, ranks, now)
-    if absent:
-        return _of_some("stuck", absent, ranks, now)
     return _apart(ranks, now)
 
 

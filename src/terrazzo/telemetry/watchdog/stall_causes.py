@@ -105,6 +105,7 @@ STALL_CAUSES: dict[StallCause, StallCauseRow] = {
         "All ranks are in {exchange}, which does not end. {waited}. See the network between them.",
     ),
 }
+"""In the guide's order; which goes first where several apply, `find_stall` says."""
 
 SLOWED_BY_SIGNALS = (
     "{who} is slow: a signal stops it again and again (SIGSTOP), for {share:.0%} of the time. It is not ended for it."

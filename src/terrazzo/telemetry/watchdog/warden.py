@@ -21,23 +21,22 @@ from terrazzo.engine.runtime.system import (
     birth_of,
     is_stopped,
     is_traced,
-    oom_kills,
     processor_s,
     state_of,
     waits_for_drive,
 )
 from terrazzo.exit_codes import FAILED, STALLED
 from terrazzo.telemetry.watchdog.evidence import Suspect, keep_evidence
+from terrazzo.telemetry.watchdog.memory_kills import MemoryKills
 from terrazzo.telemetry.watchdog.other_machines import OtherMachines
 from terrazzo.telemetry.watchdog.recording import ASK, Recording
 from terrazzo.telemetry.watchdog.stall import GONE, Stall
 from terrazzo.telemetry.watchdog.warden_links import RunMachine, WardenLinks
-from terrazzo.telemetry.watchdog.watchdog import Patience, System, Watchdog
+from terrazzo.telemetry.watchdog.watchdog import LOOK_EVERY_S, Patience, System, Watchdog
 from terrazzo.telemetry.watchdog.watched_rank import END, SHOW_THREADS, TASK
 
 __all__ = ["Warden"]
 
-_EVERY_S = 0.25
 _TOGETHER_S = 0.02
 """Ranks that end within that have been ended by somebody."""
 _TOGETHER_ELSEWHERE_S = 1.0
@@ -45,7 +44,7 @@ _GRACE_S = 2.0
 """For a rank to end when it is told to, before it is killed."""
 
 
-class _WatchedRank:
+class _ObservedRank:
     """One rank, seen from here.
 
     Args:
@@ -137,13 +136,13 @@ class Warden:
     def __init__(
         self, ranks: Sequence[Mapping[str, Any]], patience: Patience, links: WardenLinks | None = None
     ) -> None:
-        self._ranks = [_WatchedRank(each) for each in ranks]
-        here = {each.rank: (each.recording.tail, each.pid) for each in self._ranks}
+        self._ranks = [_ObservedRank(description) for description in ranks]
+        here = {rank.rank: (rank.recording.tail, rank.pid) for rank in self._ranks}
         self._others = None if links is None else OtherMachines(links, patience)
         system = System() if self._others is None else self._others.system
         elsewhere = {} if self._others is None else self._others.ranks()
         self._watchdog = Watchdog(here | elsewhere, patience, system, say=_say)
-        self._oom_kills, self._has_said_who_died = oom_kills(), False
+        self._memory_kills, self._has_said_who_died = MemoryKills(), False
 
     def run(self) -> None:
         """Look after the ranks until then."""
@@ -156,9 +155,9 @@ class Warden:
             self._others.leave(self._report(), stall)
         if stall is not None:
             self._end(stall)
-        for each in self._ranks:
-            if not self._watchdog.progress_of[each.rank].has_left:  # who has, has done so itself
-                each.recording.save()
+        for rank in self._ranks:
+            if not self._watchdog.progress_of[rank.rank].has_left:  # who has, has done so itself
+                rank.recording.save()
 
     def _look(self) -> Stall | None:
         """Why the run stands still, as is seen from here, or as another machine's warden has found."""
@@ -168,7 +167,7 @@ class Warden:
         self._others.send(self._report())
         if (stall := self._others.take_reports(progress_of)) is not None:
             return stall
-        here = {each.rank: progress_of[each.rank] for each in self._ranks}
+        here = {rank.rank: progress_of[rank.rank] for rank in self._ranks}
         if self._others.any_silent(_say):
             return self._others.cut_off(here)
         return self._watchdog.look()
@@ -176,32 +175,32 @@ class Warden:
     def _report(self) -> dict[str, Any]:
         """What other machines need to know of the ranks here."""
         now, ranks = time.monotonic_ns(), {}
-        for each in self._ranks:
-            progress = self._watchdog.progress_of[each.rank]
-            ranks[each.rank] = each.facts() | {"newest": progress.newest, "left": progress.has_left}
-            ranks[each.rank]["table"] = {name: progress.table.get(name, "?") for name in ("host", "pid")}
-            if now - progress.newest > _EVERY_S * 4e9:
-                ranks[each.rank]["progress"] = progress.to_json()
+        for rank in self._ranks:
+            progress = self._watchdog.progress_of[rank.rank]
+            ranks[rank.rank] = rank.facts() | {"newest": progress.newest, "left": progress.has_left}
+            ranks[rank.rank]["table"] = {name: progress.table.get(name, "?") for name in ("host", "pid")}
+            if now - progress.newest > LOOK_EVERY_S * 4e9:
+                ranks[rank.rank]["progress"] = progress.to_json()
         return {"ranks": ranks}
 
     def _all_ended(self) -> bool:
         self._watchdog.read()
-        return all(each.is_gone or self._watchdog.progress_of[each.rank].has_left for each in self._ranks)
+        return all(rank.is_gone or self._watchdog.progress_of[rank.rank].has_left for rank in self._ranks)
 
     def _sleep(self) -> None:
         """For a while, or until a rank has ended."""
         waiting = select.poll()
-        for each in self._ranks:
-            if each.watch >= 0 and not each.is_gone:
-                waiting.register(each.watch, select.POLLIN)
-        waiting.poll(_EVERY_S * 1e3)
+        for rank in self._ranks:
+            if rank.watch >= 0 and not rank.is_gone:
+                waiting.register(rank.watch, select.POLLIN)
+        waiting.poll(LOOK_EVERY_S * 1e3)
 
     def _say_who_died(self) -> None:
         """Name the first rank that has ended without a word, while others may still show what they wait for.
 
         Where one has left in order, or all end at once, somebody has ended the run, and knows why.
         """
-        if self._has_said_who_died or not any(each.is_gone for each in self._ranks):
+        if self._has_said_who_died or not any(rank.is_gone for rank in self._ranks):
             return
         self._has_said_who_died = True
         time.sleep(_TOGETHER_S)
@@ -210,31 +209,31 @@ class Warden:
             return
         stall = self._watchdog.why()
         evidence = keep_evidence(self._suspects, stall, FAILED)
-        now = oom_kills()
-        of_memory = now is not None and self._oom_kills is not None and now > self._oom_kills
-        more = "The kernel's out-of-memory killer has ended a process here meanwhile." if of_memory else ""
-        _say(" ".join(filter(None, [stall.text, more, evidence])))
+        killed = (
+            "The kernel's out-of-memory killer has ended a process here meanwhile." if self._memory_kills.count else ""
+        )
+        _say(" ".join(filter(None, [stall.text, killed, evidence])))
 
     @property
     def _suspects(self) -> list[Suspect]:
-        return [Suspect(each.rank, each.pid, each.recording, each.ask) for each in self._ranks]
+        return [Suspect(rank.rank, rank.pid, rank.recording, rank.ask) for rank in self._ranks]
 
     def _end(self, stall: Stall) -> None:
         """Everything is kept before anything ends."""
         evidence = keep_evidence(self._suspects, stall)
-        for each in self._ranks:
-            each.recording.save()
+        for rank in self._ranks:
+            rank.recording.save()
         _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {evidence}".rstrip())
         if self._others is not None:  # they have heard of it, and do the same: who is ended first fails the others
             time.sleep(_TOGETHER_ELSEWHERE_S)
-        for each in self._ranks:
-            if not is_stopped(each.pid):
-                each.end(stall.text)
+        for rank in self._ranks:
+            if not is_stopped(rank.pid):
+                rank.end(stall.text)
         deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline and not all(each.is_gone or is_stopped(each.pid) for each in self._ranks):
+        while time.monotonic() < deadline and not all(rank.is_gone or is_stopped(rank.pid) for rank in self._ranks):
             time.sleep(0.05)
-        for each in self._ranks:
-            each.kill()
+        for rank in self._ranks:
+            rank.kill()
 
 
 def _say(text: str) -> None:

@@ -11,17 +11,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, waits_for_drive
-from terrazzo.telemetry.flight.ring import Tail
+from terrazzo.telemetry.flight.ring import FlightEvent
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 from terrazzo.telemetry.watchdog.repeated_stops import RepeatedStops
 from terrazzo.telemetry.watchdog.stall import GONE, ProcessFacts, Stall, find_stall, hindered
 
-__all__ = ["Patience", "System", "Watchdog"]
+__all__ = ["LOOK_EVERY_S", "Patience", "RecordSource", "System", "Watchdog"]
 
-_EVERY_S = 0.25
+LOOK_EVERY_S = 0.25
 _LATE_S = 2.0
 """A watchdog that looks so late was stopped itself, or the machine slept."""
 
@@ -45,6 +45,17 @@ class Patience(NamedTuple):
     stall_s: float
     timeout_s: float
     own_loop: bool = False
+
+
+class RecordSource(Protocol):
+    """What a rank has recorded, as a `Tail` of its ring has it."""
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        """The names in its records."""
+
+    def new(self) -> list[FlightEvent]:
+        """Its events since the last call."""
 
 
 class System:
@@ -78,13 +89,13 @@ class Watchdog:
     """Looks at the records of all ranks, as often as it is called, and four times a second at most.
 
     Args:
-        ranks: of each the tail of its ring, and the number of its process.
+        ranks: of each what it records, and the number of its process.
         say: told of a rank that is slow, or waits for data.
     """
 
     def __init__(
         self,
-        ranks: Mapping[int, tuple[Tail, int]],
+        ranks: Mapping[int, tuple[RecordSource, int]],
         patience: Patience,
         system: System | None = None,
         say: Callable[[str], object] = lambda text: print(text, file=sys.stderr, flush=True),
@@ -106,7 +117,7 @@ class Watchdog:
         """Why the run stands still, if it does for good; what may still go on is said, once."""
         now = self._system.now()
         since_looked = now - self._looked
-        if since_looked < _EVERY_S * 1e9:
+        if since_looked < LOOK_EVERY_S * 1e9:
             return None
         self._looked = now
         self.read()

@@ -17,9 +17,10 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-from terrazzo.engine.runtime.system import is_ending, is_stopped, oom_kills
+from terrazzo.engine.runtime.system import is_ending, is_stopped
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry.watchdog.evidence import Suspect
+from terrazzo.telemetry.watchdog.memory_kills import MemoryKills
 from terrazzo.telemetry.watchdog.recording import ASK, DESCRIPTORS, Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
@@ -195,7 +196,7 @@ class LocalRanks:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": RUN_ID,  # which says to others that ranks are started already
         }
-        self._oom_kills = oom_kills()
+        self._memory_kills = MemoryKills()
         self.ranks: list[LocalRank] = []
         self.stall: Stall | None = None
         self.recordings: list[Recording] = []
@@ -272,8 +273,7 @@ class LocalRanks:
     @property
     def oom_kills(self) -> int | None:
         """Processes that the kernel has ended for want of memory since ranks were started; None where it is silent."""
-        now = oom_kills()
-        return None if now is None or self._oom_kills is None else now - self._oom_kills
+        return self._memory_kills.count
 
     def end(self) -> None:
         """Kill those that are left, and wait for them as long as that can help."""

@@ -1,0 +1,20 @@
+"""How many processes the kernel has ended for want of memory while somebody looked after ranks."""
+
+from __future__ import annotations
+
+from terrazzo.engine.runtime.system import oom_kills
+
+__all__ = ["MemoryKills"]
+
+
+class MemoryKills:
+    """Counts from when it is made."""
+
+    def __init__(self) -> None:
+        self._before = oom_kills()
+
+    @property
+    def count(self) -> int | None:
+        """Since then; None where the kernel does not tell."""
+        now = oom_kills()
+        return None if now is None or self._before is None else now - self._before
