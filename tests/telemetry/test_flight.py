@@ -100,7 +100,7 @@ def test_losses_are_the_same_to_the_bit_with_and_without(two_processes: Pool, tm
 @pytest.mark.processes
 def test_every_exchange_is_there_and_ranks_have_issued_the_same(flights: list[Flight]) -> None:
     """A step of two micro-batches: three units are gathered for forward and backward, and reduced, each time."""
-    one, other = ([told for told in flight.records if told.kind == EventKind.ISSUED] for flight in flights)
+    one, other = ([told for told in flight.events if told.kind == EventKind.ISSUED] for flight in flights)
     tracks = flights[0].table["tracks"]
     assert tracks == flights[1].table["tracks"]
     for mine, theirs in zip(one, other, strict=True):
@@ -111,7 +111,7 @@ def test_every_exchange_is_there_and_ranks_have_issued_the_same(flights: list[Fl
     assert 3 * 3 * 2 < counts[0] <= 2 * 3 * 3 * 2  # what backward begins with is here still
     unit_bytes = (32 * 32 + 128) // 2 * 4  # of the flat space, padded to 128 elements: half of it is sent
     assert {told.value for told in one if tracks[told.track][1] == "reduce_scatter"} == {unit_bytes}
-    steps = [told.ordinal for told in flights[0].records if told.kind == EventKind.STEP]
+    steps = [told.ordinal for told in flights[0].events if told.kind == EventKind.STEP]
     assert steps == [1, 2, 3]
     micro = {told.micro for told in one if tracks[told.track][1] == "reduce_scatter"}
     assert micro == {1, 2}
@@ -121,10 +121,10 @@ def test_every_exchange_is_there_and_ranks_have_issued_the_same(flights: list[Fl
 def test_no_exchange_ends_before_its_last_rank_has_come(flights: list[Flight]) -> None:
     issued: dict[Any, int] = defaultdict(int)
     for flight in flights:
-        for told in flight.records:
+        for told in flight.events:
             if told.kind == EventKind.ISSUED:
                 issued[told.track, told.ordinal] = max(issued[told.track, told.ordinal], told.time)
-    done = [told for flight in flights for told in flight.records if told.kind == EventKind.DONE]
+    done = [told for flight in flights for told in flight.events if told.kind == EventKind.DONE]
     assert len(done) >= 2 * (3 * 3 * 2 + 3 * 3 * 2)
     for told in done:
         assert issued[told.track, told.ordinal] <= told.time
@@ -208,7 +208,7 @@ def test_the_newest_records_are_kept_and_a_follower_that_was_overtaken_goes_on()
     seen = [told.ordinal for told in tail.new()]
     assert len(seen) >= CAPACITY - 1
     assert seen == list(range(CAPACITY + 10 - len(seen), CAPACITY + 10))
-    assert [told.ordinal for told in tail.flight().records] == list(range(10, CAPACITY + 10))
+    assert [told.ordinal for told in tail.flight().events] == list(range(10, CAPACITY + 10))
     written.write(EventKind.STEP, 0, (7, 0, 0))
     assert [told.ordinal for told in tail.new()] == [7]
 
@@ -218,10 +218,10 @@ def test_a_record_that_is_torn_is_left_out() -> None:
     written.describe(TABLE)
     for number in range(1, 4):
         written.write(EventKind.STEP, 0, (number, 0, 0))
-    at = ring._RECORDS_AT + 2 * 64
+    at = ring._EVENTS_AT + 2 * 64
     written._memory[at + 62 : at + 64] = b"\x07\x07"
     tail = Tail(written.descriptor)
-    assert [told.ordinal for told in tail.flight().records] == [1, 3]
+    assert [told.ordinal for told in tail.flight().events] == [1, 3]
     assert [told.ordinal for told in tail.new()] == [1]  # it may be written now
 
 
@@ -238,7 +238,7 @@ def test_the_memory_of_a_rank_that_was_killed_is_there(tmp_path: Path) -> None:
     (tmp_path / "flight").mkdir()
     save_flight(Tail(descriptor).flight())
     (flight,) = flights_of(tmp_path)
-    assert [told.ordinal for told in flight.records] == [5]
+    assert [told.ordinal for told in flight.events] == [5]
     os.close(descriptor)
 
 
@@ -271,14 +271,14 @@ def test_threads_that_name_things_at_once_lose_none_of_them(monkeypatch: pytest.
     for thread in threads:
         thread.join()
     wanted = sorted(f"{thread}.{number}" for thread in (1, 2, 3) for number in range(20))
-    table, records = Tail(memory.descriptor).flight()
+    table, events = Tail(memory.descriptor).flight()
     assert sorted(kind for _, kind, _ in table["tracks"]) == wanted
     assert sorted(table["names"]) == [*wanted, "slow"]
-    assert sorted(table["names"][record.track] for record in records) == [*wanted, "slow"]
+    assert sorted(table["names"][event.track] for event in events) == [*wanted, "slow"]
     os.close(memory.descriptor)
 
 
-def test_a_table_that_cannot_be_read_is_the_one_before_and_records_wait_for_the_first() -> None:
+def test_a_table_that_cannot_be_read_is_the_one_before_and_events_wait_for_the_first() -> None:
     written = Ring(Ring.memory())
     tail = Tail(written.descriptor)
     written.write(EventKind.STEP, 0, (1, 0, 0))
@@ -348,9 +348,9 @@ def test_a_run_that_has_recorded_nothing_is_said(tmp_path: Path) -> None:
     ended = tmp_path / "flight" / "rank-00000.ended"
     whole = flight_of((1, EventKind.STEP, 0, 0, 1)).as_bytes()
     ended.write_bytes(whole)
-    assert [told.ordinal for told in flights_of(tmp_path)[0].records] == [1]
+    assert [told.ordinal for told in flights_of(tmp_path)[0].events] == [1]
     ended.write_bytes(whole[:-10])  # a full disk
-    assert flights_of(tmp_path)[0].records == []
+    assert flights_of(tmp_path)[0].events == []
     no_table = flight_of().as_bytes().replace(b'"rank"', b'"tank"')
     for damaged in (b"of something else", whole[:30], whole[:60], no_table):
         ended.write_bytes(damaged)
@@ -365,7 +365,7 @@ def test_a_run_that_goes_on_is_read_from_its_memory_and_one_of_another_machine_i
     live = {"pid": os.getpid(), "descriptor": written.descriptor, "boot": folder.boot_id()}
     (tmp_path / "flight").mkdir()
     (tmp_path / "flight" / "rank-00000.live").write_text(json.dumps(live))
-    assert [told.ordinal for told in flights_of(tmp_path)[0].records] == [5]
+    assert [told.ordinal for told in flights_of(tmp_path)[0].events] == [5]
     result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(tmp_path / "it.json")])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "it.json").read_text())["otherData"] == {"ranks": 1, "hosts": ["a"]}

@@ -92,7 +92,7 @@ def train(folder: Path, how: str, stall_s: float = 0.5) -> list[Done]:
 
 
 def steps_of(folder: Path) -> list[list[int]]:
-    return [[told.ordinal for told in each.records if told.kind == EventKind.STEP] for each in flights_of(folder)]
+    return [[told.ordinal for told in each.events if told.kind == EventKind.STEP] for each in flights_of(folder)]
 
 
 def test_a_stopped_rank_is_named_and_all_is_kept_before_the_others_end_with_a_code_of_their_own(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class WardenUnderTest:
         places = [RunMachine("ab"[each], "127.0.0.1", listeners[each].getsockname()[1], [each]) for each in range(2)]
         self.number, self.links = number, WardenLinks(places, number, "key", listeners[number])
         self.others, self.progress = OtherMachines(self.links, Patience(0.5, 600)), RankProgress()
-        self.progress.take(ranks.tails[number].table, ranks.tails[number].flight().records)
+        self.progress.take(ranks.tails[number].table, ranks.tails[number].flight().events)
         self.progress_of = {0: RankProgress(), 1: RankProgress(), number: self.progress}
 
     def message(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_a_machine_that_was_reached_and_never_heard_is_cut_off_where_its_kernel_
     ranks.step()
     ranks.wait(0)
     progress = RankProgress()
-    progress.take(ranks.tails[0].table, ranks.tails[0].flight().records)
+    progress.take(ranks.tails[0].table, ranks.tails[0].flight().events)
     others = OtherMachines(WardenLinks(places, 0, "key", listener, reached), Patience(0.5, 600))
     deadline, found = time.monotonic() + (20 if cut else 1.0), None
     while found is None and time.monotonic() < deadline:

@@ -65,7 +65,7 @@ class Ranks:
     def stall(self, facts: Mapping[int, ProcessFacts] | None = None, later_s: float = 21.0) -> Stall:
         progress_of = {rank: RankProgress() for rank in range(len(self.ranks))}
         for rank, tail in enumerate(self.tails):
-            progress_of[rank].take(tail.table, tail.flight().records)
+            progress_of[rank].take(tail.table, tail.flight().events)
         all_facts = {rank: ProcessFacts("S", False) for rank in progress_of} | dict(facts or {})
         return find_stall(progress_of, all_facts, time.monotonic_ns() + int(later_s * S))
 
@@ -131,12 +131,12 @@ def test_a_wait_whose_end_was_written_over_is_forgotten(ranks: Ranks) -> None:
     ranks.wait(0, ordinal=90)
     ranks.ranks[0].waited(0, 90, 0.0)
     ranks.wait(0, ordinal=91)
-    records = ranks.tails[0].flight().records
-    ended = next(index for index, told in enumerate(records) if told.kind == EventKind.WAITED)
+    events = ranks.tails[0].flight().events
+    ended = next(index for index, told in enumerate(events) if told.kind == EventKind.WAITED)
     progress = RankProgress()
-    progress.take(ranks.tails[0].table, records[:ended])
+    progress.take(ranks.tails[0].table, events[:ended])
     assert [key[-1] for key in progress.waits] == [90]
-    progress.take(ranks.tails[0].table, records[ended + 1 :])
+    progress.take(ranks.tails[0].table, events[ended + 1 :])
     assert [key[-1] for key in progress.waits] == [91]
 
 
@@ -151,7 +151,7 @@ def test_the_newest_step_is_known_though_the_next_has_left_no_room_for_its_recor
         recorder.step_done(811)
         for _ in range(CAPACITY + 1):
             ring.write(EventKind.DONE, 0)
-        assert not any(told.kind == EventKind.STEP for told in recording.tail.flight().records)
+        assert not any(told.kind == EventKind.STEP for told in recording.tail.flight().events)
         assert (recording.step, recording.at) == (811, ", in step 812")
         recorder.phase("backward")
         assert recording.at == ", in phase backward of step 812"
@@ -603,5 +603,5 @@ def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
     done, _ = launch(tmp_path, "killed")
     assert done.returncode == 1
     assert re.search(r"Rank 1 was ended by SIGKILL .*, in phase forward of step 3; the other", done.stderr), done.stderr
-    steps = [[told.ordinal for told in flight.records if told.kind == 9] for flight in flights_of(tmp_path)]
+    steps = [[told.ordinal for told in flight.events if told.kind == 9] for flight in flights_of(tmp_path)]
     assert steps == [[1, 2], [1, 2]]

@@ -103,7 +103,7 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_cod
     assert len(saved) == 1
     assert json.loads((saved[0] / "manifest.json").read_text())["step"] == metrics(tmp_path, "train")[-1]["step"]
     flights = flights_of(tmp_path / "run")  # which the launcher has kept
-    assert {told.ordinal for flight in flights for told in flight.records[-40:] if told.kind == EventKind.STEP}
+    assert {told.ordinal for flight in flights for told in flight.events[-40:] if told.kind == EventKind.STEP}
     assert [flight.table["rank"] for flight in flights] == [0, 1]
     note = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert note == {

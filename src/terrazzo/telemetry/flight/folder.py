@@ -129,7 +129,7 @@ def _read_live(path: Path) -> Flight | None:
 
 
 def _memory(path: Path) -> Path | None:
-    """Where a rank's records are that has said so at `path`; None where that is on another machine."""
+    """Where a rank's events are that has said so at `path`; None where that is on another machine."""
     live = json.loads(path.read_text())
     return Path(f"/proc/{int(live['pid'])}/fd/{int(live['descriptor'])}") if live["boot"] == boot_id() else None
 

@@ -1,4 +1,4 @@
-"""`RingRecorder`: what the engine reports, written into a ring, a record of 64 bytes for each event."""
+"""`RingRecorder`: what the engine reports, written into a ring as events of 64 bytes."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from terrazzo.telemetry.steps.memory import resident_bytes
 __all__ = ["RingRecorder"]
 
 _TRACK_WITHOUT_NAME = 255
-"""The number of all tracks beyond the first 255: a record has a byte for it."""
+"""The number of all tracks beyond the first 255: an event has a byte for it."""
 
 _16 = 0xFFFF
 _RESIDENT_NS = 10**9
-"""Resident bytes are read once in so long: the system takes a hundred times as long for them as a record does."""
+"""Resident bytes are read once in so long: the system takes a hundred times as long for them as an event does."""
 
 
 class RingRecorder(Recorder):
-    """Writes a record of each event, and never waits.
+    """Writes what it is told as an event, and never waits.
 
     That is 1 µs of computing in a loop, and 10 µs where a product of matrices has had the caches before: what is called
-    often packs its record itself, which is half of what a call more would take.
+    often packs its event itself, which is half of what a call more would take.
 
     Args:
         ring: where to.
@@ -55,7 +55,7 @@ class RingRecorder(Recorder):
 
     def __init__(self, ring: Ring, rank: int, world: int) -> None:
         self._ring, self._ledger, self._write = ring, Ledger(), ring.write
-        self._next, self._rows = ring.next, ring.records
+        self._next, self._rows = ring.next, ring.rows
         self._resident, self._resident_at = 0, -_RESIDENT_NS
         self._numbers: dict[str, int] = {}
         self._describing = threading.RLock()  # re-entrant: a finalizer that records may run while it is held

@@ -1,7 +1,7 @@
-"""A ring of records of 64 bytes in shared memory: what a rank did last, for whoever has the memory when it is gone.
+"""A ring of events of 64 bytes in shared memory: what a rank did last, for whoever has the memory when it is gone.
 
-Behind a page of numbers stand two places for a table of names, of which one holds at a time, and then the records. A
-record is torn while it is written: its number stands in it twice, first and last.
+Behind a page of numbers stand two places for a table of names, of which one holds at a time, and then the events. An
+event is torn while it is written: its number stands in it twice, first and last.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ __all__ = [
 ]
 
 CAPACITY = 1 << 15
-"""Records: 2 MiB, a few steps of a large model and many of a small one."""
+"""Events: 2 MiB, a few steps of a large model and many of a small one."""
 
 FIELDS = {"rank", "world", "pid", "host", "boot", "units", "names", "tracks", "groups"}
 """Of a table, which may have others."""
 
 LAST = CAPACITY - 1
 _BATCH = 128
-"""Records that are read at once."""
+"""Events that are read at once."""
 
 _MAGIC, _VERSION = b"TZFLIGHT", 1
-_HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of a record, capacity
+_HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of an event, capacity
 _PLACE = struct.Struct("<Q")  # of the table: where it is, and how long
 _STEPS = struct.Struct("<Q")  # one more than the number of the newest step; 0 before the first
 _PLACE_AT, _STEPS_AT, _PAGE, _TABLE_BYTES = 64, 128, 4096, 512 << 10
-_RECORDS_AT = _PAGE + 2 * _TABLE_BYTES
-_RECORD = struct.Struct("<QQQQQQIIBBBBHH")
-pack, now_ns = _RECORD.pack_into, time.monotonic_ns
+_EVENTS_AT = _PAGE + 2 * _TABLE_BYTES
+_EVENT = struct.Struct("<QQQQQQIIBBBBHH")
+pack, now_ns = _EVENT.pack_into, time.monotonic_ns
 _DTYPE = np.dtype(
     [
         *[(name, "<u8") for name in ("time", "sequence", "ordinal", "since", "value", "live")],
@@ -88,7 +88,7 @@ class FlightEvent(NamedTuple):
 
     Attributes:
         time: when it was.
-        sequence: number among all records of the rank, from 1 on.
+        sequence: number among all events of the rank, from 1 on.
         ordinal: of an exchange, on its track; of a step, its number.
         since: when that had begun which ends here; 0 if nothing does.
         value: bytes sent, moved, or of a step resident; of an exchange that is done, when all ranks were there.
@@ -97,7 +97,7 @@ class FlightEvent(NamedTuple):
         number: of the forward or backward that an exchange is for.
         purpose: of an exchange, as in its `Label`.
         kind: an `EventKind`.
-        track: of an exchange; of all other records a name, as in the table.
+        track: of an exchange; of all other events a name, as in the table.
         micro: forwards so far in this step.
     """
 
@@ -118,23 +118,23 @@ class FlightEvent(NamedTuple):
 
 
 class Ring:
-    """One rank's records, the newest in the place of the oldest.
+    """One rank's events, the newest in the place of the oldest.
 
     Args:
         descriptor: of shared memory, as `Ring.memory` makes it.
 
     Attributes:
-        next: the number of a new record, which belongs at 64 × (that & LAST) of `records`.
-        records: where they are, as bytes. `write` shows how one is packed; who writes often does so without that call.
-        micro: what is written into each record.
+        next: the number of a new event, which belongs at 64 × (that & LAST) of `rows`.
+        rows: where they are, as bytes. `write` shows how one is packed; who writes often does so without that call.
+        micro: what is written into each event.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _RECORDS_AT + CAPACITY * _RECORD.size)
-        _HEAD.pack_into(self._memory, 0, _MAGIC, _VERSION, _RECORD.size, CAPACITY)
+        self._memory = mmap.mmap(descriptor, _EVENTS_AT + CAPACITY * _EVENT.size)
+        _HEAD.pack_into(self._memory, 0, _MAGIC, _VERSION, _EVENT.size, CAPACITY)
         self.next, self._place = itertools.count(1).__next__, 1
-        self.records = memoryview(self._memory)[_RECORDS_AT:]
+        self.rows = memoryview(self._memory)[_EVENTS_AT:]
         self.micro = 0
 
     @staticmethod
@@ -145,7 +145,7 @@ class Ring:
         else:
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
-        os.ftruncate(descriptor, _RECORDS_AT + CAPACITY * _RECORD.size)
+        os.ftruncate(descriptor, _EVENTS_AT + CAPACITY * _EVENT.size)
         return descriptor
 
     def describe(self, table: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Ring:
         _PLACE.pack_into(self._memory, _PLACE_AT, start << 32 | len(text))
 
     def note_step(self, step: int) -> None:
-        """Put down the newest step that has ended, where no record takes its place."""
+        """Put down the newest step that has ended, where no event takes its place."""
         _STEPS.pack_into(self._memory, _STEPS_AT, step + 1)
 
     def write(
@@ -170,31 +170,31 @@ class Ring:
         live: int = 0,
         of: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """Append a record of now; any thread may.
+        """Append an event of now; any thread may.
 
         Args:
             numbers: its `ordinal`, `since` and `value`.
             of: its `unit`, `number` and `purpose`.
         """
         n = self.next()
-        pack(self.records, (n & LAST) * 64, now_ns(), n, *numbers, live, *of, kind, track, 0, self.micro, n & 0xFFFF)
+        pack(self.rows, (n & LAST) * 64, now_ns(), n, *numbers, live, *of, kind, track, 0, self.micro, n & 0xFFFF)
 
 
 class Flight(NamedTuple):
-    """What one rank has recorded: its table, and its records, oldest first."""
+    """What one rank has recorded: its table, and its events, oldest first."""
 
     table: Mapping[str, Any]
-    records: list[FlightEvent]
+    events: list[FlightEvent]
 
     def as_bytes(self) -> bytes:
         """As `read_flight` reads it."""
         text = json.dumps(self.table).encode()
-        head = _HEAD.pack(_MAGIC, _VERSION, _RECORD.size, 0) + struct.pack("<I", len(text))
-        return b"".join([head, text, *(_RECORD.pack(*record) for record in self.records)])
+        head = _HEAD.pack(_MAGIC, _VERSION, _EVENT.size, 0) + struct.pack("<I", len(text))
+        return b"".join([head, text, *(_EVENT.pack(*event) for event in self.events)])
 
 
 class Tail:
-    """Reads a ring that is written meanwhile: each record once.
+    """Reads a ring that is written meanwhile: each event once.
 
     Args:
         descriptor: of its memory.
@@ -218,7 +218,7 @@ class Tail:
 
     @property
     def step(self) -> int | None:
-        """The newest step that has ended, though its record may be there no more; None before the first."""
+        """The newest step that has ended, though its event may be there no more; None before the first."""
         (steps,) = _STEPS.unpack_from(self._memory, _STEPS_AT)
         return int(steps) - 1 if steps else None
 
@@ -234,27 +234,27 @@ class Tail:
             events += batch
             self._seen = batch[-1].sequence
         if self._at(self._seen + 1).sequence > self._seen + 1:  # overtaken
-            events += [each for each in _whole(self._memory[_RECORDS_AT:]) if each.sequence > self._seen]
+            events += [each for each in _whole(self._memory[_EVENTS_AT:]) if each.sequence > self._seen]
             self._seen = events[-1].sequence if events else self._seen
         return events
 
     def flight(self) -> Flight:
         """All of it."""
-        return Flight(self.table, _whole(self._memory[_RECORDS_AT:]))
+        return Flight(self.table, _whole(self._memory[_EVENTS_AT:]))
 
     def _run(self, first: int) -> list[FlightEvent]:
-        """Records from that number on that stand one behind the other, as far as they are whole; not all, as a rule."""
+        """Events from that number on that stand one behind the other, as far as they are whole; not all, as a rule."""
         place = first % CAPACITY
-        start, count = _RECORDS_AT + place * 64, min(_BATCH, CAPACITY - place)
+        start, count = _EVENTS_AT + place * 64, min(_BATCH, CAPACITY - place)
         events = []
-        for sequence, values in enumerate(_RECORD.iter_unpack(self._memory[start : start + count * 64]), first):
+        for sequence, values in enumerate(_EVENT.iter_unpack(self._memory[start : start + count * 64]), first):
             if values[1] != sequence or values[-1] != sequence & 0xFFFF:
                 break
             events.append(FlightEvent._make(values))
         return events
 
     def _at(self, sequence: int) -> FlightEvent:
-        event = FlightEvent._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
+        event = FlightEvent._make(_EVENT.unpack_from(self._memory, _EVENTS_AT + sequence % CAPACITY * 64))
         return event if event.check == event.sequence & 0xFFFF else event._replace(sequence=0)
 
 
@@ -270,7 +270,7 @@ def read_flight(path: Path) -> Flight:
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
         magic, version, size, capacity = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
-        if (magic, version, size) == (_MAGIC, _VERSION, _RECORD.size):
+        if (magic, version, size) == (_MAGIC, _VERSION, _EVENT.size):
             if capacity:
                 return Tail(file.fileno()).flight()
             with contextlib.suppress(ValueError, struct.error):
@@ -282,8 +282,8 @@ def read_flight(path: Path) -> Flight:
 
 
 def _whole(data: bytes) -> list[FlightEvent]:
-    """Records that are not torn, oldest first."""
-    rows = np.frombuffer(data[: len(data) // _RECORD.size * _RECORD.size], _DTYPE)
+    """Events that are not torn, oldest first."""
+    rows = np.frombuffer(data[: len(data) // _EVENT.size * _EVENT.size], _DTYPE)
     rows = rows[rows["purpose"] <= max(Purpose)]
     rows = rows[(rows["sequence"] > 0) & (rows["sequence"] & 0xFFFF == rows["check"])]
     return [FlightEvent._make(row) for row in rows[np.argsort(rows["sequence"])].tolist()]

@@ -1,4 +1,4 @@
-"""Records as what began and ended: steps, phases, units, waits, exchanges, moves between tiers."""
+"""Events as what began and ended: steps, phases, units, waits, exchanges, moves between tiers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TableNames:
         self._table = table
 
     def name(self, event: FlightEvent) -> str:
-        """The name in a record that is of no exchange."""
+        """The name in an event that is of no exchange."""
         return self._of("names", event.track)
 
     def unit(self, index: int) -> str:
@@ -60,12 +60,12 @@ class TableNames:
 
 
 def spans_of(flight: Flight) -> list[FlightSpan]:
-    """All spans of one rank, in the order of their ends. What has not ended yet lasts until the newest record."""
+    """All spans of one rank, in the order of their ends. What has not ended yet lasts until the newest event."""
     collected = _SpanReader(TableNames(flight.table))
-    for event in flight.records:
+    for event in flight.events:
         collected.take(event)
-    if flight.records:
-        collected.close(max(event.time for event in flight.records))
+    if flight.events:
+        collected.close(max(event.time for event in flight.events))
     return collected.spans
 
 

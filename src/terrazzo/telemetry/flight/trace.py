@@ -48,7 +48,7 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
 def _clocks(flights: Sequence[Flight]) -> list[int]:
     """What is added to the times of each rank."""
     ends = [
-        {event.ordinal: event.time for event in flight.records if event.kind == EventKind.STEP} for flight in flights
+        {event.ordinal: event.time for event in flight.events if event.kind == EventKind.STEP} for flight in flights
     ]
     shifts = []
     for flight, own in zip(flights, ends, strict=True):
@@ -101,7 +101,7 @@ def _apart(spans: Iterable[FlightSpan]) -> list[list[FlightSpan]]:
 def _counters(flight: Flight, first: int, shift: int) -> Iterator[dict[str, Any]]:
     """Bytes of transient memory wherever they change, and resident ones at the end of steps."""
     before = -1
-    for event in flight.records:
+    for event in flight.events:
         if event.time < first:
             continue
         at = {"ph": "C", "pid": flight.table["rank"], "ts": (event.time + shift) / 1e3}

@@ -1,4 +1,4 @@
-"""What ranks that stand still were doing, kept before any is ended: where their threads are, and their records."""
+"""What ranks that stand still were doing, kept before any is ended: where their threads are, and their events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANSWER_S = 3.0
 """For a rank to write where its threads are: the interpreter's own handler does so, whatever holds its lock."""
 
 _NEWEST = 60
-"""Records of each rank that are written down in words."""
+"""Events of each rank that are written down in words."""
 
 
 class Suspect(NamedTuple):
@@ -114,8 +114,8 @@ def _by_system(pid: int) -> str:
 
 def _in_words(flight: Flight) -> Iterator[str]:
     names = TableNames(flight.table)
-    newest = flight.records[-1].time if flight.records else 0
-    for event in flight.records[-_NEWEST:]:
+    newest = flight.events[-1].time if flight.events else 0
+    for event in flight.events[-_NEWEST:]:
         kind = EventKind(event.kind)
         if kind in (EventKind.ISSUED, EventKind.DONE, EventKind.WAITS, EventKind.WAITED):
             axis, exchanged, _ = names.track(event.track)

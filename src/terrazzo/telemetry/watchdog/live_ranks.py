@@ -13,7 +13,7 @@ __all__ = ["LiveRanks"]
 
 
 class LiveRanks:
-    """The ranks of a run that goes on, by what they record; each record is read once.
+    """The ranks of a run that goes on, by what they record; each event is read once.
 
     Args:
         run: its folder.
@@ -30,8 +30,8 @@ class LiveRanks:
             self._tails = tails_of(self._run)
             self._progress_of = {rank: RankProgress() for rank in self._tails}
         for rank, tail in self._tails.items():
-            if records := tail.new():
-                self._progress_of[rank].take(tail.table, records)
+            if events := tail.new():
+                self._progress_of[rank].take(tail.table, events)
         now = time.monotonic_ns()
         there = {rank: progress for rank, progress in self._progress_of.items() if not progress.has_left}
         return [f"rank {rank:<4} {progress.line(now)}" for rank, progress in there.items()]

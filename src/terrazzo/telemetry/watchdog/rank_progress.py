@@ -57,13 +57,13 @@ class RankProgress:
         self.slowest: dict[str, int] = defaultdict(int)
         self._names, self._since = TableNames({}), 0
         self._waits: dict[tuple[int, int], FlightEvent] = {}
-        self._sequence = 0  # of the newest record
+        self._sequence = 0  # of the newest event
         self._issued: dict[int, dict[int, FlightEvent]] = defaultdict(dict)
 
-    def take(self, table: Mapping[str, Any], records: Iterable[FlightEvent]) -> None:
+    def take(self, table: Mapping[str, Any], events: Iterable[FlightEvent]) -> None:
         """Take in what it has recorded since the last call."""
         self.table, self._names = table, TableNames(table)
-        for event in records:
+        for event in events:
             self.newest = event.time if event.time > self.newest else self.newest
             if event.sequence != self._sequence + 1:  # overtaken: an end of these may be among what was lost
                 self._waits.clear()
@@ -140,7 +140,7 @@ class RankProgress:
         return {key: event for key, event in by_exchange.items() if key[1] != "update"}
 
     def line(self, now: int) -> str:
-        """Where it is at that moment, in nanoseconds of the clock of records, on one line."""
+        """Where it is at that moment, in nanoseconds of the clock of events, on one line."""
         parts = [f"step {self.step + 1}", self.phase or "setup", *([self.unit] if self.unit else [])]
         for (_, kind, _, _), event in list(self.waits.items())[:1]:
             unit = self._names.moved(event) if event.purpose else None

@@ -54,7 +54,7 @@ class Recording:
         if (step := self.step) is None:
             return ""
         progress = RankProgress()
-        progress.take(self.tail.table, self.tail.flight().records)
+        progress.take(self.tail.table, self.tail.flight().events)
         return f", in {f'phase {progress.phase} of ' if progress.phase else ''}step {step + 1}"
 
     @property

@@ -52,7 +52,7 @@ class RecordSource(Protocol):
 
     @property
     def table(self) -> Mapping[str, Any]:
-        """The names in its records."""
+        """The names in its events."""
 
     def new(self) -> list[FlightEvent]:
         """Its events since the last call."""
@@ -75,7 +75,7 @@ class System:
         return processor_s(pid)
 
     def now(self) -> int:
-        """Nanoseconds of the clock that records have."""
+        """Nanoseconds of the clock that events have."""
         return time.monotonic_ns()
 
     def slept_s(self) -> float:
@@ -86,7 +86,7 @@ class System:
 
 
 class Watchdog:
-    """Looks at the records of all ranks, as often as it is called, and four times a second at most.
+    """Looks at the events of all ranks, as often as it is called, and four times a second at most.
 
     Args:
         ranks: of each what it records, and the number of its process.
@@ -109,7 +109,7 @@ class Watchdog:
         self._slept_s, self._is_said = self._system.slept_s(), False
         self._stopped_since: dict[int, int] = {}
         self._newest = 0
-        self._waited_for_drive: set[int] = set()  # ranks that have waited for a drive since the newest record
+        self._waited_for_drive: set[int] = set()  # ranks that have waited for a drive since the newest event
         self._used: tuple[int, dict[int, float]] | None = None
         self._stops = RepeatedStops(ranks)
 
@@ -157,8 +157,8 @@ class Watchdog:
     def read(self) -> None:
         """Take in what ranks have recorded."""
         for rank, tail in self._tails.items():
-            if records := tail.new():
-                self.progress_of[rank].take(tail.table, records)
+            if events := tail.new():
+                self.progress_of[rank].take(tail.table, events)
 
     def why(self) -> Stall:
         """The stall that is there now, without waiting for longer."""
