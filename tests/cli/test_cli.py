@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from terrazzo import cli
-from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.exit_codes import EXIT_CODES, UNREAD
+from terrazzo.errors import BadInput, Diverged, SaveFailed
+from terrazzo.exit_codes import DIVERGED, EXIT_CODES, UNREAD
 from tests.helpers import programs
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +59,8 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(
     assert "Traceback" not in shown.err
 
 
-@pytest.mark.parametrize(("error", "code"), [(BadInput, 2), (SaveFailed, 1), (OSError, 1)])
-def test_a_password_in_an_error_is_not_shown(
+@pytest.mark.parametrize(("error", "code"), [(BadInput, 2), (SaveFailed, 1), (Diverged, DIVERGED), (OSError, 1)])
+def test_an_error_ends_with_its_exit_code_and_shows_no_password(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[Exception], code: int
 ) -> None:
     def fails(*_: object) -> None:

@@ -24,8 +24,9 @@ How a verb is made:
   hands on typed values: options that belong together as one object (`PlanArguments`, `ContextOptions`,
   `HuggingFaceOptions`). In `checkpoint` and `config` each verb has a file of its name, with one function that does it:
   `VERB_checkpoint` or `VERB_config`, in the plural where it takes several (`diff_configs`), and `prune_folder`.
-- It raises `BadInput` for what is wrong with its arguments, which `main` prints, and ends by `typer.Exit(code)`. Errors
-  and runs have the codes of `terrazzo.exit_codes`. A verb that answers a question, such as `config check` or
+- It raises `BadInput` for what is wrong with its arguments, and ends by `typer.Exit(code)`. `main` prints the message
+  of an error that says all, of others the traceback, and ends with the error's exit code, one of
+  `terrazzo.exit_codes`. A verb that answers a question, such as `config check` or
   `checkpoint verify`, says in its docstring what its 1, or 2, answers.
 
 To add one: write the function, give it a row in `VERBS`, and name it in the list above. `python -m
@@ -34,6 +35,7 @@ tools.reference_pages` writes its page.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,18 +49,26 @@ from terrazzo.cli.checkpoint.commands import checkpoint
 from terrazzo.cli.config.commands import config
 from terrazzo.cli.init.command import init
 from terrazzo.cli.plan.command import plan
-from terrazzo.cli.plan.values import meant_option
+from terrazzo.cli.plan.values import answer_plan_option
 from terrazzo.cli.profile import profile
 from terrazzo.cli.report import report
 from terrazzo.cli.run import run
 from terrazzo.cli.shared.unread import ending_unread
-from terrazzo.cli.shared.verb import SCRIPTS_OWN, Mend, Verb, answering, as_setting, in_the_file, of_torchrun
+from terrazzo.cli.shared.verb import (
+    SCRIPTS_OWN,
+    OptionAnswer,
+    Verb,
+    answer_init_option,
+    answer_run_option,
+    answer_train_option,
+    verb_answering,
+)
 from terrazzo.cli.trace import trace
 from terrazzo.cli.train import train
 from terrazzo.cli.verdict import verdict
 from terrazzo.cli.watch import watch
 from terrazzo.config import without_passwords
-from terrazzo.errors import BadInput, SaveFailed, printable
+from terrazzo.errors import TerrazzoError, printable
 from terrazzo.exit_codes import FAILED, exit_codes_text
 
 __all__ = ["VERBS", "VerbRow", "app", "main"]
@@ -93,25 +103,25 @@ class VerbRow(NamedTuple):
 
     Attributes:
         function: its name is the verb's.
-        mend: answers an option that it does not have; None: in typer's words.
+        answer: to an option that it does not have; None: in typer's words.
         takes_script: what stands behind its first argument is a script's, options too.
         outlives_reader: it is not over when nobody reads its lines; others end with `UNREAD`.
         epilog: what `--help` ends with.
     """
 
     function: Callable[..., Any]
-    mend: Mend | None = None
+    answer: OptionAnswer | None = None
     takes_script: bool = False
     outlives_reader: bool = False
     epilog: str | None = None
 
 
 VERBS = (
-    VerbRow(init, in_the_file),
-    VerbRow(train, as_setting, outlives_reader=True, epilog=f"Exit codes: {exit_codes_text()}."),
-    VerbRow(run, of_torchrun, takes_script=True, outlives_reader=True),
+    VerbRow(init, answer_init_option),
+    VerbRow(train, answer_train_option, outlives_reader=True, epilog=f"Exit codes: {exit_codes_text()}."),
+    VerbRow(run, answer_run_option, takes_script=True, outlives_reader=True),
     VerbRow(profile, takes_script=True, outlives_reader=True),
-    VerbRow(plan, meant_option),
+    VerbRow(plan, answer_plan_option),
     VerbRow(verdict),
     VerbRow(report),
     VerbRow(watch),
@@ -122,7 +132,7 @@ VERBS = (
 
 for row in VERBS:
     app.command(
-        cls=Verb if row.mend is None else answering(row.mend),
+        cls=Verb if row.answer is None else verb_answering(row.answer),
         context_settings=SCRIPTS_OWN if row.takes_script else None,
         epilog=row.epilog,
     )(row.function)
@@ -132,20 +142,27 @@ app.add_typer(config, name="config")
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    if sys.argv[1:2] in [[row.function.__name__] for row in VERBS if row.outlives_reader]:
+    verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    outlives_reader = any(row.outlives_reader for row in VERBS if row.function.__name__ == verb)
+    with contextlib.nullcontext() if outlives_reader else ending_unread():
         _run()
-    else:
-        with ending_unread():
-            _run()
 
 
 def _run() -> None:
     try:
         app()
-    except (BadInput, SaveFailed) as error:
-        message = printable(without_passwords(str(error)))  # names in it may come from a stranger's file
-        print(f"Error: {message}", file=sys.stderr)
+    except TerrazzoError as error:
+        if error.says_all:
+            message = printable(without_passwords(str(error)))  # names in it may come from a stranger's file
+            print(f"Error: {message}", file=sys.stderr)
+        else:
+            _print_traceback(error)
         sys.exit(error.exit_code)
-    except Exception as error:  # as Python would show it, but for passwords
-        print(without_passwords("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    except Exception as error:
+        _print_traceback(error)
         sys.exit(FAILED)
+
+
+def _print_traceback(error: Exception) -> None:
+    """As Python would show it, but for passwords."""
+    print(without_passwords("".join(traceback.format_exception(error))), end="", file=sys.stderr)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.config.options import (
-    AllOption,
-    ContextOptions,
-    FileArgument,
-    FromOption,
-    LibraryOption,
-    LoadDtypeOption,
-    ModelOption,
-    TrainerOption,
-    WorldOption,
-)
+from terrazzo.cli.config.options import CONTEXT_PARAMETERS, AllOption, ContextOptions, FileArgument, FromOption
 from terrazzo.cli.shared.arguments import AsJsonOption
+from terrazzo.cli.shared.parameters import with_parameters
 from terrazzo.cli.shared.verb import Verb
 
 __all__ = ["config"]
@@ -31,16 +22,13 @@ config = typer.Typer(
 
 
 @config.command(cls=Verb)
-def explain(  # structure: signature fixed by the command line
+@with_parameters(CONTEXT_PARAMETERS, before="everything")
+def explain(
     file: FileArgument,
     name: FromOption = None,
-    world: WorldOption = None,
-    model: ModelOption = None,
-    load_dtype: LoadDtypeOption = None,
-    trainer: TrainerOption = None,
-    library: LibraryOption = None,
     everything: AllOption = False,
     as_json: AsJsonOption = False,
+    **context: Any,
 ) -> None:
     """Say what a configuration means: the row of the table, and what the file sets with its effective value.
 
@@ -48,20 +36,16 @@ def explain(  # structure: signature fixed by the command line
     """
     from terrazzo.cli.config.explain import explain_config  # imports torch, which --help can do without
 
-    context = ContextOptions(world, model, load_dtype, trainer, library)
-    explain_config(file, name, context, everything, as_json)
+    explain_config(file, name, ContextOptions(**context), everything, as_json)
 
 
 @config.command(cls=Verb)
-def check(  # structure: signature fixed by the command line
+@with_parameters(CONTEXT_PARAMETERS, before="as_json")
+def check(
     file: FileArgument,
     name: FromOption = None,
-    world: WorldOption = None,
-    model: ModelOption = None,
-    load_dtype: LoadDtypeOption = None,
-    trainer: TrainerOption = None,
-    library: LibraryOption = None,
     as_json: AsJsonOption = False,
+    **context: Any,
 ) -> None:
     """Find what is wrong: misspelt and ignored keys, combinations that cannot work, batch arithmetic, the mesh.
 
@@ -69,10 +53,11 @@ def check(  # structure: signature fixed by the command line
     """
     from terrazzo.cli.config.check import check_config  # imports torch, which --help can do without
 
-    raise typer.Exit(check_config(file, name, ContextOptions(world, model, load_dtype, trainer, library), as_json))
+    raise typer.Exit(check_config(file, name, ContextOptions(**context), as_json))
 
 
 @config.command(cls=Verb)
+@with_parameters(CONTEXT_PARAMETERS, before="as_json")
 def convert(  # structure: signature fixed by the command line
     file: FileArgument,
     to: Annotated[str, typer.Option(metavar="DIALECT", help="the dialect to write; terrazzo is one of them")],
@@ -84,12 +69,8 @@ def convert(  # structure: signature fixed by the command line
     ] = None,
     partial: Annotated[bool, typer.Option("--partial", help="write although keys are refused, without them")] = False,
     name: FromOption = None,
-    world: WorldOption = None,
-    model: ModelOption = None,
-    load_dtype: LoadDtypeOption = None,
-    trainer: TrainerOption = None,
-    library: LibraryOption = None,
     as_json: AsJsonOption = False,
+    **context: Any,
 ) -> None:
     """Write a configuration in another dialect, and say of every key what has become of it.
 
@@ -99,25 +80,22 @@ def convert(  # structure: signature fixed by the command line
     """
     from terrazzo.cli.config.convert import Dialects, convert_config  # imports torch, which --help can do without
 
-    options = ContextOptions(world, model, load_dtype, trainer, library)
+    options = ContextOptions(**context)
     raise typer.Exit(convert_config(file, Dialects(name, to), options, out, partial, as_json))
 
 
 @config.command(cls=Verb)
+@with_parameters(CONTEXT_PARAMETERS, before="as_json")
 def diff(  # structure: signature fixed by the command line
     a: Annotated[Path, typer.Argument(metavar="A", help="A configuration in YAML, JSON or TOML.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any dialect.")],
     from_a: Annotated[str | None, typer.Option(metavar="DIALECT", help="A's dialect; default: as it looks")] = None,
     from_b: Annotated[str | None, typer.Option(metavar="DIALECT", help="B's dialect; default: as it looks")] = None,
-    world: WorldOption = None,
-    model: ModelOption = None,
-    load_dtype: LoadDtypeOption = None,
-    trainer: TrainerOption = None,
-    library: LibraryOption = None,
     as_json: AsJsonOption = False,
+    **context: Any,
 ) -> None:
     """Compare what two configurations mean, whatever their dialects. Exit code 0: the same. 1: different."""
     from terrazzo.cli.config.diff import diff_configs  # imports torch, which --help can do without
 
-    options = ContextOptions(world, model, load_dtype, trainer, library)
+    options = ContextOptions(**context)
     raise typer.Exit(diff_configs((a, b), (from_a, from_b), options, as_json))

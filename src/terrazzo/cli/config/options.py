@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-__all__ = [
-    "AllOption",
-    "ContextOptions",
-    "FileArgument",
-    "FromOption",
-    "LibraryOption",
-    "LoadDtypeOption",
-    "ModelOption",
-    "TrainerOption",
-    "WorldOption",
-]
+from terrazzo.cli.shared.parameters import option_parameter
+
+__all__ = ["CONTEXT_PARAMETERS", "AllOption", "ContextOptions", "FileArgument", "FromOption"]
 
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="A configuration in YAML, JSON or TOML, or a script of arguments.")
@@ -25,28 +18,8 @@ FileArgument = Annotated[
 FromOption = Annotated[
     str | None, typer.Option("--from", metavar="DIALECT", help="the file's dialect; default: as it looks")
 ]
-_PANEL = "What the file does not say"
-WorldOption = Annotated[int | None, typer.Option(min=1, help="number of ranks", rich_help_panel=_PANEL)]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME|PATH", help="a preset such as llama3-8b, or a config.json", rich_help_panel=_PANEL),
-]
 AllOption = Annotated[
     bool, typer.Option("--all", help="also what the library's defaults decide, and what is left to code")
-]
-LoadDtypeOption = Annotated[
-    str | None, typer.Option(help="dtype in which the model is loaded: fp32, bf16 or fp16", rich_help_panel=_PANEL)
-]
-TrainerOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="TrainingArguments that resolve 'auto'", rich_help_panel=_PANEL)
-]
-LibraryOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VERSION",
-        help="of the library that reads it, such as deepspeed=0.16.0: defaults have changed",
-        rich_help_panel=_PANEL,
-    ),
 ]
 
 
@@ -58,3 +31,22 @@ class ContextOptions(NamedTuple):
     load_dtype: str | None
     trainer: Path | None
     library: list[str] | None
+
+
+def _context_parameter(name: str, kind: Any, help: str, **more: Any) -> Parameter:
+    return option_parameter(name, kind, typer.Option(help=help, rich_help_panel="What the file does not say", **more))
+
+
+CONTEXT_PARAMETERS = (
+    _context_parameter("world", int, "number of ranks", min=1),
+    _context_parameter("model", str, "a preset such as llama3-8b, or a config.json", metavar="NAME|PATH"),
+    _context_parameter("load_dtype", str, "dtype in which the model is loaded: fp32, bf16 or fp16"),
+    _context_parameter("trainer", Path, "TrainingArguments that resolve 'auto'", metavar="FILE"),
+    _context_parameter(
+        "library",
+        list[str],
+        "of the library that reads it, such as deepspeed=0.16.0: defaults have changed",
+        metavar="NAME=VERSION",
+    ),
+)
+"""Those of `ContextOptions`, as all verbs have them."""

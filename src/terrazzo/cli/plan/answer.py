@@ -61,9 +61,9 @@ def _answer(source: PlanSource, arguments: PlanArguments, framework: Framework) 
         return _of_model(arguments, framework)
     if isinstance(source, FromCount):
         return _of_count(source.text, arguments)
-    from terrazzo.cli.plan.of_config import of_config  # imports the trainer
+    from terrazzo.cli.plan.plan_config import plan_config  # imports the trainer
 
-    return in_framework(of_config(source, arguments, _request(arguments, model=1)), framework)
+    return in_framework(plan_config(source, arguments, _request(arguments, model=1)), framework)
 
 
 def _of_model(arguments: PlanArguments, framework: Framework) -> Answer:

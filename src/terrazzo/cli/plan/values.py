@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments, PlanOption
-from terrazzo.cli.shared.verb import as_setting
+from terrazzo.cli.shared.verb import answer_train_option
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["by_option", "check_tier", "meant_option", "read_arguments"]
+__all__ = ["answer_plan_option", "by_option", "check_tier", "read_arguments"]
 
 OTHER_NAMES = {
     "--model": "preset name model-name model-path model-id hf hf-model checkpoint",
@@ -85,14 +85,14 @@ def check_tier(text: str) -> None:
     )
 
 
-def meant_option(option: str, value: str, words: list[str]) -> str | None:
+def answer_plan_option(option: str, value: str, words: list[str]) -> str | None:
     """Which option of `terrazzo plan` an unknown one means, by the names that other tools have; beside a file, which
     setting.
     """
     name = option.lstrip("-").replace("_", "-").lower()
     meant = _OTHERS.get(name)
     written = name in OTHER_NAMES["--emit"].split()  # a file behind it is no configuration that is planned
-    if not written and (setting := as_setting(option, value, words)):
+    if not written and (setting := answer_train_option(option, value, words)):
         return setting
     if meant is not None:
         return f"write {_usage(meant, value)}: {meant.help}."

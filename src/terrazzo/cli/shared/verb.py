@@ -13,9 +13,18 @@ from typer.core import TyperCommand
 from terrazzo.errors import BadInput
 from terrazzo.shell_command import terrazzo_command
 
-__all__ = ["SCRIPTS_OWN", "Mend", "Verb", "answering", "as_setting", "in_the_file", "of_torchrun"]
+__all__ = [
+    "SCRIPTS_OWN",
+    "OptionAnswer",
+    "Verb",
+    "answer_init_option",
+    "answer_run_option",
+    "answer_train_option",
+    "verb_answering",
+]
 
-Mend = Callable[[str, str, list[str]], str | None]
+OptionAnswer = Callable[[str, str, list[str]], str | None]
+"""What is said of an option that a verb does not have: gets the option, its value if one follows, and all arguments."""
 
 SCRIPTS_OWN = {"allow_interspersed_args": False}
 """Of a verb that takes a script: what stands behind that is the script's, options too."""
@@ -40,12 +49,8 @@ class Verb(TyperCommand):
         super().__init__(name, help=help and re.sub(r"(?<!\n)\n(?!\n)", " ", help), **rest)
 
 
-def answering(mend: Mend) -> type[Verb]:
-    """A verb that answers unknown options with `mend`, or with typer's own words where that has none.
-
-    Args:
-        mend: gets the option, its value if one follows, and all arguments.
-    """
+def verb_answering(answer_option: OptionAnswer) -> type[Verb]:
+    """A verb that answers options which it does not have, in typer's own words where `answer_option` has none."""
 
     class Answering(Verb):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -56,7 +61,7 @@ def answering(mend: Mend) -> type[Verb]:
                 answer = None
                 if type(error).__name__ == "NoSuchOption":  # of click, or of typer's own copy of it
                     option = str(getattr(error, "option_name", ""))
-                    answer = mend(option, _value(option, words), words)
+                    answer = answer_option(option, _value(option, words), words)
                 if answer is None:
                     raise
                 raise BadInput(f"'{option}' is no option of `terrazzo {self.name}`: {answer}") from None
@@ -64,7 +69,7 @@ def answering(mend: Mend) -> type[Verb]:
     return Answering
 
 
-def as_setting(option: str, value: str, words: list[str]) -> str | None:
+def answer_train_option(option: str, value: str, words: list[str]) -> str | None:
     """For verbs of a configuration: the setting, as it is written behind the file."""
     if option in _FILES:
         return f"the file stands without one: {value or 'FILE'}."
@@ -74,7 +79,7 @@ def as_setting(option: str, value: str, words: list[str]) -> str | None:
     return settings and f"settings stand behind the file, without dashes. Write {settings}."
 
 
-def in_the_file(option: str, value: str, words: list[str]) -> str | None:
+def answer_init_option(option: str, value: str, words: list[str]) -> str | None:
     """For `init`: what it writes has all settings."""
     if option in _FILES:
         return f"the file that it writes stands without one: {terrazzo_command()} init {value or 'FILE'}."
@@ -82,7 +87,7 @@ def in_the_file(option: str, value: str, words: list[str]) -> str | None:
     return settings and f"change the file that it writes, or train with {settings} behind that."
 
 
-def of_torchrun(option: str, value: str, words: list[str]) -> str | None:
+def answer_run_option(option: str, value: str, words: list[str]) -> str | None:
     """For `run`: how others say how many ranks there are."""
     return f"write --ranks {value or 'N'}." if option in _RANKS else None
 
@@ -92,8 +97,8 @@ def _value(option: str, words: list[str]) -> str:
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
-            following = words[index + 1 : index + 2]
-            return value if equals else "".join(each for each in following if not each.startswith("--"))
+            following = words[index + 1] if index + 1 < len(words) else ""
+            return value if equals else "" if following.startswith("--") else following
     return ""
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from terrazzo.telemetry.display.bounds import BOUNDS
 
-__all__ = ["Admits", "Edit", "edit_for"]
+__all__ = ["Admits", "Advice", "edit_for"]
 
 
-class Edit(NamedTuple):
+class Advice(NamedTuple):
     """What would help.
 
     Attributes:
@@ -33,7 +33,7 @@ Admits = Callable[[str], bool]
 ConfigValues = Mapping[str, Any]
 
 
-def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admits) -> Edit:
+def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admits) -> Advice:
     """A setting, or a sentence where no setting would help and can be.
 
     Args:
@@ -44,8 +44,8 @@ def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admit
     """
     for setting in _candidates(cause, axis, settings) if settings is not None else ():
         if admits(setting):
-            return Edit(setting, is_code=True)
-    return Edit(BOUNDS[cause].edit.format(axis=axis), is_code=False)
+            return Advice(setting, is_code=True)
+    return Advice(BOUNDS[cause].edit.format(axis=axis), is_code=False)
 
 
 def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from terrazzo.telemetry.display.bounds import BOUNDS
-from terrazzo.telemetry.display.edits import Admits, Edit, edit_for
+from terrazzo.telemetry.display.edits import Admits, Advice, edit_for
 from terrazzo.telemetry.log.records import of_these_ranks, weighted
 from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND
 
@@ -57,7 +57,7 @@ class Verdict:
     seconds: float
     step_s: float
     evidence: str
-    edit: Edit
+    edit: Advice
     steps: int
     axis: str = ""
     rank: int | None = None

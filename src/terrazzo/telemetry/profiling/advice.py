@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.telemetry.display.bounds import BOUNDS
-from terrazzo.telemetry.display.edits import Edit
+from terrazzo.telemetry.display.edits import Advice
 
 __all__ = ["advice_for"]
 
 
-def advice_for(cause: str, facts: Mapping[str, Any]) -> Edit:
+def advice_for(cause: str, facts: Mapping[str, Any]) -> Advice:
     """An edit of the script: a line of code, or a sentence.
 
     Args:
@@ -33,15 +33,15 @@ def advice_for(cause: str, facts: Mapping[str, Any]) -> Edit:
 _LARGER = "Larger batches on each rank"
 
 
-def _code(text: str) -> Edit:
-    return Edit(text, is_code=True)
+def _code(text: str) -> Advice:
+    return Advice(text, is_code=True)
 
 
-def _words(subject: str) -> Edit:
-    return Edit(f"{subject} would help", is_code=False)
+def _words(subject: str) -> Advice:
+    return Advice(f"{subject} would help", is_code=False)
 
 
-def _reading(facts: Mapping[str, Any]) -> Edit:
+def _reading(facts: Mapping[str, Any]) -> Advice:
     workers = facts.get("workers")
     if workers is None:
         return _words("A DataLoader with workers")
@@ -57,7 +57,7 @@ def _reading(facts: Mapping[str, Any]) -> Edit:
     return _code(f"DataLoader(..., num_workers={more}{persistent})")
 
 
-def _computing(cause: str, facts: Mapping[str, Any]) -> Edit:
+def _computing(cause: str, facts: Mapping[str, Any]) -> Advice:
     fused = [] if facts.get("compiles") else ["model = torch.compile(model)"]
     if cause == "host":
         more = ["larger batches"]

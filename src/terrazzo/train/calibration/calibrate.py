@@ -25,7 +25,13 @@ from terrazzo.train.planning.run_estimate import estimate_run
 from terrazzo.train.preflight import check
 from terrazzo.train.settings.folders import make_swap_folders
 
-__all__ = ["calibrate", "record_of"]
+__all__ = ["TrialFailed", "calibrate", "record_of"]
+
+
+class TrialFailed(TerrazzoError):
+    """The steps to be measured have failed; the message holds their traceback."""
+
+    says_all = True
 
 
 def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, Path]:
@@ -33,7 +39,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
     Returns the record and where it lies.
 
-    Raises: `BadInput` for a configuration that cannot run here; `TerrazzoError` when its steps failed.
+    Raises: `BadInput` for a configuration that cannot run here; `TrialFailed` when its steps failed.
     """
     with ScratchFolder(f"calibrate-{os.getpid()}") as folder:
         out = Path(folder, "trials.json")
@@ -56,7 +62,7 @@ def _run(arguments: list[str]) -> None:
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
-        kind = BadInput if done.returncode == BAD_INPUT else TerrazzoError
+        kind = BadInput if done.returncode == BAD_INPUT else TrialFailed
         raise kind(f"The steps to be measured could not be made: {done.stderr.strip()}")
 
 

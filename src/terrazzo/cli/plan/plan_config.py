@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-import typer
-
 from terrazzo.cli.plan.options import PlanArguments
 from terrazzo.cli.plan.sources import FromConfig
 from terrazzo.config import Config, MeshConfig, load_config
-from terrazzo.errors import BadInput, TerrazzoError, printable
-from terrazzo.exit_codes import FAILED
+from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
 from terrazzo.planner.choice.edits import Kinds, best_edits
 from terrazzo.planner.machine.devices import this_machine
@@ -24,10 +20,10 @@ from terrazzo.train.calibration.calibrate import calibrate
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.planning.run_estimate import estimate_run
 
-__all__ = ["of_config"]
+__all__ = ["plan_config"]
 
 
-def of_config(source: FromConfig, arguments: PlanArguments, machines: Request) -> Answer:
+def plan_config(source: FromConfig, arguments: PlanArguments, machines: Request) -> Answer:
     """What `terrazzo train` promises of a configuration, here or on other machines.
 
     Args:
@@ -85,13 +81,7 @@ def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
 
 
 def _calibrated(source: FromConfig) -> str:
-    try:
-        record, where = calibrate(source.path, source.overrides)
-    except BadInput:
-        raise
-    except TerrazzoError as error:  # the steps failed, and the message holds their traceback
-        print(f"Error: {printable(str(error))}", file=sys.stderr)
-        raise typer.Exit(FAILED) from None
+    record, where = calibrate(source.path, source.overrides)
     return f"{record.steps} steps were measured just now; the record is {where}"
 
 
