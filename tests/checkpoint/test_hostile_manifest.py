@@ -24,7 +24,7 @@ import torch
 from terrazzo import checkpoint
 from terrazzo.checkpoint import open_source, step_path
 from terrazzo.checkpoint.format.parse import parse_manifest
-from terrazzo.checkpoint.storage.rank_file import digest
+from terrazzo.checkpoint.format.rank_layout import digest
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint.forgery import (
     RANK_FILE,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.format.manifest import head
+from terrazzo.checkpoint.format.rank_layout import FileEntry, arrange
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.storage.places import store_and_name
-from terrazzo.checkpoint.storage.rank_file import FileEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 
 Mesh = tuple[int, int]

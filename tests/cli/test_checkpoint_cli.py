@@ -372,9 +372,11 @@ def test_large_states_are_compared_piece_by_piece(tmp_path: Path, monkeypatch: p
     save_file({"w": b}, tmp_path / "b.safetensors")
     monkeypatch.setattr(compare, "PIECE_BYTES", 800)
     asked: list[int] = []
-    real = sources.Source.read_on
+    real = sources.Source.read_with_progress
     monkeypatch.setattr(
-        sources.Source, "read_on", lambda *arguments: asked.append(arguments[4] - arguments[3]) or real(*arguments)
+        sources.Source,
+        "read_with_progress",
+        lambda *arguments: asked.append(arguments[4] - arguments[3]) or real(*arguments),
     )
     shown = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json").stdout
     state = json.loads(shown)["states"][0]

@@ -31,8 +31,8 @@ How a rank's file is written:
 1. `saving.snapshot.take` lists the element ranges that this rank owns, a `FileEntry` for each, and puts them into a
    `SaveJob`: plain values, so that another process can do the work (`saving.background`).
 2. `SaveJob.write` in `saving.job` has `storage.rank_file` write the file: a header, the entries in the order of
-   `arrange`, a digest of every block of `format.manifest.BLOCK_BYTES`; all of it is read back. What it returns, a
-   `WrittenFile`, goes into a note beside the file.
+   `format.rank_layout.arrange`, a digest of every block of `format.manifest.BLOCK_BYTES`; all of it is read back. What
+   it returns, a `WrittenFile`, goes into a note beside the file, a `RankRecord`.
 3. The bytes go through `storage.store.CheckpointDraft`: a hidden local folder, or uploads behind a URL.
 4. `SaveJob.conclude` on the first rank makes the `format.manifest.Manifest` of all notes, seals it, and commits: the
    folder gets its name.
@@ -46,7 +46,7 @@ How it is read, by any ranks under any plan, from `load` in `loading.load`:
 4. `TerrazzoCheckpoint` finds by the manifest in which files these elements are, whoever wrote them, and
    `storage.blocks` reads the bytes: of a block that has not been checked, all of it.
 
-To change the order or the alignment of a rank's file, change `arrange` and `header_of` in `storage.rank_file`: readers
+To change the order or the alignment of a rank's file, change `arrange` and `header_of` in `format.rank_layout`: readers
 go by the manifest. What the manifest says of it is `File` and `Extent` in `format.manifest`; another version of that
 needs a reader of the older one in `format.parse`, and a line in docs/reference/checkpoint-format.md.
 

@@ -126,7 +126,7 @@ class Source(ABC):
         are damaged or missing.
         """
 
-    def read_on(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+    def read_with_progress(self, name: str, kind: str, start: int, stop: int) -> Tensor:
         """`read`, as one step on the way through all of the checkpoint."""
         values = self.read(name, kind, start, stop)
         self.advance(values.nbytes)
@@ -139,7 +139,10 @@ class Source(ABC):
         for what is not inside the tensor.
         """
         part, state = self._part(name, kind, offsets, sizes), self.tensors[name].states[kind]
-        read = lambda start, stop: self.read(name, kind, start, stop)  # noqa: E731
+
+        def read(start: int, stop: int) -> Tensor:
+            return self.read(name, kind, start, stop)
+
         return by_runs(read, self.tensors[name].shape, part, state.dtype)
 
     def _part(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Rectangle:

@@ -181,7 +181,7 @@ def _optimizer_states(info: TensorInfo) -> dict[str, StateInfo]:
 
 
 def _reader(source: Source, name: str, kind: str) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: source.read_on(name, kind, start, stop)
+    return lambda start, stop: source.read_with_progress(name, kind, start, stop)
 
 
 def _per_element(source: Source) -> set[str]:

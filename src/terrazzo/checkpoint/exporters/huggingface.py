@@ -19,10 +19,10 @@ from torch import Tensor
 
 from terrazzo.checkpoint.exporters.new_folder import new_file, new_folder
 from terrazzo.checkpoint.format.manifest import DTYPES
+from terrazzo.checkpoint.format.rank_layout import safetensors_header
 from terrazzo.checkpoint.hub_names import HubTensor
 from terrazzo.checkpoint.importers.safetensors import INDEX_FILE, MODEL_FILE
 from terrazzo.checkpoint.source import BUFFER, PIECE_BYTES, WEIGHT, Source
-from terrazzo.checkpoint.storage.rank_file import safetensors_header
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 from terrazzo.untrusted_files import check_model_file, read_json, read_plain
@@ -250,7 +250,7 @@ def _write(file: BinaryIO, source: Source, tensor: ToWrite) -> None:
     step = PIECE_BYTES // max(stored.itemsize, tensor.dtype.itemsize)
     end = tensor.start + tensor.numel
     for start in range(tensor.start, end, step):
-        values = source.read_on(tensor.origin, tensor.kind, start, min(start + step, end))
+        values = source.read_with_progress(tensor.origin, tensor.kind, start, min(start + step, end))
         cast = values.to(tensor.dtype).contiguous()
         _check_range(source, tensor, values, cast)
         file.write(cast.view(torch.uint8).numpy().data)

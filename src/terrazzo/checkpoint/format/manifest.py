@@ -31,9 +31,9 @@ from pydantic_core import core_schema
 __all__ = [
     "BLOCK_BYTES",
     "DTYPES",
+    "FAIL_FAST",
+    "FAIL_FAST_MAPPING",
     "FILE_NAME",
-    "FIRST",
-    "FIRST_OF_MAPPING",
     "ITEMSIZES",
     "MANIFEST",
     "SEAL",
@@ -78,14 +78,14 @@ ITEMSIZES = {name: int(re.sub("_.*|[A-Z]", "", stored) or 8) // 8 for name, stor
 """Bytes of an element: safetensors' names have its bits in them, but for `BOOL`."""
 
 # Stop at the first error in a list or mapping: of millions each would be described. Older pydantics know lists alone.
-FIRST = FailFast()
-FIRST_OF_MAPPING = FIRST if "fail_fast" in signature(core_schema.dict_schema).parameters else None
+FAIL_FAST = FailFast()
+FAIL_FAST_MAPPING = FAIL_FAST if "fail_fast" in signature(core_schema.dict_schema).parameters else None
 
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 FileName = Annotated[str, Field(pattern=f"^{FILE_NAME.pattern}$")]  # no path can leave the folder
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Shape = Annotated[list[Annotated[NonNegativeInt, Field(lt=1 << 63)]], FIRST, Field(max_length=64)]
+Shape = Annotated[list[Annotated[NonNegativeInt, Field(lt=1 << 63)]], FAIL_FAST, Field(max_length=64)]
 
 
 class Strict(BaseModel):
@@ -108,7 +108,7 @@ class Extent(Strict):
     stop: NonNegativeInt
     file: NonNegativeInt = Field(description="index into files")
     offset: NonNegativeInt = Field(description="bytes from the beginning of the file")
-    digests: Annotated[list[Digest], FIRST]
+    digests: Annotated[list[Digest], FAIL_FAST]
 
 
 class Tile(Strict):
@@ -119,7 +119,7 @@ class Tile(Strict):
 
     offsets: Shape
     sizes: Shape
-    ranges: Annotated[list[Extent], FIRST]
+    ranges: Annotated[list[Extent], FAIL_FAST]
 
 
 class State(Strict):
@@ -127,14 +127,14 @@ class State(Strict):
 
     dtype: Dtype
     numel: NonNegativeInt
-    tiles: Annotated[list[Tile], FIRST]
+    tiles: Annotated[list[Tile], FAIL_FAST]
 
 
 class Tensor(Strict):
     """A parameter or buffer: its global shape, and its states by kind (`weight`, `exp_avg`, `step`, `buffer`, ...)."""
 
     shape: Shape
-    states: Annotated[dict[str, State], FIRST_OF_MAPPING]
+    states: Annotated[dict[str, State], FAIL_FAST_MAPPING]
 
 
 class File(Strict):
@@ -150,9 +150,9 @@ class Topology(Strict):
     """Under what the checkpoint was written, for people: no reader needs it."""
 
     world_size: PositiveInt
-    plan: Annotated[dict[str, str], FIRST_OF_MAPPING]
-    mesh: Annotated[dict[str, PositiveInt], FIRST_OF_MAPPING]
-    precision: Annotated[dict[str, str], FIRST_OF_MAPPING]
+    plan: Annotated[dict[str, str], FAIL_FAST_MAPPING]
+    mesh: Annotated[dict[str, PositiveInt], FAIL_FAST_MAPPING]
+    precision: Annotated[dict[str, str], FAIL_FAST_MAPPING]
 
 
 class Group(BaseModel):
@@ -160,15 +160,15 @@ class Group(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    params: Annotated[list[str], FIRST]
+    params: Annotated[list[str], FAIL_FAST]
 
 
 class OptimizerState(Strict):
     """The optimizer's class, its groups' hyper-parameters and parameters, and the fp16 loss scaler's counters."""
 
     name: str
-    groups: Annotated[list[Group], FIRST]
-    scaler: Annotated[dict[str, float], FIRST_OF_MAPPING]
+    groups: Annotated[list[Group], FAIL_FAST]
+    scaler: Annotated[dict[str, float], FAIL_FAST_MAPPING]
 
 
 class Manifest(Strict):
@@ -179,15 +179,15 @@ class Manifest(Strict):
     run: str
     step: NonNegativeInt
     written: str = Field(description="UTC, for people: order goes by step")
-    software: Annotated[dict[str, str], FIRST_OF_MAPPING]
+    software: Annotated[dict[str, str], FAIL_FAST_MAPPING]
     topology: Topology
     digest: Literal["blake3-128"] = "blake3-128"
     block_bytes: PositiveInt = BLOCK_BYTES
-    files: Annotated[list[File], FIRST]
-    tensors: Annotated[dict[str, Tensor], FIRST_OF_MAPPING]
-    aliases: Annotated[dict[str, str], FIRST_OF_MAPPING]
+    files: Annotated[list[File], FAIL_FAST]
+    tensors: Annotated[dict[str, Tensor], FAIL_FAST_MAPPING]
+    aliases: Annotated[dict[str, str], FAIL_FAST_MAPPING]
     optimizer: OptimizerState | None
-    ranks: Annotated[list[dict[str, Any]], FIRST]
+    ranks: Annotated[list[dict[str, Any]], FAIL_FAST]
     extra: dict[str, Any]
 
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import NonNegativeInt, ValidationError
 
 from terrazzo.checkpoint.format.manifest import (
-    FIRST,
-    FIRST_OF_MAPPING,
+    FAIL_FAST,
+    FAIL_FAST_MAPPING,
     ITEMSIZES,
     VERSION,
     Dtype,
@@ -48,18 +48,18 @@ class _State2(Strict):
 
     dtype: Dtype
     numel: NonNegativeInt
-    ranges: Annotated[list[Extent], FIRST]
+    ranges: Annotated[list[Extent], FAIL_FAST]
 
 
 class _Tensor2(Strict):
     shape: Shape
-    states: Annotated[dict[str, _State2], FIRST_OF_MAPPING]
+    states: Annotated[dict[str, _State2], FAIL_FAST_MAPPING]
 
 
 class _Manifest2(Manifest):
     """A manifest of version 2, which is read for ever."""
 
-    tensors: Annotated[dict[str, _Tensor2], FIRST_OF_MAPPING]  # type: ignore[assignment]
+    tensors: Annotated[dict[str, _Tensor2], FAIL_FAST_MAPPING]  # type: ignore[assignment]
 
     def newest(self) -> Manifest:
         """The same as a manifest of today; its `version` stays."""

@@ -12,7 +12,7 @@ import torch
 from terrazzo.checkpoint.format.tiling import tiling_problem
 from terrazzo.checkpoint.importers.parts.archive import Archive
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
-from terrazzo.checkpoint.importers.parts.unpickle import load_pickle
+from terrazzo.checkpoint.importers.parts.unpickle import StandIn, load_pickle
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput
 
@@ -35,27 +35,11 @@ TreePath = tuple[str | int, ...]
 """Where an entry stands in a nested state dict: keys of dicts and indices of lists."""
 
 
-class _Record:
-    """Stands for an object of torch or pathlib: holds its attributes and does nothing."""
-
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def field(self, name: str) -> Any:
-        """An attribute of the object that it stands for; None where it had none."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-
-class _Tensor(_Record):
+class _Tensor(StandIn):
     pass
 
 
-class _Bytes(_Record):
+class _Bytes(StandIn):
     pass
 
 
@@ -70,7 +54,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "BytesStorageMetadata"): _Bytes,
     **{
-        (_METADATA, name): _Record
+        (_METADATA, name): StandIn
         for name in (
             "ChunkStorageMetadata",
             "Metadata",
@@ -80,15 +64,15 @@ _ALLOWED: dict[tuple[str, str], Any] = {
             "_MEM_FORMAT_ENCODING",
         )
     },
-    (_OLD, "TensorProperties"): _Record,
-    (_OLD, "MEM_FORMAT_ENCODING"): _Record,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
-    ("torch.serialization", "_get_layout"): _Record,
-    ("builtins", "getattr"): _Record,  # how Python 3.11 pickles members of an Enum
-    ("pathlib", "PosixPath"): _Record,
-    ("pathlib", "WindowsPath"): _Record,
-    ("pathlib._local", "PosixPath"): _Record,
-    ("pathlib._local", "WindowsPath"): _Record,
+    (_OLD, "TensorProperties"): StandIn,
+    (_OLD, "MEM_FORMAT_ENCODING"): StandIn,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StandIn,
+    ("torch.serialization", "_get_layout"): StandIn,
+    ("builtins", "getattr"): StandIn,  # how Python 3.11 pickles members of an Enum
+    ("pathlib", "PosixPath"): StandIn,
+    ("pathlib", "WindowsPath"): StandIn,
+    ("pathlib._local", "PosixPath"): StandIn,
+    ("pathlib._local", "WindowsPath"): StandIn,
     ("torch", "Size"): _size,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
@@ -113,12 +97,14 @@ class _Reader:
     def read(self, metadata: Any) -> list[tuple[TreePath, DcpEntry]]:
         """The checked entries of an unpickled `Metadata`."""
         entries, stored = self._fields(metadata, "state_dict_metadata", "storage_data", kind=dict)
-        if not all(isinstance(index, _Record) for index in stored):
+        if not all(isinstance(index, StandIn) for index in stored):
             raise self._damaged("storage_data is not by MetadataIndex")
-        infos = {(str(index.field("fqn")), _ints(index.field("offset"))): info for index, info in stored.items()}
+        infos = {
+            (str(index.attribute("fqn")), _ints(index.attribute("offset"))): info for index, info in stored.items()
+        }
         tensors = {str(key): self._entry(str(key), entry, infos) for key, entry in entries.items()}
         # The entries are in the order in which ranks shared them out; the state dict's own is that of the places.
-        planned = _places(metadata.field("planner_data"))
+        planned = _places(metadata.attribute("planner_data"))
         places: dict[str, TreePath] = {key: place for key, place in planned if key in tensors}
         places |= {key: (key,) for key in tensors if key not in places}
         return [(place, tensors[key]) for key, place in places.items()]
@@ -154,12 +140,12 @@ class _Reader:
             self._sizes[name] = size_of_plain_file(self._folder, name)
         if offset + count > self._sizes[name]:
             raise self._damaged(f"'{key}' would be {count} bytes at {offset} of '{name}' ({self._sizes[name]} bytes)")
-        if info.field("transform_descriptors"):
+        if info.attribute("transform_descriptors"):
             raise BadInput(f"'{self._folder}' was written through stream transforms, unknown here: save it without.")
         return Archive(self._folder / name, offset, count)
 
     def _fields(self, record: Any, *names: str, kind: type = object) -> list[Any]:
-        values = [record.field(name) for name in names] if isinstance(record, _Record) else []
+        values = [record.attribute(name) for name in names] if isinstance(record, StandIn) else []
         if not values or not all(isinstance(value, kind) for value in values):
             raise self._damaged(f"there is no {' or '.join(names)}")
         return values
@@ -176,7 +162,7 @@ def _ints(values: Any) -> tuple[int, ...] | None:
 
 def _dtype(properties: Any) -> torch.dtype | None:
     """That of `TensorProperties`, which torch pickles as a tuple or by attributes."""
-    state = properties.state if isinstance(properties, _Record) else None
+    state = properties.state if isinstance(properties, StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     return dtype if isinstance(dtype, torch.dtype) else None
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.checkpoint.loading.misfits import fitted_groups, misfits, unstepped
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
@@ -20,7 +21,6 @@ from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import is_url, store_and_name
-from terrazzo.checkpoint.storage.rank_file import rank_file_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine import (
     Listed,
@@ -163,8 +163,11 @@ def _check_generators(source: Source) -> None:
 
 def _check_bytes(source: Source, with_optimizer: bool, beside: Collection[int]) -> None:
     """Check this rank's share; of all ranks together every byte is read once. `beside` read from the same memory."""
-    kinds = lambda kind: with_optimizer or kind in (WEIGHT, BUFFER)  # noqa: E731
-    source.check(kinds, dist.get_rank(), dist.get_world_size(), beside)
+
+    def wanted(kind: str) -> bool:
+        return with_optimizer or kind in (WEIGHT, BUFFER)
+
+    source.check(wanted, dist.get_rank(), dist.get_world_size(), beside)
 
 
 def _reads(source: Source, model: torch.nn.Module) -> Read:

@@ -31,29 +31,29 @@ def misfits(
     buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
     shapes |= buffers
     names_there = {names: source.resolve(names) for names in shapes}
-    yield from _first_of(f"missing: {_shown(names[0])}" for names, name in sorted(names_there.items()) if name is None)
+    yield from _first_few(f"missing: {_shown(names[0])}" for names, name in sorted(names_there.items()) if name is None)
     unused = set(source.tensors) - set(names_there.values())
     if not source.names_ties:  # one tensor may be there under all of its names
         unused -= {name for names in shapes for name in names}
-    yield from _first_of(f"not in the model: {_shown(name)}" for name in sorted(unused))
+    yield from _first_few(f"not in the model: {_shown(name)}" for name in sorted(unused))
     both = [(names, name, source.tensors[name]) for names, name in names_there.items() if name is not None]
-    yield from _first_of(
+    yield from _first_few(
         f"{_shown(name)} is {list(info.shape)} in the checkpoint and {list(shapes[names])} in the model"
         for names, name, info in both
         if info.shape != shapes[names]
     )
-    yield from _first_of(
+    yield from _first_few(
         f"{_shown(name)} has no weight in the checkpoint"
         for names, name, info in both
         if not info.states.keys() & ({WEIGHT, BUFFER} if names in buffers else {WEIGHT})
     )
-    yield from _first_of(_buffer_misfits(source, model, cast))
-    yield from _first_of(_state_misfits(source, model, with_optimizer, cast))
+    yield from _first_few(_buffer_misfits(source, model, cast))
+    yield from _first_few(_state_misfits(source, model, with_optimizer, cast))
     if with_optimizer:
         yield from _optimizer_misfits(source, model, listed)
 
 
-def _first_of(lines: Iterable[str]) -> Iterator[str]:
+def _first_few(lines: Iterable[str]) -> Iterator[str]:
     """The first of them, of a model that may have thousands of tensors, and how many more there are."""
     all_lines = list(lines)
     yield from all_lines[:MOST]

@@ -121,7 +121,7 @@ class _State:
     numel: int
 
     def read(self, start: int, stop: int) -> Tensor:
-        return self.source.read_on(self.name, self.kind, start, stop)
+        return self.source.read_with_progress(self.name, self.kind, start, stop)
 
 
 def _states(source: Source, name: str | None) -> dict[str, _State]:

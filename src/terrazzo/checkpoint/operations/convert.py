@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from terrazzo.checkpoint.format.manifest import DTYPES, head
+from terrazzo.checkpoint.format.rank_layout import FileEntry, arrange
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import PIECE_BYTES, Source
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
-from terrazzo.checkpoint.storage.rank_file import FileEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.errors import BadInput, SaveFailed
 
@@ -32,7 +32,7 @@ def convert(source: Source, path: str) -> None:
     job = SaveJob(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
 
     def entry_bytes(entry: FileEntry) -> memoryview:
-        return bytes_of(source.read_on(entry.name, entry.kind, entry.start, entry.stop))
+        return bytes_of(source.read_with_progress(entry.name, entry.kind, entry.start, entry.stop))
 
     draft = job.draft()
     try:

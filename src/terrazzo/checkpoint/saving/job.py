@@ -12,19 +12,48 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Extent, Manifest, State, Tile, index_space
+from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Extent, File, Manifest, State, Tile, index_space
 from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
 from terrazzo.checkpoint.format.parse import is_crowded
+from terrazzo.checkpoint.format.rank_layout import FileEntry, rank_file_name
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.storage.places import open_store
-from terrazzo.checkpoint.storage.rank_file import FileEntry, rank_file_name, write_rank_file
+from terrazzo.checkpoint.storage.rank_file import write_rank_file
 from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import SaveFailed
 
-__all__ = ["FAILED", "SaveJob", "record_name"]
+__all__ = ["FAILED", "RankRecord", "SaveJob", "record_name"]
 
 FAILED = "failed.note"
 """The note in which a rank says why there will be no checkpoint."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank tells the first one of the file that it has written.
+
+    Attributes:
+        entries: as they stand in the file, and for each in `digests` those of its blocks.
+        alone: what of the manifest is this rank's alone, if anything is.
+    """
+
+    file: File
+    entries: list[FileEntry]
+    digests: list[list[str]]
+    alone: dict[str, Any] | None
+
+    def to_json(self) -> str:
+        """One line."""
+        entries = [entry._asdict() for entry in self.entries]
+        return json.dumps({**vars(self), "file": self.file.model_dump(), "entries": entries})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankRecord:
+        """What `to_json` gave."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(
+            **{**values, "file": File(**values["file"]), "entries": [_entry(entry) for entry in values["entries"]]}
+        )
 
 
 @dataclass(frozen=True)
@@ -79,14 +108,8 @@ class SaveJob:
         `on_block` is called after each block that was written or read back.
         """
         written = write_rank_file(draft, rank_file_name(self.rank), self.entries, entry_bytes, on_block)
-        entries = [entry._asdict() for entry in self.entries]
-        record = {
-            "file": written.file.model_dump(),
-            "entries": entries,
-            "digests": written.digests,
-            "alone": self.alone,
-        }
-        draft.note(record_name(self.rank), json.dumps(record).encode())
+        record = RankRecord(written.file, self.entries, written.digests, self.alone)
+        draft.note(record_name(self.rank), record.to_json().encode())
 
     def fail(self, draft: CheckpointDraft, problem: str) -> None:
         """Tell the other ranks, as far as that is possible: the disk that failed may not take this either."""
@@ -112,16 +135,16 @@ class SaveJob:
         assert self.common is not None
         shapes: dict[str, list[int]] = dict(self.common["tensors"])
         states: dict[str, dict[str, _Gathered]] = {name: {} for name in shapes}
-        files: list[dict[str, Any]] = []
+        files: list[File] = []
         ranks: list[dict[str, Any]] = []
         for rank in range(self.world_size):
-            record = json.loads(draft.noted(record_name(rank)))
-            files.append(record["file"])
-            ranks += [] if record["alone"] is None else [record["alone"]]
-            for entry, digests in zip(map(_entry, record["entries"]), record["digests"], strict=True):
+            record = RankRecord.from_json(draft.noted(record_name(rank)))
+            files.append(record.file)
+            ranks += [] if record.alone is None else [record.alone]
+            for entry, digests in zip(record.entries, record.digests, strict=True):
                 shapes.setdefault(entry.name, list(entry.shape))
                 kinds = states.setdefault(entry.name, {})
-                kinds.setdefault(entry.kind, _Gathered(entry)).add(entry, digests, rank, record["file"]["header_bytes"])
+                kinds.setdefault(entry.kind, _Gathered(entry)).add(entry, digests, rank, record.file.header_bytes)
         tensors = {
             name: TensorEntry(shape=shapes[name], states={kind: one.state() for kind, one in kinds.items()})
             for name, kinds in states.items()

@@ -93,7 +93,8 @@ def _write(snapshot: Snapshot, hosts: Hosts | None = None) -> None:
         else:
             _conclude_on_each(job, draft, hosts)
     except BaseException as error:
-        if dist.get_rank() == 0 if hosts is None else hosts.is_first:
+        begins = dist.get_rank() == 0 if hosts is None else hosts.is_first
+        if begins:
             draft.abandon()
         if not isinstance(error, expected):
             raise

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.checkpoint.format.manifest import DTYPES, Manifest, head, index_space
+from terrazzo.checkpoint.format.rank_layout import FileEntry, arrange
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
@@ -20,7 +21,6 @@ from terrazzo.checkpoint.saving.extra import check_extra, require_alike, text_pr
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
-from terrazzo.checkpoint.storage.rank_file import FileEntry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
     Listed,

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from terrazzo.checkpoint.format.rank_layout import FileEntry
 from terrazzo.checkpoint.saving.job import FAILED, SaveJob, record_name
-from terrazzo.checkpoint.storage.rank_file import FileEntry
 from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import SaveFailed
 

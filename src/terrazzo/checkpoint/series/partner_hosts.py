@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.saving.save import save_on_hosts
@@ -26,7 +27,6 @@ from terrazzo.checkpoint.series.partner_copy import PartnerCopy, file_problem
 from terrazzo.checkpoint.storage.file_sender import FileSender, SenderAddress
 from terrazzo.checkpoint.storage.local import LocalFolder
 from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
-from terrazzo.checkpoint.storage.rank_file import rank_file_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder, step_name, step_of
 from terrazzo.errors import SaveFailed, TerrazzoError
 from terrazzo.exchange import gather_json, patiently

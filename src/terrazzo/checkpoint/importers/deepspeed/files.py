@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file, subfolder
 from terrazzo.checkpoint.importers.parts.tree import Unusable, as_tree
-from terrazzo.checkpoint.importers.parts.unpickle import load_torch_file
+from terrazzo.checkpoint.importers.parts.unpickle import StandIn, load_torch_file
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = [
     "LATEST",
-    "Attributes",
     "Shape",
     "TagFolder",
     "Tree",
@@ -55,23 +54,6 @@ _NOT_READ = {
 }
 
 
-class Attributes:
-    """Stands for an object of DeepSpeed and holds the attributes it had."""
-
-    _values: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self._values = state
-
-    def number(self, name: str) -> float | None:
-        """An attribute that is a finite number, else None."""
-        value = self._values.get(name) if isinstance(self._values, dict) else None
-        return float(value) if isinstance(value, int | float) and abs(value) < 1 << 62 else None
-
-
 class _Foreign(Unusable):
     """Stands for an object that is not state of the training: it is left out, and a note says so."""
 
@@ -86,11 +68,11 @@ class _Foreign(Unusable):
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(_SCALERS, name): Attributes for name in ("LossScaler", "DynamicLossScaler")},
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Attributes,
-    ("deepspeed.utils.tensor_fragment", "fragment_address"): Attributes,
-    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): Attributes,
-    ("builtins", "getattr"): Attributes,  # how some versions of Python pickle members of an Enum
+    **{(_SCALERS, name): StandIn for name in ("LossScaler", "DynamicLossScaler")},
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): StandIn,
+    ("deepspeed.utils.tensor_fragment", "fragment_address"): StandIn,
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): StandIn,
+    ("builtins", "getattr"): StandIn,  # how some versions of Python pickle members of an Enum
     ("numpy.core.multiarray", "_reconstruct"): _Foreign,
     ("numpy.core.multiarray", "scalar"): _Foreign,
     ("numpy._core.multiarray", "_reconstruct"): _Foreign,

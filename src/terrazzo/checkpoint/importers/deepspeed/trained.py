@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.checkpoint.importers.deepspeed.files import Attributes, need
+from terrazzo.checkpoint.importers.deepspeed.files import need
 from terrazzo.checkpoint.importers.parts.tree import keep
+from terrazzo.checkpoint.importers.parts.unpickle import StandIn
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.errors import BadInput, Damaged
 
@@ -83,8 +84,11 @@ def scaler_counters(saved: Mapping[str, Any], skipped_steps: Any) -> dict[str, f
     Stages 1 to 3 save the scaler itself, stage 0 its numbers.
     """
     scaler = saved.get("loss_scaler")
-    if isinstance(scaler, Attributes):
-        numbers = {key: scaler.number(key) for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")}
+    if isinstance(scaler, StandIn):
+        numbers = {
+            key: _number(scaler.attribute(key))
+            for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        }
     else:
         counters = {key: saved.get(key) for key in ("cur_scale", "cur_iter", "last_overflow_iter")}
         numbers = {key: float(value) for key, value in counters.items() if type(value) in (int, float)}  # type: ignore[arg-type]
@@ -98,3 +102,8 @@ def scaler_counters(saved: Mapping[str, Any], skipped_steps: Any) -> dict[str, f
         "good_steps": max(0.0, iteration - overflow - 2),
         "patience": numbers.get("cur_hysteresis") or 1.0,
     }
+
+
+def _number(value: Any) -> float | None:
+    """`value` if it is a finite number."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1 << 62 else None

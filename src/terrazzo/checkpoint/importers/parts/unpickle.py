@@ -21,10 +21,26 @@ from torch import Tensor
 
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["Allowed", "load_pickle", "load_torch_file"]
+__all__ = ["Allowed", "StandIn", "load_pickle", "load_torch_file"]
 
 Allowed = Mapping[tuple[str, str], Any]
 """By module and name of a class or function, what stands for it: something harmless to call."""
+
+
+class StandIn:
+    """Stands for an object of another library: holds its attributes and does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def attribute(self, name: str) -> Any:
+        """An attribute of the object that it stands for; None where it had none."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def load_torch_file(path: Path, allowed: Allowed) -> Any:
