@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.checkpoint.exporters.huggingface import read_model_config
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape
@@ -23,7 +24,7 @@ from terrazzo.train.data.chat import chat_fingerprint, load_chat
 from terrazzo.train.data.records import Document
 from terrazzo.train.data.tokenizer import load_tokenizer
 from terrazzo.train.model.causal_lm import build_model
-from terrazzo.train.model.huggingface import build_causal_lm, read_config
+from terrazzo.train.model.huggingface import build_causal_lm
 from terrazzo.train.preflight import check
 from tests.helpers import programs
 from tests.helpers.chat import save_tokenizer, turns
@@ -91,7 +92,7 @@ def test_a_kernel_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def test_configs_without_end(tmp_path: Path, how: str) -> None:
     replaced_by_what_has_no_end(tmp_path / "config.json", how)
     with pytest.raises(BadInput, match=r"config\.json"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
     if how != "link":
         (tmp_path / "a.yaml").symlink_to("config.json")
         with pytest.raises(BadInput, match=r"a\.yaml"):
@@ -102,7 +103,7 @@ def test_configs_without_end(tmp_path: Path, how: str) -> None:
 def test_configs_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(BadInput, match=r"config\.json"):
-        read_config(tmp_path)
+        read_model_config(tmp_path)
 
 
 # -- tokenizers ----------------------------------------------------------------------------------------------------

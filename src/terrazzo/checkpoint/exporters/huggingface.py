@@ -33,6 +33,7 @@ __all__ = [
     "describe_folder",
     "export_huggingface",
     "planned",
+    "read_model_config",
     "tokenizer_files",
     "write_folder",
 ]
@@ -166,14 +167,24 @@ def describe_folder(folder: Path) -> ModelDescription:
 
     Raises: `BadInput` for a bad config, and for files that are links to elsewhere, too large or no plain files.
     """
+    return ModelDescription(read_model_config(folder), _read_files(folder, (GENERATION_FILE, *TOKENIZER_PATTERNS)))
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The contents of a model folder's config.json. Raises: `BadInput` where there is none, or it is something else."""
     path = folder / CONFIG_FILE
     if not os.path.lexists(path):
-        raise BadInput(f"'{path}' cannot be read (there is none): give a folder that save_pretrained wrote.")
+        raise BadInput(
+            f"The model folder {str(folder)!r} has no readable {CONFIG_FILE}. Give a local folder as 'save_pretrained' "
+            "writes it; models are never downloaded."
+        )
     check_model_file(path, MAX_CONFIG_BYTES)
-    config = read_json(path, MAX_CONFIG_BYTES)
-    if not isinstance(config, dict):
-        raise BadInput(f"'{path}' holds a JSON {type(config).__name__}, and a model's config is an object.")
-    return ModelDescription(config, _read_files(folder, (GENERATION_FILE, *TOKENIZER_PATTERNS)))
+    values = read_json(path, MAX_CONFIG_BYTES)
+    if not isinstance(values, dict):
+        raise BadInput(
+            f"{path} holds a JSON {type(values).__name__}, but a model config is an object with a model_type."
+        )
+    return values
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:

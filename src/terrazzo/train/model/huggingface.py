@@ -6,7 +6,6 @@ Nothing is downloaded, no code that comes with a model is run, and weights are r
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from terrazzo.checkpoint.exporters.huggingface import read_model_config
 from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.parallel.transformers_support import DOCUMENTS_APART
-from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.untrusted_files import check_model_file, read_json
@@ -31,14 +30,11 @@ __all__ = [
     "check_scored",
     "num_flops_per_token",
     "one_sequence_per_row",
-    "read_config",
     "refuse_other_weights",
     "scored_class",
     "tensor_styles",
     "weight_files",
 ]
-
-CONFIG_FILE = "config.json"
 
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, *, dropout: bool = True) -> nn.Module:
@@ -113,7 +109,7 @@ def _scored_class_of(transformers: Any, config: Any) -> str:
 
 
 def _config_of(transformers: Any, spec: Mapping[str, Any] | str | Path) -> Any:
-    return _causal_lm_config(transformers, dict(spec) if isinstance(spec, Mapping) else read_config(Path(spec)))
+    return _causal_lm_config(transformers, dict(spec) if isinstance(spec, Mapping) else read_model_config(Path(spec)))
 
 
 def _build(auto: Any, config: Any, device: torch.device) -> nn.Module:
@@ -140,23 +136,6 @@ def _import_transformers() -> Any:
             " The built-in decoder needs nothing."
         ) from error
     return transformers
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of `folder`/config.json."""
-    path = folder / CONFIG_FILE
-    if not os.path.lexists(path):
-        raise BadInput(
-            f"The model folder {str(folder)!r} has no readable {CONFIG_FILE}. Give a local folder as 'save_pretrained' "
-            "writes it; models are never downloaded."
-        )
-    check_model_file(path, MAX_CONFIG_BYTES)
-    values = read_json(path, MAX_CONFIG_BYTES)
-    if not isinstance(values, dict):
-        raise BadInput(
-            f"{path} holds a JSON {type(values).__name__}, but a model config is an object with a model_type."
-        )
-    return values
 
 
 def _causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:

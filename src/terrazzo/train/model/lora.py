@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terrazzo.checkpoint.exporters.huggingface import read_model_config
 from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameters_by_names, persistent_buffers
@@ -18,7 +19,7 @@ from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner import ModelShape, model_shape
 from terrazzo.planner.model import adapters
 from terrazzo.planner.model.closed_form import closed_form
-from terrazzo.train.model.huggingface import read_config, refuse_other_weights
+from terrazzo.train.model.huggingface import refuse_other_weights
 
 __all__ = ["add_adapters", "check_lora", "load_base", "with_adapters"]
 
@@ -31,7 +32,7 @@ def check_lora(config: Config) -> None:
         return
     _import_peft()
     assert config.model.path is not None
-    values = read_config(config.model.path)
+    values = read_model_config(config.model.path)
     if "quantization_config" in values:
         raise BadInput(
             f"lora.rank is set and '{config.model.path}' is a model that is quantized already, which cannot be "

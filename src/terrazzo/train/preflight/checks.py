@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.checkpoint.exporters.huggingface import read_model_config
 from terrazzo.config import Config, flatten
 from terrazzo.engine import check_narrow
 from terrazzo.errors import BadInput, counted, listed
@@ -12,7 +13,7 @@ from terrazzo.train.data.load import check_too_long
 from terrazzo.train.data.sources import find_files, without_records
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.head_loss import has_loss_without_logits
-from terrazzo.train.model.huggingface import check_cuts_attention, read_config, weight_files
+from terrazzo.train.model.huggingface import check_cuts_attention, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.preflight.device_memory import check_plan
@@ -106,7 +107,7 @@ def _check_model(config: Config, tokenizer: Tokenizer) -> None:
         decoder_config(config, tokenizer)
         return
     assert config.model.path is not None
-    values = harmless(read_config(config.model.path), f"'{config.model.path}'")
+    values = harmless(read_model_config(config.model.path), f"'{config.model.path}'")
     if config.cuts_attention:
         check_cuts_attention(values)
     if config.model.weights == "pretrained":

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from terrazzo.checkpoint.exporters.huggingface import read_model_config
 from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
@@ -21,7 +22,6 @@ from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.launch.machine import ranks_here, resolve_device
-from terrazzo.train.model.huggingface import read_config
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight.local_checkpoint_settings import local_room
 from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
@@ -107,7 +107,7 @@ def _setup(config: Config, world_size: int) -> Setup | None:
     if config.model.kind == "decoder":
         return setup_of(config, world_size)
     assert config.model.path is not None
-    if closed_form(read_config(config.model.path)) is None:
+    if closed_form(read_model_config(config.model.path)) is None:
         return None
     try:
         return setup_of(config, world_size)

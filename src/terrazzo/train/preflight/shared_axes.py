@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.checkpoint.exporters.huggingface import read_model_config
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.parallel import (
@@ -26,7 +27,7 @@ from terrazzo.parallel.sharing_rules import (
     tokens_step,
 )
 from terrazzo.parallel.simulated_ranks import cut_simulated
-from terrazzo.train.model.huggingface import read_config, tensor_styles
+from terrazzo.train.model.huggingface import tensor_styles
 from terrazzo.train.model.parallel import plan_of
 from terrazzo.train.model.prepare import prepare_model
 
@@ -150,7 +151,7 @@ def _check_context(config: Config) -> None:
             )
         return
     assert config.model.path is not None
-    values = read_config(config.model.path)
+    values = read_model_config(config.model.path)
     check_config(values, mode, shared)
     _check_ulysses(config, attention_heads(values), "num_attention_heads")
 
@@ -183,7 +184,7 @@ def _check_tensor(config: Config) -> None:
             f"plan.mesh.tp is {tp}, and objective 'reward' puts a score over the body of a model of transformers, which"
             " has no plan of tensor parallelism. Set plan.mesh.tp=1, or model.kind=decoder."
         )
-    values = read_config(config.model.path)
+    values = read_model_config(config.model.path)
     _check_transformers(tp, values, config.parallel.tensor.plan == "auto")
     _check_own_plan(config, values.get("num_key_value_heads"))
 
