@@ -17,7 +17,7 @@ __all__ = [
     "CHECKPOINTS",
     "GIB",
     "gib_text",
-    "open_store",
+    "open_file_system",
     "replace_file",
     "replacing",
     "sync_folder",
@@ -37,7 +37,7 @@ def gib_text(count_bytes: float) -> str:
     return f"{count_bytes / GIB:,.2f} GiB"
 
 
-def open_store(url: str, what: str) -> tuple[Any, str]:
+def open_file_system(url: str, what: str) -> tuple[Any, str]:
     """Fsspec's file system for a URL, and the path in it; `what` is what errors call it.
 
     Raises:

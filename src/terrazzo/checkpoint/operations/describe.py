@@ -15,7 +15,7 @@ from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import first_of, is_numbered
 from terrazzo.errors import BadInput
 
-__all__ = ["describe", "expand", "listing", "lost", "tensors", "total_bytes"]
+__all__ = ["describe", "expand", "list_checkpoints", "lost", "tensors", "total_bytes"]
 
 _LARGEST = 5
 
@@ -84,7 +84,7 @@ def expand(path: str) -> list[str]:
     return [path]
 
 
-def listing(folder: str, paths: Sequence[str]) -> dict[str, Any]:
+def list_checkpoints(folder: str, paths: Sequence[str]) -> dict[str, Any]:
     """An entry for each of a folder's checkpoints; `problem` says why one cannot be used. Digests are not checked."""
     entries = [_entry(path) for path in paths]
     return {"path": folder, "checkpoints": entries, "unfinished": open_store(folder).unfinished()}

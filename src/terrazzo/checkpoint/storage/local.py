@@ -24,7 +24,7 @@ from terrazzo.checkpoint.storage.store import (
     CheckpointStore,
     FileWriter,
     is_checkpoint,
-    reading,
+    read_errors_named,
 )
 from terrazzo.errors import Damaged
 from terrazzo.files import replacing, sync_folder
@@ -51,14 +51,14 @@ class LocalStore(CheckpointStore):
         return sorted(name for name in visible if _looks_complete(self.root / name))
 
     def candidates(self) -> list[str]:
-        with reading(self.where):
+        with read_errors_named(self.where):
             if not self.root.is_dir():  # a checkpoint of another format, in one file
                 return []
             named = {name for name in _listed(self.root) if name.startswith(STEP) and (self.root / name).is_dir()}
         return sorted(named.union(self.names()))
 
     def unfinished(self) -> list[str]:
-        with reading(self.where):
+        with read_errors_named(self.where):
             hidden = [name for name in _listed(self.root) if name.startswith(".")] if self.root.is_dir() else []
         return sorted(name for name in hidden if ".partial-" in name and not name.endswith(".lock"))
 
@@ -81,7 +81,7 @@ class LocalStore(CheckpointStore):
         return aside
 
     def occupied(self, name: str) -> bool:
-        with reading(str(self.root / name)):
+        with read_errors_named(str(self.root / name)):
             return _is_there(self.root / name)
 
 
@@ -268,7 +268,7 @@ def _make_folders(path: Path) -> None:
 
 
 def _listed(folder: Path) -> list[str]:
-    with reading(str(folder)):
+    with read_errors_named(str(folder)):
         try:
             return os.listdir(folder)
         except FileNotFoundError:

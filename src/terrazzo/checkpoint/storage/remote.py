@@ -13,9 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
-from terrazzo.checkpoint.storage.store import CheckpointDraft, CheckpointFolder, CheckpointStore, FileWriter, reading
+from terrazzo.checkpoint.storage.store import (
+    CheckpointDraft,
+    CheckpointFolder,
+    CheckpointStore,
+    FileWriter,
+    read_errors_named,
+)
 from terrazzo.errors import BadInput, Damaged
-from terrazzo.files import open_store
+from terrazzo.files import open_file_system
 
 __all__ = ["RemoteStore"]
 
@@ -26,12 +32,12 @@ class RemoteStore(CheckpointStore):
     """Checkpoints as prefixes of a URL."""
 
     def __init__(self, url: str) -> None:
-        self._fs, self._root = open_store(url, f"The checkpoints' place '{url}'")
+        self._fs, self._root = open_file_system(url, f"The checkpoints' place '{url}'")
         self.where = url
 
     def names(self) -> list[str]:
         self._fs.invalidate_cache()  # another process may have committed
-        with reading(self.where):
+        with read_errors_named(self.where):
             try:
                 entries = self._fs.ls(self._root, detail=True)
             except FileNotFoundError:
@@ -55,7 +61,7 @@ class RemoteStore(CheckpointStore):
         return aside
 
     def occupied(self, name: str) -> bool:
-        with reading(f"{self.where}/{name}"):
+        with read_errors_named(f"{self.where}/{name}"):
             return _is_there(self._fs, f"{self._root}/{name}/{MANIFEST}")
 
 

@@ -23,7 +23,7 @@ __all__ = [
     "CheckpointStore",
     "FileWriter",
     "is_checkpoint",
-    "reading",
+    "read_errors_named",
     "step_name",
     "step_of",
 ]
@@ -47,7 +47,7 @@ class FileWriter(Protocol):
 
 
 @contextlib.contextmanager
-def reading(where: str) -> Iterator[None]:
+def read_errors_named(where: str) -> Iterator[None]:
     """Raises `BadInput` for what the system says against reading `where`: that proves no damage of what is there."""
     try:
         yield
@@ -95,7 +95,7 @@ class CheckpointFolder(ABC):
 
     @contextlib.contextmanager
     def _existing(self, file: str) -> Iterator[None]:
-        with reading(f"{self.where}/{file}"):
+        with read_errors_named(f"{self.where}/{file}"):
             try:
                 yield
             except FileNotFoundError:

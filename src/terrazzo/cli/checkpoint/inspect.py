@@ -17,7 +17,7 @@ def inspect_checkpoint(path: str, show_tensors: bool, as_json: bool) -> None:
     if paths != [path]:
         if show_tensors:
             raise BadInput(f"'{path}' is a folder of checkpoints: --tensors needs one of them, such as '{paths[-1]}'.")
-        listing = describe.listing(path, paths)
+        listing = describe.list_checkpoints(path, paths)
         say_json(listing) if as_json else say(listing_text(listing))
         return
     source = open_source(path)

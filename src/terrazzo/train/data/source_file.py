@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from fsspec.implementations.local import LocalFileSystem
 
 from terrazzo.errors import BadInput
-from terrazzo.files import open_store
+from terrazzo.files import open_file_system
 
 __all__ = [
     "COMPRESSIONS",
@@ -116,7 +116,7 @@ def stored_files(url: str) -> list[SourceFile]:
         BadInput: there are none, the store cannot be reached, or its library is not installed.
     """
     what = f"data.source '{url}'"
-    fs, path = open_store(url, what)
+    fs, path = open_file_system(url, what)
     with reading(what):
         fs.invalidate_cache()
         entries, root = _listed(fs, path)
