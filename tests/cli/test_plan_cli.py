@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import terrazzo as tz
 from terrazzo import cli
 from terrazzo.cli.plan import answer as planning
-from terrazzo.cli.plan import of_config
+from terrazzo.cli.plan import plan_config
 from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments
 from terrazzo.cli.plan.sources import FromConfig
 from terrazzo.engine import DiLoCo
@@ -394,7 +394,7 @@ def test_other_strategies_of_a_configuration_keep_what_else_its_plan_says(tmp_pa
         "launch: {ranks: 4, device: cpu}\n"
     )
     arguments = PlanArguments(file, [], frozenset(), **{row.argument: None for row in OPTION_ROWS})
-    planned = of_config.of_config(FromConfig(file, []), arguments, Request(1))
+    planned = plan_config.plan_config(FromConfig(file, []), arguments, Request(1))
     others = alternatives(planned.best, planned.estimate)
     assert [each.setup.plan.name for each in others] == [*ROWS[:5]], "hybrid ones split states of one run"
     assert {each.setup.diloco for each in others} == {DiLoCo(5, 0.5)}
@@ -408,7 +408,7 @@ def test_calibrate_measures_the_configuration_and_says_where_the_record_is(monke
         asked.append((path, overrides))
         return SimpleNamespace(steps=6), Path("/records/this.json")
 
-    monkeypatch.setattr(of_config, "calibrate", calibrate)
+    monkeypatch.setattr(plan_config, "calibrate", calibrate)
     found = answer(str(ROOT / "examples/quickstart.yaml"), "plan.name=zero2", "--calibrate")
     assert asked == [(ROOT / "examples/quickstart.yaml", ["plan.name=zero2"])]
     assert any("/records/this.json" in note for note in found["warnings"])
