@@ -21,7 +21,6 @@ from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.parallel.transformers_support import DOCUMENTS_APART
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless
-from terrazzo.untrusted_files import check_model_file, read_json
 
 __all__ = [
     "build_body",
