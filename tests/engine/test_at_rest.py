@@ -182,6 +182,23 @@ def test_deepcopy_of_an_optimizer_is_refused() -> None:
 # -- gathered --------------------------------------------------------------------------------------------------
 
 
+def test_gathered_has_the_order_of_the_model_and_further_names_behind() -> None:
+    """Whatever order param groups, and so buckets, have, and whichever unit a tied weight is in."""
+
+    def body(rank: int) -> None:
+        model = Net()
+        model.head.weight = model.embed.weight
+        model.blocks[0].up.weight.requires_grad_(False)
+        groups = [{"params": [each]} for each in reversed([*model.parameters()]) if each.requires_grad]
+        names, every = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+        tz.shard(model, torch.optim.SGD(groups, lr=0.1), "zero3")
+        with tz.gathered(model) as parameters:
+            assert list(parameters) == [*names, *(name for name in every if name not in names)]
+            assert all(value is own for value, own in zip(parameters.values(), model.parameters(), strict=False))
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "shard_grad_op", "hpz"])
 def test_gathered_gives_every_value_under_every_name(plan: str) -> None:
     base = Net()

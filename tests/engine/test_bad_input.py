@@ -6,6 +6,7 @@ import copy
 import functools
 import re
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import terrazzo as tz
-from terrazzo.engine import compile_units, engine_of, estimate
+from terrazzo.engine import checkpoint_activations, compile_units, engine_of, estimate
 from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.sharding.checks import check_graphs, check_kind, check_mesh, check_precision
@@ -277,6 +279,72 @@ def test_settings_of_offload_that_change_nothing_are_warned_of(
         assert [warning.filename for warning in caught] == [__file__]
         placed = plan if isinstance(plan, tz.Plan) else tz.Plan.named(plan)
         estimate(Net(), None, plan, offload=offload.used_under(placed))  # a warning would be an error
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "settings", "said"),
+    [
+        (1, "zero3", {"gather": "int8"}, r"tz\.Precision: gather changes nothing under plan zero3: every rank has all"),
+        (2, "zero0", {"gather": "int8"}, r"tz\.Precision: gather changes nothing under plan zero0"),
+        (
+            1,
+            "zero0",
+            {"quantized_reduce": "int4", "error_feedback": True},
+            r"tz\.Precision: quantized_reduce, error_feedback change nothing .* Leave them out\.$",
+        ),
+        (2, "zero1", {"gather": "int8"}, None),
+        (2, "zero0", {"quantized_reduce": "int8"}, None),
+    ],
+)
+def test_formats_of_messages_that_are_not_sent_are_warned_of(
+    ranks: int, plan: str, settings: dict[str, Any], said: str | None
+) -> None:
+    with fake_group(ranks), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        estimate(Net(), None, plan, precision=tz.Precision(**settings))
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (said is not None), texts
+    assert said is None or re.search(said, texts[0]), texts
+
+
+def test_a_model_that_torch_has_divided_is_refused_whole() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
+        before = dict(model.named_parameters())
+        with pytest.raises(tz.BadInput, match=r"1\.weight.*2\.weight.*DTensors.*tz\.parallelize\(model, mesh, tensor="):
+            tz.shard(model, None, "zero3")
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_lazy_modules_have_to_have_run() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    with fake_group(2):
+        with pytest.raises(tz.BadInput, match=r"0\.weight, 0\.bias: of lazy modules.*Run the model once"):
+            tz.shard(model, None, "zero3")
+        with torch.no_grad():
+            model(torch.zeros(1, 5))
+        tz.shard(model, None, "zero3")
+
+
+@pytest.mark.parametrize("local", ["no", 1, 0.0])
+def test_where_micro_batches_are_added_is_a_bool(local: Any) -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), None, "zero2")
+        with pytest.raises(tz.BadInput, match=rf"local={local!r}\): give True"), tz.accumulate(model, local=local):
+            pass
+
+
+def test_units_are_compiled_all_or_not_at_all() -> None:
+    model = Net()
+    checkpoint_activations(model, "full", offload=True)
+    wrapped = model.blocks[1].forward
+    model.blocks[1].forward = functools.wraps(wrapped)(lambda *args: wrapped(*args))
+    before = [block.forward for block in model.blocks]
+    with pytest.raises(tz.BadInput, match="has been wrapped since"):
+        compile_units(model, backend="eager")
+    assert all(block.forward is forward for block, forward in zip(model.blocks, before, strict=True))
 
 
 def test_without_a_process_group() -> None:

@@ -387,7 +387,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_one_rank_has_no_residuals() -> None:
     def body(rank: int) -> None:
-        model, optimizer = shard("zero3", (1,))
+        with pytest.warns(UserWarning, match="quantized_reduce, error_feedback change nothing"):
+            model, optimizer = shard("zero3", (1,))
         run(model, optimizer, rank, range(2))
         assert engine_of(model).bill.residual_bytes == 0
         assert not residuals(model)["all"].any()

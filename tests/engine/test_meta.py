@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.consensus import digest
-from terrazzo.engine.states import materialize
+from terrazzo.engine.sharding import initial_values
 from tests.engine.census import PeakBytes, census
 from tests.engine.toys import (
     EVERY_PLAN,
@@ -173,10 +173,10 @@ def test_buffers_that_modules_share_stay_shared() -> None:
 
 def test_buffers_that_modules_share_move_to_the_device_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is not there stands for an accelerator: `to` answers with another tensor."""
-    monkeypatch.setattr(materialize, "synchronize", lambda tensors, axes: None)
+    monkeypatch.setattr(initial_values, "synchronize", lambda tensors, axes: None)
     shared = torch.arange(13.0)
     model = nn.ModuleList([Table(shared), Table(shared)])
-    materialize.move_buffers(model, SimpleNamespace(device=torch.device("meta")))  # type: ignore[arg-type]
+    initial_values.move_buffers(model, SimpleNamespace(device=torch.device("meta")))  # type: ignore[arg-type]
     assert model[0].shared is model[1].shared
     assert model[0].shared.is_meta and model[0].own is not model[1].own
 
@@ -268,6 +268,72 @@ def test_a_module_that_cannot_initialise_its_buffers_is_named_before_anything_is
     with fake_group(2), pytest.raises(tz.BadInput, match=r"Bare.*reset_parameters"):
         tz.shard(model, None, "zero3")
     assert model[0].weight.is_meta and model[1].table.is_meta
+
+
+class Gate(nn.Module):
+    """Sets what its flag names, of parameters and buffers of several dtypes."""
+
+    def __init__(self, sets: str = "") -> None:
+        super().__init__()
+        self.sets = sets
+        self.weight = nn.Parameter(torch.empty(3, 3))
+        self.scale = nn.Parameter(torch.empty(3))
+        self.codes = nn.Parameter(torch.empty(2, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("table", torch.empty(3))
+        self.register_buffer("angles", torch.empty(3, dtype=torch.complex64), persistent=False)
+        self.register_buffer("positions", torch.empty((), dtype=torch.int64))
+        self.register_buffer("mask", torch.empty(2, 2, dtype=torch.bool))
+
+    def reset_parameters(self) -> None:
+        tensors = {**self._parameters, **self._buffers}
+        for name, tensor in tensors.items():
+            if tensor is not None and name in self.sets.split():
+                tensor.data.zero_()
+
+
+_ALL = "weight scale codes table angles positions mask"
+
+
+@pytest.mark.parametrize("forgotten", _ALL.split())
+def test_what_a_module_forgets_to_set_is_refused_by_name_on_every_rank(forgotten: str) -> None:
+    def body(rank: int) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 3), Gate(_ALL.replace(forgotten, "")))
+        with pytest.raises(tz.BadInput, match=rf"'1\.{forgotten}' got no value.*reset_parameters\(\) of Gate must"):
+            tz.shard(model, None, "zero3")
+
+    on_ranks(2, body)
+
+
+def test_zeros_are_values() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Gate(_ALL))
+    with fake_group(2):
+        tz.shard(model, None, "zero3")
+    assert not any(bool(buffer.any()) for buffer in model.buffers())
+
+
+def test_a_module_that_the_models_init_weights_does_not_know_is_refused() -> None:
+    """Beside those of layers that it does know."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.empty(3))
+
+    class Own(nn.Sequential):
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    with torch.device("meta"):
+        model = Own(nn.Linear(3, 3), Scale())
+    with (
+        fake_group(1),
+        pytest.raises(tz.BadInput, match=r"'1\.gain' got no.* of Scale, or _init_weights\(\) of Own must"),
+    ):
+        tz.shard(model, None, "zero3")
 
 
 # -- loading into a sharded meta model -------------------------------------------------------------------------

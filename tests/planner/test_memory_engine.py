@@ -147,6 +147,7 @@ def check_bill(
     assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
+@pytest.mark.filterwarnings("ignore:tz.Precision. .* nothing under plan")  # formats of messages, where none are sent
 @pytest.mark.cover(plan=places)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("mesh", "plan"), CASES)

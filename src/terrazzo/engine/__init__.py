@@ -73,9 +73,10 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use
-    states.materialize, sharding.mesh_checks    what is done to a model before it is sharded
+    sharding.mesh_checks                        whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
-    buckets.parameters.parameter                what a forward does with a weight
+    consensus.equal_values                      tensors that all ranks have alike before a model is cut
+    buckets.parameters.parameter                what a forward does with a weight, and what replaces one
 
 `python -m tools.lint` checks both.
 """

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import terrazzo as tz
+from terrazzo.engine import engine_of
 from tests.engine import test_at_rest as at_rest
 from tests.engine import test_lifecycle as lifecycle
 from tests.engine import test_state as state
 from tests.engine import test_unused as unused
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
+from tests.helpers.fake import fake_group
 
 PLACES = [("cpu-all", "overlapped"), ("all on nvme", "overlapped"), ("shares", "backward"), ("nvme", "synchronous")]
 
@@ -112,3 +115,13 @@ def test_elsewhere(
     monkeypatch.setattr(tz, "shard", placed)
     behaviour()
     assert made, "the test makes its models in another way"
+
+
+def test_states_in_files_are_keys_as_others_are(tmp_path: Path) -> None:
+    with fake_group(2):
+        options = {"offload": tz.Offload(path=tmp_path), "precision": tz.Precision(weight=torch.bfloat16)}
+        model, _ = tz.shard(nn.Linear(4, 4), None, "zero3@nvme-all", **options)
+        (bucket,) = engine_of(model).buckets()
+        held = {bucket.master: "master", bucket.weight: "weight"}
+        assert [held[bucket.master], held[bucket.weight]] == ["master", "weight"]
+        engine_of(model).close()

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import terrazzo as tz
+from terrazzo.engine import engine_of
 from terrazzo.engine.offload import store, topology
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.options import Offload
@@ -23,6 +26,8 @@ from terrazzo.engine.offload.topology import (
     physical_cores,
     step_threads,
 )
+from terrazzo.engine.sharding import shard
+from tests.engine.toys import Net, mesh_for, on_ranks
 
 
 def write(path: Path, text: str) -> None:
@@ -253,3 +258,20 @@ def test_host_memory_is_pinned_by_a_thread_beside_the_device(monkeypatch: pytest
     made.extra_host(64)
     assert seen == [nearest] * 3
     assert allowed_cpus() == before
+
+
+@pytest.mark.parametrize("told", ["", "7"])
+def test_ranks_of_a_host_count_each_other_where_no_launcher_tells(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of four are on one host: their updates share its cores."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if told:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setattr(shard, "boot_id", lambda: "another" if dist.get_rank() == 2 else "one")
+    monkeypatch.setattr(store, "step_threads", lambda device, ranks: (ranks, frozenset()))
+
+    def body(rank: int) -> int:
+        model, _ = tz.shard(Net(), None, "hfsdp@cpu-all", mesh=mesh_for("hfsdp", 4))
+        return engine_of(model).store.step_threads[0]
+
+    assert on_ranks(4, body) == ([7] * 4 if told else [3, 3, 1, 3])

@@ -22,8 +22,8 @@ from terrazzo.engine.states.buffers_and_extra_state import (
     extra_state,
     extra_state_takers,
     persistent_buffers,
+    replace_buffers,
 )
-from terrazzo.engine.states.materialize import replace_buffers
 from terrazzo.engine.states.model_state import ModelState
 from terrazzo.engine.states.state_dict import shows_all, whole_state_dict
 from terrazzo.errors import BadInput, Misuse, listed

@@ -20,6 +20,7 @@ What differs is named on every rank.
 
     joint_checks      checks that all ranks pass, or all raise
     digest            a hash that ranks compare in the place of a tensor
+    equal_values      tensors that differ take the first rank's values
     written_weights   what users have written into weights: compared, or taken from the first rank
     noted_numbers     hyper-parameters as a step has used them, and factors of gradients
     progress          how far the training has come on this rank: what must be alike at every meeting

@@ -156,10 +156,10 @@ class Axes:
             self.along(axis).maximum(values, patience_s)
         return values
 
-    def rows(self, values: Tensor) -> Tensor:
-        """The 1-D `values` of all ranks as rows; blocks."""
+    def rows(self, values: Tensor, axes: Iterable[str] | None = None) -> Tensor:
+        """The 1-D `values` of all ranks of the axes, by default `of_stage`, as rows; blocks."""
         rows = values.unsqueeze(0)
-        for axis in self.live(self.of_stage):
+        for axis in self.live(self.of_stage if axes is None else axes):
             rows = self.along(axis).gather_rows(rows).flatten(0, 1)
         return rows
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.errors import BadInput
 
 __all__ = ["accumulate"]
 
@@ -21,8 +22,13 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
             `grad` place (less memory). By default local where the plan does not split `grad`, else reduced.
 
     Raises:
-        BadInput: `local=False` under a plan that keeps whole gradients.
+        BadInput: `local=False` under a plan that keeps whole gradients, or another `local`.
     """
+    if not isinstance(local, bool | None):
+        raise BadInput(
+            f"tz.accumulate(local={local!r}): give True to add gradients on each rank, False to reduce each "
+            "micro-batch, or leave 'local' out."
+        )
     engine = engine_of(model)
     before = engine.schedule.this_pass
     engine.schedule.set_pass(engine.sharding.pass_of(last=False, local=local))

@@ -67,8 +67,7 @@ class GatheredBlocks:
             publish: brings resting weights in line with master weights that have been written.
         """
         outer = self._inside
-        members = [member for bucket in self._buckets for member in bucket.members]
-        named: dict[str, Tensor] = {name: member.parameter for member in members for name in member.names}
+        named = self._named()
         if outer is not None and (outer == "write" or not write) and all(unit.weights.present for unit in self._units):
             yield named  # who began takes over what is written
             if write == "first rank":
@@ -97,6 +96,13 @@ class GatheredBlocks:
             self._schedule.rest()
         if write:
             publish()
+
+    def _named(self) -> dict[str, Tensor]:
+        """Parameters by name, as `tz.gathered` gives them: further names of tied ones behind all."""
+        members = [member for bucket in self._buckets for member in bucket.members]
+        members.sort(key=lambda member: member.position)
+        named: dict[str, Tensor] = {member.name: member.parameter for member in members}
+        return named | {name: member.parameter for member in members for name in member.names[1:]}
 
     @torch.no_grad()
     def _adopt_written(self, write: Literal[True, "first rank"]) -> None:

@@ -40,7 +40,7 @@ class Drive:
         self.reader = Worker("terrazzo-read")
 
 
-@dataclass
+@dataclass(eq=False)
 class DriveBuffer(Resting):
     """The elements of `space.range(axes)` in swap files, from byte `offset` on; zero at first.
 

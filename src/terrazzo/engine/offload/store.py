@@ -52,6 +52,7 @@ class Store:
     Args:
         device: of the mesh.
         rank: of this process among all.
+        local_ranks: how many ranks share this host, for where no launcher tells it.
 
     Attributes:
         copies_out, copies_in: from the device and to it, by threads; PCIe carries both at the same time.
@@ -59,8 +60,8 @@ class Store:
         steps: what the updates of offloaded states have done since the start.
     """
 
-    def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int) -> None:
-        self.device, self.settings, self._need = device, settings, need
+    def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int, local_ranks: int = 1) -> None:
+        self.device, self.settings, self._need, self._local_ranks = device, settings, need, local_ranks
         self.copies_out, self.copies_in, self.steps = Stream.new(device), Stream.new(device), Steps()
         self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
@@ -74,7 +75,7 @@ class Store:
     @cached_property
     def step_threads(self) -> tuple[int, frozenset[int]]:
         """How many threads an update has, and the CPUs that they are bound to; none: they are not bound."""
-        threads, cpus = step_threads(self.device, ranks_here(otherwise=1))
+        threads, cpus = step_threads(self.device, ranks_here(otherwise=self._local_ranks))
         return self.settings.threads or threads, cpus
 
     def _open_drive(self, need: Need, rank: int) -> Drive:

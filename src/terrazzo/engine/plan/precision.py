@@ -14,6 +14,7 @@ import torch
 
 from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, WireFormat
 from terrazzo.engine.plan.layout import ALIGN
+from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
 
@@ -191,6 +192,22 @@ class Precision:
             known = ", ".join(PRECISIONS)
             raise BadInput(f"There is no precision {preset!r}.{did_you_mean(preset, PRECISIONS)} Presets are {known}.")
         return PRECISIONS[preset]
+
+    @staticmethod
+    def unused_under(plan: Plan, data: Sequence[str]) -> dict[str, Sequence[str]]:
+        """Why, and the names of settings that change nothing on a mesh.
+
+        Args:
+            plan: in axes with more than one rank.
+            data: those of them along which ranks see different data.
+        """
+        unused: dict[str, Sequence[str]] = {}
+        if not plan.weight.axes and not plan.optim.axes:
+            unused["every rank has all weights and updates all, so that none are gathered"] = ("gather",)
+        if not data:
+            why = "no two ranks see different data, so that no gradients are summed over ranks"
+            unused[why] = ("quantized_reduce", "error_feedback")
+        return unused
 
     @property
     def stochastic(self) -> bool:

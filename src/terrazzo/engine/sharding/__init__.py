@@ -10,7 +10,7 @@
                                                                                                 matrix_checks
     ------------------------------------------------------------------------------------------------------------
     _open_store                         host memory and files                                   shard
-    _build_units, one after the other   materialize, synchronize, Bucket.build                  shard, `states`
+    _build_units, one after the other   InitialValues.draw, synchronize, Bucket.build           shard, initial_values
     _make_engine                        schedule, hooks, `Engine`                               shard
     put_on, for each optimizer          an OptimizerDriver; `tz.attach` comes in here           attach
     _intercept                          what users call from now on; see `border`               shard
@@ -26,6 +26,7 @@ One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the
     replica_checks  whether replicas can train by themselves
     packed_checks   which frozen matrices are kept in 4 bits
     compared        what ranks have alike
+    initial_values  what a model on the meta device begins with, unit by unit
     attach          puts optimizers on a sharded model
     forwards        activation checkpointing and compilation of units, applied before `tz.shard`
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
@@ -25,7 +26,9 @@ from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.states.model_state import is_dtensor
 from terrazzo.errors import BadInput, Misuse, listed, warn
 from terrazzo.optim import Lion
 
@@ -42,6 +45,7 @@ __all__ = [
     "check_precision",
     "check_several",
     "warn_of_unused",
+    "warn_of_unused_formats",
 ]
 
 
@@ -95,6 +99,7 @@ def check_model(model: nn.Module) -> None:
         )
     if not parameters:
         raise BadInput(f"{type(model).__name__} has no parameters to shard: pass the module that holds them.")
+    _check_known(parameters)
     exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
     if exotic:
         raise BadInput(
@@ -110,6 +115,24 @@ def check_model(model: nn.Module) -> None:
     _check_apart(parameters)
     check_views(model)
     _check_sparse(model)
+
+
+def _check_known(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters without a shape yet, and those that torch has divided.
+
+    Raises:
+        BadInput: there.
+    """
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        raise BadInput(
+            f"{listed(lazy)}: of lazy modules, whose shapes the first forward will tell. Run the model once on one "
+            "input, without gradients, before tz.shard and before an optimizer is built."
+        )
+    if divided := [name for name, parameter in parameters.items() if is_dtensor(parameter)]:
+        raise BadInput(
+            f"{listed(divided)}: DTensors, as of torch's parallelize_module, whose mesh Terrazzo does not know. Leave "
+            "that out, and call tz.parallelize(model, mesh, tensor=...) before tz.shard with the mesh of both."
+        )
 
 
 def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -358,12 +381,29 @@ def check_offload(tiers: Collection[str], precision: Precision, offload: Offload
 
 def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
     """Warn of settings of offload that have been given and change nothing; arguments as of `Offload.unused_under`."""
-    usual = Offload()
     for (why, tier), names in Offload.unused_under(plan, activations).items():
-        changed = [name for name in names if getattr(offload, name) != getattr(usual, name)]
-        if changed and dist.get_rank() == 0:
-            warn(
-                f"tz.Offload: {', '.join(changed)} {'change' if len(changed) > 1 else 'changes'} nothing under plan "
-                f"{plan.name}: {why}. Leave {'them' if len(changed) > 1 else 'it'} out, or place states there, as plan "
-                f"'zero3@{tier}' does."
-            )
+        _warn_of(offload, names, plan, why, f", or place states there, as plan 'zero3@{tier}' does")
+
+
+def warn_of_unused_formats(sharding: ShardingSpec, buckets: Iterable[Bucket]) -> None:
+    """Warn of what a precision says of messages where none of `buckets` has any; see `Precision.unused_under`."""
+    of_buckets = [Precision.unused_under(bucket.sharding.plan, _data_axes(bucket)) for bucket in buckets]
+    for why, names in of_buckets[0].items():
+        if all(why in unused for unused in of_buckets):
+            _warn_of(sharding.precision, names, sharding.mesh_plan, why)
+
+
+def _data_axes(bucket: Bucket) -> Sequence[str]:
+    axes = bucket.sharding.axes
+    return [axis for axis in axes.live(axes.summed_over) if axis not in SAME_DATA_AXES]
+
+
+def _warn_of(settings: Offload | Precision, names: Iterable[str], plan: Plan, why: str, instead: str = "") -> None:
+    kind = type(settings)
+    changed = [name for name in names if getattr(settings, name) != getattr(kind(), name)]
+    if changed and dist.get_rank() == 0:
+        change, them = ("changes", "it") if len(changed) == 1 else ("change", "them")
+        warn(
+            f"tz.{kind.__name__}: {', '.join(changed)} {change} nothing under plan {plan.name}: {why}. Leave {them} "
+            f"out{instead}."
+        )

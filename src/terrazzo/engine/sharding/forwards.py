@@ -102,17 +102,22 @@ def compile_units(model: nn.Module, *, units: Units | None = None, **options: An
     Args:
         units: as for `tz.shard`.
         options: for `torch.compile`.
+
+    Raises:
+        BadInput: for a unit whose forward somebody has wrapped around offloading; nothing is compiled then.
     """
 
     def compiled(forward: Forward) -> Forward:
         return torch.compile(forward, **options)
 
-    for module in _unit_modules(model, units):
+    modules = _unit_modules(model, units)
+    for module in modules:
         if hasattr(module.forward, "offloading") and not isinstance(module.forward, LayeredForward):
             raise BadInput(
                 f"The forward of a {type(module).__name__}, whose activations are offloaded, has been wrapped since: "
                 "compile units before that, right behind checkpoint_activations."
             )
+    for module in modules:
         _surround(module, compiled)
 
 

@@ -48,13 +48,14 @@ from terrazzo.engine.sharding.checks import (
     check_precision,
     check_several,
     warn_of_unused,
+    warn_of_unused_formats,
 )
 from terrazzo.engine.sharding.compared import check_versions, model_facts, optimizer_facts, state_facts
+from terrazzo.engine.sharding.initial_values import check_initializable
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
 from terrazzo.engine.sharding.packed_checks import check_packed, packed_members
 from terrazzo.engine.sharding.replica_checks import check_diloco
-from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.errors import BadInput
 
 __all__ = ["OptimizerLike", "Options", "Prepared", "prepare"]
@@ -188,6 +189,7 @@ def _lay_out(
     check_graphs(units, axes.device)
     check_offload({tier for unit in units for tier in unit.buckets[0].tiers}, arguments.precision, options.offload)
     warn_of_unused(arguments.plan, options.offload, arguments.offloads_activations)
+    warn_of_unused_formats(sharding, [bucket for unit in units for bucket in unit.buckets])
     trainable = [bucket for unit in units for bucket in unit.trainable()]
     check_several(len(built), trainable, arguments.precision, options.diloco)
     check_narrow(map(type, built), arguments.precision)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import zlib
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any, Literal, TypeVar
@@ -17,12 +19,14 @@ from terrazzo.engine.border.grad_attribute import show_gradients
 from terrazzo.engine.border.measured import let_measure
 from terrazzo.engine.border.sharded_module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.pass_end import meet, weights_are_split
 from terrazzo.engine.consensus.progress import Denominator, Progress
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
 from terrazzo.engine.hooks.hooks import Hooks
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
@@ -35,19 +39,13 @@ from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime.pages import keep_freed, return_freed
+from terrazzo.engine.runtime.system import boot_id
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.sharding.attach import put_on
+from terrazzo.engine.sharding.initial_values import InitialValues
 from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
-from terrazzo.engine.states.materialize import (
-    initializer_of,
-    materialize,
-    materialize_buffers,
-    move_buffers,
-    step_real,
-    synchronize,
-)
 from terrazzo.errors import BadInput, listed, warn
 
 __all__ = ["clip_grad_norm_", "estimate", "gathered", "shard"]
@@ -92,7 +90,8 @@ def shard(  # structure: signature fixed by the design
             every so many optimizer steps; see `tz.DiLoCo`. None: gradients are summed over them.
 
     Raises:
-        BadInput, Misuse: on every rank, before anything is changed.
+        BadInput, Misuse: on every rank, before anything is changed; behind that only for modules of a model on the meta
+            device that have left parameters or buffers without a value.
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload(), diloco)
     prepared = prepare(model, optimizer, plan, options)
@@ -164,7 +163,8 @@ def clip_grad_norm_(
 @contextlib.contextmanager
 def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -> Iterator[dict[str, Tensor]]:
     """Full parameters on every rank, by original name; call it on every rank. Of those that ranks along `tp` share,
-    each rank has its own part.
+    each rank has its own part. They come in the order of `model.parameters()`, and behind all of them again those that
+    have further names.
 
     Args:
         write: take over what was written into them, which must be the same on every rank; or, by "first rank", what the
@@ -217,33 +217,34 @@ def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store
         activations.keep_pinned(offload.pin)
     axes, buckets = prepared.sharding.axes, [bucket for unit in prepared.units for bucket in unit.buckets]
     need = need_of(buckets, prepared.templates, offload.cell_numel)
-    store = all_or_none(prepared.everyone, lambda: Store(axes.device, offload, need, dist.get_rank()))
+    local_ranks = _ranks_beside(prepared.everyone)
+    store = all_or_none(prepared.everyone, lambda: Store(axes.device, offload, need, dist.get_rank(), local_ranks))
     if store.drive is not None:
         return_freed()  # before anything large is built
     return store
 
 
+def _ranks_beside(axes: Axes) -> int:
+    """How many ranks of the mesh are on this host, as they hear of each other. Collective."""
+    own = torch.tensor([zlib.crc32((boot_id() or socket.gethostname()).encode())], device=axes.device)
+    return max(1, int((axes.rows(own, axes.with_stages) == own).sum()))
+
+
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # what came in place of meta parameters
-    initialize, axes = initializer_of(model), prepared.everyone
-    bare = materialize_buffers(model, axes.device)
-    units = {unit.name: unit for unit in prepared.units}
+    axes, units = prepared.everyone, {unit.name: unit for unit in prepared.units}
+    values = InitialValues(model, axes)
     for spec in prepared.drawn:
-        fresh = materialize(spec, initialize, axes)
-        made |= fresh
+        fresh = values.draw(spec)
         if (unit := units.get(spec.name)) is None:
             continue
-        known = set(fresh.values())
         for bucket in unit.buckets:
-            loaded = [member.parameter for member in bucket.members if member.parameter not in known]
+            loaded = [member.parameter for member in bucket.members if member.parameter not in fresh]
             synchronize(loaded, axes, (*bucket.sharding.axes.summed_over, *bucket.sharding.axes.replicas))
             bucket.build(store)
-    for module in bare:
-        initialize(module, ())
-    move_buffers(model, axes)
+    values.finish()
     for built in prepared.optimizers:
-        step_real(built, made)
+        values.hand_to(built)
 
 
 def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Store) -> Engine:

@@ -1,4 +1,4 @@
-"""The state of a sharded model: made, set, and given back whole.
+"""The state of a sharded model: set, and given back whole.
 
 It leaves and enters in two forms. Pieces are this rank's runs of elements of single parameters, under the parameters'
 own names: nothing is exchanged, and nothing of the plan is in them. State dicts are whole tensors, as plain PyTorch has
@@ -10,9 +10,8 @@ them, put together one bucket after the other on all ranks.
     model.state_dict(), tz.full_state_dict(model)     whole_state_dict, whole_weights   state_dict, whole
     model.load_state_dict(state)                      ModelState.load                   model_state
     optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, whole, restore
-    tz.shard, of a model on the meta device           materialize, unit by unit         materialize
 
 Read model_state, with pieces and restore; buffers_and_extra_state, which every rank holds whole; listing, what other
 stages of a pipeline have; whole, state_dict and optimizer_states; ema, a moving average; unit_snapshot, whether what is
-at rest stays as it was; and materialize.
+at rest stays as it was.
 """

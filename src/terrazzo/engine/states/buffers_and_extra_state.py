@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from terrazzo.errors import BadInput
 
-__all__ = ["PersistentBuffer", "check_no_extra_state", "extra_state", "extra_state_takers", "persistent_buffers"]
+__all__ = [
+    "PersistentBuffer",
+    "check_no_extra_state",
+    "extra_state",
+    "extra_state_takers",
+    "persistent_buffers",
+    "replace_buffers",
+]
 
 
 @dataclass
 class PersistentBuffer:
     """A buffer and all names under which `state_dict()` lists it; the first is the one it is saved under."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     names: list[str] = field(default_factory=list)
 
     @property
@@ -34,6 +41,17 @@ def persistent_buffers(model: nn.Module) -> list[PersistentBuffer]:
                 buffer = by_tensor.setdefault(id(tensor), PersistentBuffer(tensor))
                 buffer.names.append(f"{prefix}.{name}" if prefix else name)
     return list(by_tensor.values())
+
+
+def replace_buffers(model: nn.Module, replaced: Callable[[Tensor], Tensor]) -> None:
+    """Put `replaced(buffer)` in the place of each buffer, one for all modules that hold it."""
+    made: dict[Tensor, Tensor] = {}  # by identity
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer not in made:
+                    made[buffer] = replaced(buffer)
+                module._buffers[name] = made[buffer]
 
 
 def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:

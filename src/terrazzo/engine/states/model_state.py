@@ -41,7 +41,7 @@ from terrazzo.engine.states.restore import (
 )
 from terrazzo.errors import BadInput, RanksApart, listed
 
-__all__ = ["ModelState", "ParameterInfo"]
+__all__ = ["ModelState", "ParameterInfo", "is_dtensor"]
 
 AllOrNone = Callable[[Callable[[], None]], None]
 
@@ -247,7 +247,7 @@ class ModelState:
             BadInput: there.
         """
         _check_shapes(state, shapes)
-        spread = [name for name in shapes if _is_dtensor(state[name])] if self._engine.axes.stages else []
+        spread = [name for name in shapes if is_dtensor(state[name])] if self._engine.axes.stages else []
         if spread:
             raise BadInput(
                 f"load_state_dict: {listed([*map(repr, spread)])} are DTensors, and this rank has stages of the model "
@@ -267,11 +267,11 @@ _GIVE_ALL = (
 
 
 def _full(value: Tensor) -> Tensor:
-    return value.full_tensor() if _is_dtensor(value) else value  # type: ignore[attr-defined]
+    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
 
 
-def _is_dtensor(value: Tensor) -> bool:
-    """Where nobody has imported their module, which takes a second, there are none."""
+def is_dtensor(value: Tensor) -> bool:
+    """Whether it is torch's DTensor. Nothing is where nobody has imported their module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from terrazzo.engine import Box, Family, Record, leave_record, record_of, stages_of
+from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, Misuse, listed
 from terrazzo.marks import SHARES_EXPERTS
 from terrazzo.parallel.expert.dispatch import ExpertRanks, Experts

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine import leave_record
-from terrazzo.engine.states.materialize import synchronize
+from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
 from terrazzo.parallel.tensor.direct_weight_use import watch_direct_use

@@ -37,6 +37,7 @@ __all__ = [
     "register_accumulate_hook",
     "register_gradient_hook",
     "sharded_name",
+    "successor",
 ]
 
 
@@ -331,3 +332,14 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     own: dict[str, Any] = {"data": property(data, set_data), "__reduce_ex__": pickled, "__repr__": text}
     own["register_post_accumulate_grad_hook"] = _register_before_ours
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+
+
+def successor(old: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter of that value with the class, attributes and hooks of another one."""
+    made = nn.Parameter(value, requires_grad=old.requires_grad)
+    made.__class__ = type(old)
+    vars(made).update(vars(old))
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (registered := getattr(old, hooks)) is not None:
+            setattr(made, hooks, registered)  # the same dictionary: handles of users can remove them
+    return made
