@@ -30,8 +30,8 @@ from benchmarks.environment import versions
 from benchmarks.gpu.measure import FULL, TINY
 from benchmarks.gpu.rank import join
 from terrazzo.engine.offload.store import Steps
-from terrazzo.engine.offload.topology import step_threads
 from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.topology import step_threads
 from terrazzo.train.model.decoder import Block, Decoder
 
 __all__ = ["Span", "covered", "measure", "parts"]

@@ -86,7 +86,7 @@ def test_a_flipped_bit_of_what_few_models_have_is_found(state: str) -> None:
             engine = engine_of(model)
             bucket: Any = next(each for each in engine.units[1].buckets if each.matrices)
             resting = {
-                "average": lambda: engine.average.buffers[bucket],
+                "average": lambda: engine.averages[bucket],
                 "error_feedback": lambda: bucket.gradient.residuals[0].committed,
                 "outer_momentum": lambda: bucket.outer[1],
             }[state]()

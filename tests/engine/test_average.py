@@ -191,4 +191,4 @@ def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
         half, _ = tz.shard(Net(), None, "zero3", precision="bf16-pure")
         with pytest.raises(tz.BadInput, match="precision='bf16'"):
             tz.EMA(half)
-        assert engine_of(half).average.buffers == {}
+        assert engine_of(half).averages == {}

@@ -14,7 +14,7 @@ from terrazzo.dialects.core.description import LOADED, Description, Extra, Setti
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.engine import LossScaling, Plan
-from terrazzo.engine.offload.topology import ranks_here
+from terrazzo.engine.runtime.topology import ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.shared import first_rank
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from terrazzo.config import Config, LaunchConfig, config_from_dict
-from terrazzo.engine.offload import topology
+from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.launch.environment import adopt_slurm, first_host, is_rank
@@ -32,7 +32,7 @@ from tests.helpers.threads import run_in_threads
 
 RANK = """
 import os, sys, time, torch, torch.distributed as dist
-from terrazzo.engine.offload import topology
+from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.rank.rank_process import RankProcess
 rank = int(os.environ["RANK"])

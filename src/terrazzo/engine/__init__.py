@@ -62,7 +62,7 @@ Four ways through it, each from its first call to its last:
 A module imports from its own folder and from those before it in this list. Other packages import from here: what they
 want of a sharded model, they ask its `Engine`. Open to other packages:
 
-    runtime                                     what a device, and this process, can do and may use
+    runtime                                     what a device, and this process, can do and may use, CPUs too
     mesh                                        the axes of a mesh
     plan                                        what is stated, for the planner and for checkpoints
     pipeline                                    the stages of a model, for what cuts it into these
@@ -72,7 +72,6 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     optim.matrix_steps, optim.template
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
-    offload.topology                            CPUs that a rank may use
     sharding.mesh_checks                        whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     consensus.equal_values                      tensors that all ranks have alike before a model is cut
@@ -93,10 +92,11 @@ from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, Wire
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
 from terrazzo.engine.model.accumulation import accumulate
+from terrazzo.engine.model.ema import EMA
 from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
 from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
+from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise, check_narrow
 from terrazzo.engine.pipeline.absent_parameters import give_up
 from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
@@ -107,11 +107,9 @@ from terrazzo.engine.plan.precision import DTYPE_NAMES, DTYPES, MOMENTS_NAMES, P
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
-from terrazzo.engine.sharding.checks import check_narrow
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer, check_no_extra_state, persistent_buffers
-from terrazzo.engine.states.ema import EMA
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.model_state import ModelState, ParameterInfo
 from terrazzo.engine.states.optimizer_states import OptimizerStates

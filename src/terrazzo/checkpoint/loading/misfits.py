@@ -110,7 +110,7 @@ def _buffer_misfits(source: Source, model: torch.nn.Module, cast: bool) -> Itera
 
 def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """What is wrong with the states of each parameter, seen from what they are to become."""
-    averages = engine_of(model).average.buffers if with_optimizer else ()
+    averages = engine_of(model).averages if with_optimizer else ()
     averaged = {slot.name for bucket in averages for slot in bucket.slots}
     replica, outer = engine_of(model).axes.replica, engine_of(model).outer
     momentum = outer is not None and outer.settings.momentum

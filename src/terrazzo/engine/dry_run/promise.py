@@ -72,6 +72,6 @@ class Promise:
 
     def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:
         if micro_batches is None:
-            micro_batches = 1 if self.stages is None else self.stages.ranks
+            return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes)
         adds = self.stages is not None or self.units[0].sharding.pass_of(last=False, local=local) is Pass.ADDS
         return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)

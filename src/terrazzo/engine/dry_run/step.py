@@ -49,6 +49,11 @@ class StepSpec:
     stages: Stages | None = None
     buffer_bytes: int = 0
 
+    @classmethod
+    def least(cls, prefetch: int, stages: Stages | None, buffer_bytes: int) -> StepSpec:
+        """With the fewest micro-batches: one, or of a model in stages as many as ranks have some."""
+        return cls(prefetch, 1 if stages is None else stages.ranks, stages is not None, stages, buffer_bytes)
+
 
 def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) -> Tally:
     """Transient memory and traffic of one optimizer step on this rank.

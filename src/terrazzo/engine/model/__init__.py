@@ -8,7 +8,7 @@
     tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
     optimizer.step()                      engine            before_step, publish and after_step; see `optim`
                                           outer_step        behind the last of a round: OuterSteps.run
-    tz.EMA(model).update()                weight_average    Average.update: the average follows the master weights
+    tz.EMA(model).update()                ema               Average.update: the average follows the master weights
     with tz.gathered(model, write=True)   gathered_blocks   settle, full weights of all units, written ones are adopted
     model.state_dict(), a checkpoint      engine            settle: all is at rest; then `states` reads it
 
@@ -16,9 +16,10 @@
     description       what a sharded model is, as text
     gradients         all gradients, between backwards and steps
     gathered_blocks   blocks inside which users have full weights
-    weight_average    a moving average of master weights
     drivers           what steps the model: put on it, and let go of
     outer_step        rounds of replicas that train by themselves, and the step that joins their weights
+    weight_average    a moving average of master weights, this rank's part
+    ema               the average as a training loop has it
     accumulation      micro-batches that are not a step's last
     unused_gradients  backwards that no step uses
     torch_wrappers    torch's own data parallelism, refused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.counts.traffic import Traffic
@@ -26,7 +27,7 @@ from terrazzo.engine.model.drivers import Drivers
 from terrazzo.engine.model.gathered_blocks import GatheredBlocks, Write
 from terrazzo.engine.model.gradients import ModelGradients
 from terrazzo.engine.model.outer_step import OuterSteps
-from terrazzo.engine.model.weight_average import KeptAverage
+from terrazzo.engine.model.weight_average import Average
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.place import Plan
@@ -60,7 +61,7 @@ class Engine:
         stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
         drivers: one for each optimizer.
         process: that sharded the model.
-        average: of trained weights.
+        average: of trained weights, where `tz.EMA` has begun one: checkpoints save it.
         gradients: all of them, between backwards and steps.
         promise: what steps will need and send.
         blocks: of `tz.gathered`.
@@ -79,7 +80,7 @@ class Engine:
     buffer_bytes: int = 0
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
-    average: KeptAverage = field(default_factory=KeptAverage, init=False)
+    average: Average | None = field(default=None, init=False)
     gradients: ModelGradients = field(init=False)
     promise: Promise = field(init=False)
     blocks: GatheredBlocks = field(init=False)
@@ -138,9 +139,29 @@ class Engine:
         self.settle()
         self.drivers.retire()
 
+    def keep_average(self, average: Average) -> None:
+        """Have an average of the trained weights from now on."""
+        self.average = average
+
+    @property
+    def averages(self) -> Mapping[Bucket, Buffer]:
+        """Those of each bucket's master weights; empty where there are none."""
+        return {} if self.average is None else self.average.buffers
+
+    def require_own_weights(self, what: str) -> None:
+        """Refuse `what` where the averages are in the place of the weights.
+
+        Raises:
+            Misuse: there.
+        """
+        if self.average is not None and self.average.swapped:
+            raise Misuse(
+                f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
+            )
+
     def before_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
-        self.average.require_own_weights("optimizer.step()")
+        self.require_own_weights("optimizer.step()")
         self.gradients.require_whole("optimizer.step()")
         self._adopt_edits()
         self.hooks.before_use()

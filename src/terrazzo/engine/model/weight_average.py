@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Access, Buffer
 from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput
 
-__all__ = ["Average", "KeptAverage"]
+__all__ = ["Average"]
 
 
 class Average:
@@ -88,37 +88,6 @@ class Average:
             for cut in bucket.master.cuts(average.range):
                 with bucket.master.opened(cut, access) as weights:
                     yield average.part(cut), weights
-
-
-class KeptAverage:
-    """The average of a model's trained weights, where `tz.EMA` has begun one: checkpoints save it.
-
-    Attributes:
-        current: None where there is none.
-    """
-
-    def __init__(self) -> None:
-        self.current: Average | None = None
-
-    def keep(self, average: Average) -> None:
-        """Have this one from now on."""
-        self.current = average
-
-    @property
-    def buffers(self) -> Mapping[Bucket, Buffer]:
-        """Averages of each bucket's master weights; empty where there is none."""
-        return {} if self.current is None else self.current.buffers
-
-    def require_own_weights(self, what: str) -> None:
-        """Refuse `what` where the averages are in the place of the weights.
-
-        Raises:
-            Misuse: there.
-        """
-        if self.current is not None and self.current.swapped:
-            raise Misuse(
-                f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
-            )
 
 
 def _check_decay(decay: float) -> None:

@@ -22,6 +22,6 @@ What happens to one unit, and where:
                Bucket.publish, FullWeights.gather, DriveBuffer.load    file to device, then all ranks' parts
 
 Read options and needs; host, disk (on disk_file and disk_folder), drive and store, where states rest; then staging,
-sending, topology, update and background, how they are updated. activations is about what checkpointed units keep for
-backward.
+sending, update and background, how they are updated, by threads on the CPUs of `runtime.topology`. activations is about
+what checkpointed units keep for backward.
 """

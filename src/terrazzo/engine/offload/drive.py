@@ -30,13 +30,13 @@ class Drive:
     """This rank's swap files, and what reading them for computation takes.
 
     Args:
-        cell: elements of each state that are read and written together.
+        cell_numel: elements of each state that are read and written together.
         buffers: blocks of host memory for weights on their way to the device, uint8 and page-aligned.
         copies: from there to the device.
     """
 
-    def __init__(self, disk: Disk, cell: int, buffers: Sequence[Tensor], copies: Stream) -> None:
-        self.disk, self.cell, self.buffers, self.copies = disk, cell, buffers, copies
+    def __init__(self, disk: Disk, cell_numel: int, buffers: Sequence[Tensor], copies: Stream) -> None:
+        self.disk, self.cell_numel, self.buffers, self.copies = disk, cell_numel, buffers, copies
         self.reader = Worker("terrazzo-read")
 
 
@@ -45,7 +45,7 @@ class DriveBuffer(Resting):
     """The elements of `space.range(axes)` in swap files, from byte `offset` on; zero at first.
 
     Attributes:
-        cell: elements of a cell.
+        cell_numel: elements of a cell.
     """
 
     space: Space
@@ -53,14 +53,14 @@ class DriveBuffer(Resting):
     stored: torch.dtype
     drive: Drive
     offset: int
-    cell: int
+    cell_numel: int
 
     @property
     def dtype(self) -> torch.dtype:
         return self.stored
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        for cell in cells(self.range, self.cell):
+        for cell in cells(self.range, self.cell_numel):
             if (part := cell.intersect(wanted)).numel:
                 yield part
 
@@ -97,14 +97,14 @@ class DriveBuffer(Resting):
 
     def _span(self, elements: Range) -> Range:
         """The whole cells that `elements` touches."""
-        origin, size = self.range.start, self.cell
+        origin, size = self.range.start, self.cell_numel
         first = origin + (elements.start - origin) // size * size
         return Range(first, min(self.range.stop, origin + round_up(elements.stop - origin, size)))
 
     def _each(self, spanned: Range, raw: Tensor, write: bool) -> None:
         """Read or write whole cells, and wait for them."""
         under_way = []
-        for cell in cells(spanned, self.cell):
+        for cell in cells(spanned, self.cell_numel):
             start = (cell.start - spanned.start) * self.dtype.itemsize
             block = raw[start : start + padded_bytes(cell.numel * self.dtype.itemsize)]
             under_way.append(self.write(cell, block) if write else self.read(cell, block))
@@ -114,10 +114,10 @@ class DriveBuffer(Resting):
     def _fill(self, into: Tensor, mark: torch.Event | None) -> None:
         """Read everything into a tensor, as many cells at once as there are buffers."""
         under_way: deque[tuple[Range, Tensor, Pending]] = deque()
-        cell_bytes = padded_bytes(min(self.cell, self.range.numel) * self.dtype.itemsize)
+        cell_bytes = padded_bytes(min(self.cell_numel, self.range.numel) * self.dtype.itemsize)
         free = [block for block in self.drive.buffers if block.numel() >= cell_bytes] or [page_aligned(cell_bytes)]
         with self.drive.copies.completing(mark):
-            for cell in cells(self.range, self.cell):
+            for cell in cells(self.range, self.cell_numel):
                 if not free:
                     free.append(self._take(under_way, into))
                 block = free.pop()

@@ -5,7 +5,7 @@ device and memory that may be paged out is several times slower, and makes the h
 even for a small buffer, so everything is pinned once and used again.
 
 Pages lie on the NUMA node of the thread that touches them first, and pinning touches them: bind that thread before, see
-`topology.bound_to`.
+`runtime.topology.bound_to`.
 """
 
 from __future__ import annotations

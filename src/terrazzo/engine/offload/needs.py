@@ -43,16 +43,16 @@ class Need:
 
     Attributes:
         cpu, nvme: bytes of every state there, one entry for each state of a bucket.
-        load: bytes of one cell of weights that are read from drives; 0 for none.
-        staging: bytes of one cell of all states that are updated on drives; 0 for none.
-        send: bytes of one cell of new weights that are cast on their way to the device; 0 for none.
+        load_bytes: one cell of weights that are read from drives; 0 for none.
+        staging_bytes: one cell of all states that are updated on drives; 0 for none.
+        send_bytes: one cell of new weights that are cast on their way to the device; 0 for none.
     """
 
     cpu: tuple[int, ...] = ()
     nvme: tuple[int, ...] = ()
-    load: int = 0
-    staging: int = 0
-    send: int = 0
+    load_bytes: int = 0
+    staging_bytes: int = 0
+    send_bytes: int = 0
 
 
 def host_sum_bytes(spec: BucketSpec) -> int:
@@ -133,9 +133,9 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
     return Need(
         cpu=tuple(state.nbytes for state in resting if state.tier == "cpu"),
         nvme=tuple(state.nbytes for state in resting if state.tier == "nvme"),
-        load=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
-        staging=staging if templates else 0,
-        send=max((send_bytes(bucket) for bucket in buckets), default=0),
+        load_bytes=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
+        staging_bytes=staging if templates else 0,
+        send_bytes=max((send_bytes(bucket) for bucket in buckets), default=0),
     )
 
 
@@ -181,10 +181,14 @@ def staging_count(settings: Offload) -> int:
 
 def host_bytes(need: Need, settings: Offload) -> int:
     """Host memory of a store: states, and buffers for what goes to the device, and comes from and goes to drives."""
-    states = sum(padded_bytes(size) for size in need.cpu) + SENDS * padded_bytes(need.send)
+    states = sum(padded_bytes(size) for size in need.cpu) + SENDS * padded_bytes(need.send_bytes)
     if not need.nvme:
         return states
-    return states + settings.depth * padded_bytes(need.load) + staging_count(settings) * padded_bytes(need.staging)
+    return (
+        states
+        + settings.depth * padded_bytes(need.load_bytes)
+        + staging_count(settings) * padded_bytes(need.staging_bytes)
+    )
 
 
 def disk_bytes(need: Need) -> int:

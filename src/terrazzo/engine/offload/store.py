@@ -23,9 +23,9 @@ from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, staging_count
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.sending import Sending
-from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.runtime.device import Stream
+from terrazzo.engine.runtime.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.runtime.worker import Job, Worker
 
 __all__ = ["Steps", "Store"]
@@ -67,7 +67,7 @@ class Store:
         arena_bytes = host_bytes(need, settings)
         self.arenas = [self._arena(arena_bytes)] if arena_bytes else []
         self.drive = self._open_drive(need, rank) if need.nvme else None
-        cells = [self.host(padded_bytes(need.send)) for _ in range(SENDS if need.send else 0)]
+        cells = [self.host(padded_bytes(need.send_bytes)) for _ in range(SENDS if need.send_bytes else 0)]
         self.sending = Sending(self.copies_in, cells)
         self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
         self._landing: deque[Job] = deque()
@@ -81,7 +81,7 @@ class Store:
     def _open_drive(self, need: Need, rank: int) -> Drive:
         settings = self.settings
         disk = Disk(settings, rank, disk_bytes(need))
-        buffers = [self.host(padded_bytes(need.load)) for _ in range(settings.depth if need.load else 0)]
+        buffers = [self.host(padded_bytes(need.load_bytes)) for _ in range(settings.depth if need.load_bytes else 0)]
         return Drive(disk, settings.cell_numel, buffers, self.copies_in)
 
     def _arena(self, size_bytes: int) -> HostArena:
@@ -132,14 +132,14 @@ class Store:
         if tier == "nvme":
             assert self.drive is not None, "no files were asked for"
             offset = self.drive.disk.reserve(padded_bytes(numel * dtype.itemsize))
-            cell, blocks = self.drive.cell, space.layout.blocks
+            cell, blocks = self.drive.cell_numel, space.layout.blocks
             numel = cell if blocks is None else blocks.size_bytes(cell)
             return DriveBuffer(space, axes, dtype, self.drive, offset, numel)
         return Buffer(space, axes, self.host(numel * dtype.itemsize).view(dtype))
 
     def staging(self) -> Sequence[Tensor]:
         """Buffers for cells under way in an update."""
-        cell_bytes = self._need.staging
+        cell_bytes = self._need.staging_bytes
         if not cell_bytes:
             return []
         return [self.host(padded_bytes(cell_bytes)) for _ in range(staging_count(self.settings))]

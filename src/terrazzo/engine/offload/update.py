@@ -25,7 +25,6 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.optim.protocols import SegmentWork, Uses
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.segment_step import step_segment
@@ -33,6 +32,7 @@ from terrazzo.engine.optim.state_memory import StateMemory
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import Stream, set_current
+from terrazzo.engine.runtime.topology import bind_to
 from terrazzo.engine.runtime.worker import Job, again, without_frames
 
 __all__ = ["ElementwiseStep", "Updater"]

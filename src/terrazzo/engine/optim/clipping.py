@@ -47,44 +47,44 @@ def clip_grad_norm(
 
 
 def norms(
-    groups: Iterable[Iterable[Tensor | None]], sharding: ShardingSpec, kind: float, also_over: tuple[str, ...] = ()
+    groups: Iterable[Iterable[Tensor | None]], sharding: ShardingSpec, norm_type: float, also_over: tuple[str, ...] = ()
 ) -> Tensor:
     """The p-norm of each group of tensors over all ranks, fp64 [number of groups]. Collective.
 
     Args:
         groups: what this rank gives of each, as `FinishedGradient.contribution`, None for nothing; one after the other.
-        kind: the p; infinity for the maximum.
+        norm_type: the p; infinity for the maximum.
         also_over: axes whose ranks give other parameters to the same groups.
     """
     axes, split = sharding.axes, (*sharding.contributed_over, *also_over)
-    powers = torch.stack([_power(group, kind, axes.device) for group in groups])
-    if kind == float("inf"):
+    powers = torch.stack([_power(group, norm_type, axes.device) for group in groups])
+    if norm_type == float("inf"):
         return axes.total(powers, split, reduce=torch.amax)
-    return axes.total(powers, split) ** (1 / kind)
+    return axes.total(powers, split) ** (1 / norm_type)
 
 
-def _power(parts: Iterable[Tensor | None], kind: float, device: torch.device) -> Tensor:
+def _power(parts: Iterable[Tensor | None], norm_type: float, device: torch.device) -> Tensor:
     """The share of `parts` in a norm, before the root is taken: 0-d fp64 on `device`; the host need not know it."""
-    local = [_norm(part, kind) for part in parts if part is not None]
+    local = [_norm(part, norm_type) for part in parts if part is not None]
     if not local:
         return torch.zeros((), dtype=torch.float64, device=device)
     every = _stacked(local, device)
-    return every.max() if kind == float("inf") else (every**kind).sum()
+    return every.max() if norm_type == float("inf") else (every**norm_type).sum()
 
 
 _ROW = 4096
 """Elements that torch sums in one go on a CPU, in their own precision: 50 million would lose 0.3 % of their norm."""
 
 
-def _norm(part: Tensor, kind: float) -> Tensor:
+def _norm(part: Tensor, norm_type: float) -> Tensor:
     dtype = torch.promote_types(part.dtype, torch.float32)  # 16 bits can neither hold nor sum the squares of gradients
     norms_of: Any = torch.linalg.vector_norm
     if devices.is_cuda(part.device) or part.numel() <= _ROW:  # CUDA sums in a tree
-        return norms_of(part, kind, dtype=dtype).double()  # type: ignore[no-any-return]
+        return norms_of(part, norm_type, dtype=dtype).double()  # type: ignore[no-any-return]
     whole = part.numel() // _ROW * _ROW
-    parts = [norms_of(part[:whole].view(-1, _ROW), kind, dim=1, dtype=dtype)]
-    parts += [norms_of(part[whole:], kind, dtype=dtype)[None]] if whole < part.numel() else []
-    return norms_of(torch.cat(parts).double(), kind)  # type: ignore[no-any-return]
+    parts = [norms_of(part[:whole].view(-1, _ROW), norm_type, dim=1, dtype=dtype)]
+    parts += [norms_of(part[whole:], norm_type, dtype=dtype)[None]] if whole < part.numel() else []
+    return norms_of(torch.cat(parts).double(), norm_type)  # type: ignore[no-any-return]
 
 
 def overflowed(buckets: Iterable[Bucket], sharding: ShardingSpec) -> bool:

@@ -8,7 +8,7 @@ or identity, or keeps tensors elsewhere than in its `state`, gives other weights
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,16 +18,52 @@ from torch.optim import Optimizer
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper, bare_copy, is_torchs, unhooked_step
+from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput
-from terrazzo.optim import MatrixOptimizer
+from terrazzo.optim import Lion, MatrixOptimizer
 
-__all__ = ["ELEMENTWISE", "check_elementwise", "check_optimizer", "drop_meta_states"]
+__all__ = ["ELEMENTWISE", "check_elementwise", "check_narrow", "check_optimizer", "drop_meta_states"]
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 )
 """Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
+
+
+_COUNTS_STEPS: dict[type[Optimizer], bool] = {
+    torch.optim.Adam: True,
+    torch.optim.AdamW: True,
+    torch.optim.NAdam: True,
+    torch.optim.RAdam: True,
+    torch.optim.SGD: False,
+    Lion: False,
+}
+"""Of the optimizers whose states may be in 8 bits, whether they count steps, from which stochastic rounding has its
+bits. What they keep are averages that soon forget, and no sums that grow by ever smaller parts.
+"""
+
+
+def check_narrow(kinds: Iterable[type[Optimizer]], precision: Precision) -> None:
+    """Refuse moments in 8 bits of optimizers of these classes that are not known to work with them.
+
+    Raises:
+        BadInput: there.
+    """
+    for kind in kinds if precision.narrow is not None else ():
+        if kind not in _COUNTS_STEPS:
+            raise BadInput(
+                f"precision: moments in {precision.narrow}, and {kind.__name__} is not known to work with "
+                f"states of 8 bits. Use one of {', '.join(sorted(each.__name__ for each in _COUNTS_STEPS))}, or leave "
+                "moments out, which keeps them in fp32."
+            )
+        if precision.stochastic and not _COUNTS_STEPS[kind]:
+            counting = sorted(each.__name__ for each, counts in _COUNTS_STEPS.items() if counts)
+            raise BadInput(
+                f"precision: rounding 'stochastic', whose bits follow from the number of the step, and "
+                f"{kind.__name__} does not count steps. Use {', '.join(counting[:-1])} or {counting[-1]}, or leave "
+                "rounding out."
+            )
 
 
 def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:

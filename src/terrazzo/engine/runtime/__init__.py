@@ -10,6 +10,7 @@
     device         devices, streams, pinned host memory
     pages          what fresh CPU memory costs
     system         what Linux says of the machine and of this process
+    topology       which CPUs a rank may use, and how many threads
     overrides      calls of torch that come to a class of tensors instead
 
 Read them in that order.

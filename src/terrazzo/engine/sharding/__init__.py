@@ -4,7 +4,7 @@
 `tz.estimate` stops there:
 
     prepare                             what is asked for is read, on all ranks or on none      prepare
-      _check_model, _read               the model's kind, units, plan, optimizers               checks, mesh_checks
+      _check_model, _read_arguments     the model's kind, units, plan, optimizers               checks, mesh_checks
       check_alike                       ranks have the same model, and were told the same       compared
       _lay_out: a Bucket for each group and what these cannot do is refused                     packed_checks,
                                                                                                 matrix_checks
@@ -24,7 +24,7 @@ One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the
     mesh_checks     parts of parameters and sequences that ranks share: whether they fit the mesh
     matrix_checks   whether matrices that an optimizer updates whole can be
     replica_checks  whether replicas can train by themselves
-    packed_checks   which frozen matrices are kept in 4 bits
+    packed_checks   whether frozen matrices can be kept in 4 bits
     compared        what ranks have alike
     initial_values  what a model on the meta device begins with, unit by unit
     attach          puts optimizers on a sharded model

@@ -15,12 +15,12 @@ from terrazzo.engine.offload.background import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
-from terrazzo.engine.optim.elementwise import check_optimizer
+from terrazzo.engine.optim.elementwise import check_narrow, check_optimizer
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups, choose_kernel
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.sharding.checks import check_narrow, check_several
+from terrazzo.engine.sharding.checks import check_several
 from terrazzo.engine.sharding.compared import optimizer_facts, state_facts
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.states.restore import reading, restore_optimizer

@@ -30,7 +30,6 @@ from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.states.model_state import is_dtensor
 from terrazzo.errors import BadInput, Misuse, listed, warn
-from terrazzo.optim import Lion
 
 __all__ = [
     "check_device",
@@ -40,7 +39,6 @@ __all__ = [
     "check_kind",
     "check_mesh",
     "check_model",
-    "check_narrow",
     "check_offload",
     "check_precision",
     "check_several",
@@ -321,38 +319,6 @@ def check_several(count: int, buckets: Sequence[Bucket], precision: Precision, d
             f"of {name!r}: updates there follow the steps of one optimizer. Leave both on the device (weights may be "
             "elsewhere: tz.Plan.named('zero3').on(weight='cpu')), or use one optimizer with several param groups."
         )
-
-
-NARROWABLE = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.SGD,
-    Lion,
-)
-"""Optimizers whose states may be in 8 bits: averages that soon forget, and no sums that grow by ever smaller parts."""
-
-
-def check_narrow(kinds: Iterable[type[Optimizer]], precision: Precision) -> None:
-    """Refuse moments in 8 bits of optimizers of these classes that are not known to work with them.
-
-    Raises:
-        BadInput: there.
-    """
-    for kind in kinds if precision.narrow is not None else ():
-        if kind not in NARROWABLE:
-            raise BadInput(
-                f"precision: moments in {precision.narrow}, and {kind.__name__} is not known to work with "
-                f"states of 8 bits. Use one of {', '.join(sorted(each.__name__ for each in NARROWABLE))}, or leave "
-                "moments out, which keeps them in fp32."
-            )
-        if precision.stochastic and kind in (torch.optim.SGD, Lion):
-            raise BadInput(
-                f"precision: rounding 'stochastic', whose bits follow from the number of the step, and "
-                f"{kind.__name__} does not count steps. Use Adam, AdamW, NAdam or RAdam, or leave rounding "
-                "out."
-            )
 
 
 def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:

@@ -1,4 +1,4 @@
-"""Which frozen matrices are kept in 4 bits, and what of that is refused."""
+"""Whether frozen matrices can be kept in 4 bits."""
 
 from __future__ import annotations
 
@@ -8,29 +8,13 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import PAGE_BYTES
-from terrazzo.engine.plan.partition import Member, UnitSpec
+from terrazzo.engine.plan.packed_members import cuts_blocks
+from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput, listed
 
-__all__ = ["check_packed", "cuts_blocks", "packed_members"]
-
-
-def packed_members(spec: UnitSpec, precision: Precision) -> frozenset[int]:
-    """The places of the parameters of a unit that are kept in 4 bits: frozen weights of linear layers inside of it.
-
-    Not those of the root, such as embeddings and the head, of a unit that is a linear layer itself, or what is tied.
-    """
-    if precision.frozen is None or not spec.name:
-        return frozenset()
-    return frozenset(member.position for member in spec.members if _is_packed(spec, member))
-
-
-def _is_packed(spec: UnitSpec, member: Member) -> bool:
-    inside = member.name.rpartition(".")[0] != spec.name
-    of_numbers = member.parameter.dtype.is_floating_point  # and not codes that the module decodes itself
-    return member.is_matrix and inside and of_numbers and not member.trainable and not member.stages
+__all__ = ["check_packed"]
 
 
 def check_packed(units: Sequence[Unit], precision: Precision, axes: Axes, offload: Offload) -> None:
@@ -70,22 +54,3 @@ def _check_cuts(members: Iterable[Member], form: FrozenFormat) -> None:
             f"along tp share {listed([*map(repr, broken)], 3)}: their values would depend on the number of ranks. "
             f"{other}ewer ranks along tp, or leave frozen out."
         )
-
-
-def cuts_blocks(box: Box, numel: int) -> bool:
-    """Whether blocks of `numel` elements that count from where a rank's part of a matrix begins are others than those
-    that count from where the whole matrix begins.
-    """
-    if box.is_all:
-        return False
-    width = box.shape[-1]
-    for each in box.rectangles:
-        if each.sizes[-1] == width:  # whole rows
-            first, count = each.offsets[0] * width, each.sizes[0] * width
-        else:
-            first, count = each.offsets[-1], each.sizes[-1]
-            if width % numel:
-                return True
-        if first % numel or count % numel:
-            return True
-    return False

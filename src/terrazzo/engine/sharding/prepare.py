@@ -22,13 +22,14 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.elementwise import check_optimizer, drop_meta_states
+from terrazzo.engine.optim.elementwise import check_narrow, check_optimizer, drop_meta_states
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks
+from terrazzo.engine.plan.packed_members import packed_members
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -43,7 +44,6 @@ from terrazzo.engine.sharding.checks import (
     check_kind,
     check_mesh,
     check_model,
-    check_narrow,
     check_offload,
     check_precision,
     check_several,
@@ -54,7 +54,7 @@ from terrazzo.engine.sharding.compared import check_versions, model_facts, optim
 from terrazzo.engine.sharding.initial_values import check_initializable
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
-from terrazzo.engine.sharding.packed_checks import check_packed, packed_members
+from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco
 from terrazzo.errors import BadInput
 
@@ -85,7 +85,7 @@ class _ShardArguments:
     precision: Precision
     specs: list[UnitSpec]
     drawn: list[UnitSpec]
-    why: str
+    why_units: str
     optimizers: list[Optimizer]
     offloads_activations: bool
 
@@ -95,16 +95,17 @@ class Prepared:
     """What `shard` is about to do; nothing has been allocated or changed yet.
 
     Attributes:
-        everyone: the axes of the mesh, also where replicas train by themselves.
+        mesh_axes: all of the mesh, also where replicas train by themselves.
         drawn: the units of the whole model, in whose order initial values are drawn.
+        why_units: how the units were found.
     """
 
-    everyone: Axes
+    mesh_axes: Axes
     sharding: ShardingSpec
     tally: Tally
     units: list[Unit]
     drawn: list[UnitSpec]
-    why: str
+    why_units: str
     optimizers: list[Optimizer]
     templates: Templates
 
@@ -119,7 +120,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_mesh(mesh, axes)
     check_versions(axes)
     all_or_none(axes, functools.partial(_check_model, model, mesh))
-    arguments = all_or_none(axes, functools.partial(_read, model, optimizer, plan, options, axes))
+    arguments = all_or_none(axes, functools.partial(_read_arguments, model, optimizer, plan, options, axes))
     facts = {"plan": str(arguments.plan), "precision": repr(arguments.precision), "prefetch": options.prefetch}
     facts["diloco"] = repr(options.diloco)
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
@@ -143,7 +144,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
     check_experts_shared(model, mesh)
 
 
-def _read(
+def _read_arguments(
     model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes
 ) -> _ShardArguments:
     if not isinstance(options.prefetch, int) or options.prefetch < 0:
@@ -154,21 +155,21 @@ def _read(
             "plan='zero3@cpu'."
         )
     check_device(model, axes.device)
-    plan, precision = _one_of(Plan, plan, "plan"), _one_of(Precision, options.precision, "precision")
+    plan, precision = _preset_or_given(Plan, plan, "plan"), _preset_or_given(Precision, options.precision, "precision")
     if options.diloco is not None:
         check_diloco(options.diloco, plan, precision, axes, options.offload)
         axes = axes.with_replicas_apart()
     plan = plan.resolve(axes.summed_over)
     check_precision(precision, axes)
     check_dtypes(model, precision)
-    names, why = find_units(model, options.units)
+    names, why_units = find_units(model, options.units)
     drawn = partition(model, names)
     for spec in drawn:
         _note_stages(model, spec.members)
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
     built = _build_optimizers(model, optimizer, specs, axes.device)
-    return _ShardArguments(plan, precision, specs, drawn, why, built, bool(offloading_of(model)))
+    return _ShardArguments(plan, precision, specs, drawn, why_units, built, bool(offloading_of(model)))
 
 
 def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
@@ -180,7 +181,7 @@ def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
 
 
 def _lay_out(
-    arguments: _ShardArguments, options: Options, sharding: ShardingSpec, everyone: Axes, tally: Tally
+    arguments: _ShardArguments, options: Options, sharding: ShardingSpec, mesh_axes: Axes, tally: Tally
 ) -> Prepared:
     axes, built = sharding.axes, arguments.optimizers
     owners = [number for number, each in enumerate(built) for _ in each.param_groups]
@@ -195,11 +196,10 @@ def _lay_out(
     check_narrow(map(type, built), arguments.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     check_matrices(trainable, templates, built)
-    drawn, why = arguments.drawn, arguments.why
-    return Prepared(everyone, sharding, tally, units, drawn, why, built, templates)
+    return Prepared(mesh_axes, sharding, tally, units, arguments.drawn, arguments.why_units, built, templates)
 
 
-def _one_of(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:
+def _preset_or_given(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:
     if isinstance(value, str) or (kind is Precision and isinstance(value, torch.dtype)):
         return kind.named(value)
     if not isinstance(value, kind):

@@ -128,9 +128,7 @@ def estimate(  # structure: signature fixed by that of shard
     options = Options(units, precision, mesh, prefetch, offload or Offload(), diloco)
     prepared = prepare(model, optimizer, plan, options)
     stages = stages_of(model)
-    step = StepSpec(prefetch)
-    if stages is not None:
-        step = StepSpec(prefetch, stages.ranks, True, stages, stages.buffer_bytes(model))
+    step = StepSpec.least(prefetch, stages, 0 if stages is None else stages.buffer_bytes(model))
     return memory_bill(prepared.units, prepared.templates, options.offload, step)
 
 
@@ -217,8 +215,8 @@ def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store
         activations.keep_pinned(offload.pin)
     axes, buckets = prepared.sharding.axes, [bucket for unit in prepared.units for bucket in unit.buckets]
     need = need_of(buckets, prepared.templates, offload.cell_numel)
-    local_ranks = _ranks_beside(prepared.everyone)
-    store = all_or_none(prepared.everyone, lambda: Store(axes.device, offload, need, dist.get_rank(), local_ranks))
+    local_ranks = _ranks_beside(prepared.mesh_axes)
+    store = all_or_none(prepared.mesh_axes, lambda: Store(axes.device, offload, need, dist.get_rank(), local_ranks))
     if store.drive is not None:
         return_freed()  # before anything large is built
     return store
@@ -232,7 +230,7 @@ def _ranks_beside(axes: Axes) -> int:
 
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
     """Give every unit its values and its memory, one after the other."""
-    axes, units = prepared.everyone, {unit.name: unit for unit in prepared.units}
+    axes, units = prepared.mesh_axes, {unit.name: unit for unit in prepared.units}
     values = InitialValues(model, axes)
     for spec in prepared.drawn:
         fresh = values.draw(spec)
@@ -265,7 +263,7 @@ def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Sto
         progress=progress,
         tally=tally,
         units=units,
-        why_units=prepared.why,
+        why_units=prepared.why_units,
         schedule=schedule,
         hooks=Hooks(units, schedule, sharding, progress),
         store=store,

@@ -11,7 +11,7 @@ them, put together one bucket after the other on all ranks.
     model.load_state_dict(state)                      ModelState.load                   model_state
     optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, whole, restore
 
-Read model_state, with pieces and restore; buffers_and_extra_state, which every rank holds whole; listing, what other
-stages of a pipeline have; whole, state_dict and optimizer_states; ema, a moving average; unit_snapshot, whether what is
-at rest stays as it was.
+Read saved_states, what a checkpoint has of each bucket; model_state, with pieces and restore; buffers_and_extra_state,
+which every rank holds whole; listing, what other stages of a pipeline have; whole, state_dict and optimizer_states;
+unit_snapshot, whether what is at rest stays as it was.
 """

@@ -18,32 +18,26 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.kinds import first_of
+from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer
 from terrazzo.engine.states.pieces import (
     Piece,
-    average_pieces,
     copied_pieces,
-    model_pieces,
     optimizer_pieces,
-    outer_pieces,
     require_known_states,
-    residual_pieces,
+    state_pieces,
 )
-from terrazzo.engine.states.restore import (
-    Read,
-    restore_averages,
-    restore_model,
-    restore_optimizer,
-    restore_outer,
-    restore_residuals,
-)
+from terrazzo.engine.states.restore import Read, restore_optimizer, restore_state
+from terrazzo.engine.states.saved_states import SavedState, saved_states, saved_weights
 from terrazzo.errors import BadInput, RanksApart, listed
 
 __all__ = ["ModelState", "ParameterInfo", "is_dtensor"]
 
 AllOrNone = Callable[[Callable[[], None]], None]
+_NamedBuffer = tuple[PersistentBuffer, str | None]
+"""A buffer, and the name under which a state dict has it; None where it does not."""
 
 
 @dataclass(frozen=True)
@@ -127,26 +121,32 @@ class ModelState:
         if engine.outer is not None:
             engine.outer.require_round_ended("Saving a checkpoint")
         if with_optimizer:
-            engine.average.require_own_weights("Saving the optimizer's state")
-            if engine.average.current is not None:
-                engine.average.current.compare(engine.axes)
+            engine.require_own_weights("Saving the optimizer's state")
+            if engine.average is not None:
+                engine.average.compare(engine.axes)
         engine.settle()
         drivers = engine.drivers.stepping() if with_optimizer else []
         if drivers:
             all_or_none(engine.axes, lambda: require_known_states(drivers))
-        yield from model_pieces(engine.buckets())
+        for saved in self._weights():
+            yield from state_pieces(saved, saved.share)
         for driver in drivers:
             yield from optimizer_pieces(driver)
-        yield from average_pieces(engine.average.buffers) if with_optimizer else ()
-        yield from outer_pieces(engine.trainable()) if with_optimizer else ()
-        yield from residual_pieces(engine.trainable()) if with_optimizer else ()
+        for saved in self._beside_weights() if with_optimizer else ():
+            yield from state_pieces(saved, saved.share)
+
+    def _weights(self) -> Iterator[SavedState]:
+        return saved_weights(self._engine.buckets())
+
+    def _beside_weights(self) -> Iterator[SavedState]:
+        return saved_states(self._engine.buckets(), self._engine.averages)
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
         self._engine.settle()
         self._engine.drivers.drop_gone()  # ranks have to hold as many
-        stepping, averages = self._engine.drivers.stepping(), self._engine.average.buffers
-        yield from copied_pieces(self._engine.buckets(), stepping, averages)
+        saved = [*self._weights(), *self._beside_weights()]
+        yield from copied_pieces(saved, self._engine.trainable(), self._engine.drivers.stepping())
 
     def restore(self, read: Read, with_optimizer: bool = True, together: AllOrNone | None = None) -> None:
         """Set the weights, and by default the optimizers' state, from `read`. Collective.
@@ -162,13 +162,11 @@ class ModelState:
     def _fill(self, read: Read, with_optimizer: bool) -> None:
         """This rank's own ranges; weights at rest have to follow, on all ranks."""
         engine = self._engine
-        engine.average.require_own_weights("Loading a checkpoint")
+        engine.require_own_weights("Loading a checkpoint")
         engine.settle()
         with torch.no_grad():
-            restore_model(engine.buckets(), read)
-            restore_averages(engine.average.buffers if with_optimizer else {}, read)
-            restore_outer(engine.trainable() if with_optimizer else [], read)
-            restore_residuals(engine.trainable() if with_optimizer else [], read)
+            for saved in [*self._weights(), *(self._beside_weights() if with_optimizer else ())]:
+                restore_state(saved, read)
             engine.restart_round()
             for driver in engine.drivers:
                 driver.off_device.begin_restoring()
@@ -195,41 +193,21 @@ class ModelState:
 
         Raises:
             BadInput: tensors of the wrong shape, here or on another rank; all are listed, and nothing is changed.
-            RanksApart: on every rank, if other names are found on another, before anything is changed, or other values.
+            RanksApart: on every rank, if other names are found on another, before anything is changed; or other values,
+                which are compared as they are written: a tensor is read once, and each rank has kept its own part.
         """
         engine = self._engine
-        engine.average.require_own_weights("load_state_dict()")
-        slots = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
-        parameters = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
-        names_in_state = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
+        engine.require_own_weights("load_state_dict()")
+        named = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
+        parameters = [(bucket, slot, name) for bucket, slot, name in named if name is not None]
+        named_buffers = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
         shapes = {name: bucket.box(slot).shape for bucket, slot, name in parameters}
-        shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in names_in_state if name is not None}
+        shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in named_buffers if name is not None}
         all_or_none(engine.axes, lambda: self._check_given(state, shapes))
-        names = {each[0]: _name_in(state, each) or "" for each in self._names}
-        names |= {buffer.name: name or "" for buffer, name in names_in_state}
-        checksums = {name: zlib.crc32(there.encode()) for name, there in names.items()}
-        if differing := engine.axes.differing(checksums, engine.axes.with_stages):
-            raise RanksApart(
-                f"load_state_dict: the ranks were given other names; of {listed([*map(repr, differing)])} some ranks "
-                f"alone have one. Nothing has been loaded. {_GIVE_ALL}"
-            )
+        self._compare_names(state, named_buffers)
         engine.settle()
-
-        def write() -> dict[str, Tensor]:
-            hashes = {}
-            for bucket, slot, name in parameters:
-                full = _full(state[name])
-                hashes[slot.name] = self._hashed(full)
-                bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
-            for buffer, there in names_in_state:
-                if there is not None:
-                    full = _full(state[there])
-                    hashes[buffer.name] = self._hashed(full)
-                    buffer.tensor.copy_(full)
-            return hashes
-
         with torch.no_grad():
-            hashes = all_or_none(engine.axes, write)
+            hashes = all_or_none(engine.axes, lambda: self._write(state, parameters, named_buffers))
         engine.restart_round()
         engine.blocks.show_changed()
         stages, differing = engine.axes.stages, engine.axes.differing(hashes)
@@ -239,6 +217,42 @@ class ModelState:
                 f"{listed([*map(repr, differing)]) or 'what other stages have'}, and each has kept its own part. "
                 f"{_GIVE_ALL}"
             )
+
+    def _compare_names(self, state: Mapping[str, Tensor], buffers: Sequence[_NamedBuffer]) -> None:
+        """Refuse state dicts that have other names than those of other ranks. Collective.
+
+        Raises:
+            RanksApart: on every rank.
+        """
+        axes = self._engine.axes
+        names = {each[0]: _name_in(state, each) or "" for each in self._names}
+        names |= {buffer.name: name or "" for buffer, name in buffers}
+        if differing := axes.differing(
+            {own: zlib.crc32(name.encode()) for own, name in names.items()}, axes.with_stages
+        ):
+            raise RanksApart(
+                f"load_state_dict: the ranks were given other names; of {listed([*map(repr, differing)])} some ranks "
+                f"alone have one. Nothing has been loaded. {_GIVE_ALL}"
+            )
+
+    def _write(
+        self,
+        state: Mapping[str, Tensor],
+        parameters: Sequence[tuple[Bucket, Slot, str]],
+        buffers: Sequence[_NamedBuffer],
+    ) -> dict[str, Tensor]:
+        """Write full tensors of `state`, of each parameter what this rank has, and return their digests by name."""
+        hashes = {}
+        for bucket, slot, name in parameters:
+            full, box = _full(state[name]), bucket.box(slot)
+            hashes[slot.name] = self._hashed(full)
+            bucket.write(slot, full if box.is_all else box.of(full))
+        for buffer, there in buffers:
+            if there is not None:
+                full = _full(state[there])
+                hashes[buffer.name] = self._hashed(full)
+                buffer.tensor.copy_(full)
+        return hashes
 
     def _check_given(self, state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse tensors of the wrong shape, and such as ranks of other stages would have to help to read.

@@ -11,25 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.template import Template
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range, Slot
+from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.states.saved_states import SavedState
 
-__all__ = [
-    "Read",
-    "reading",
-    "restore_averages",
-    "restore_model",
-    "restore_optimizer",
-    "restore_outer",
-    "restore_residuals",
-]
+__all__ = ["Read", "reading", "restore_optimizer", "restore_state"]
 
 Read = Callable[[str, str, int, int], Tensor | None]
 """(name, kind, start, stop) to `stop - start` elements as a 1-D tensor, or None where the state is absent.
@@ -50,51 +43,24 @@ def reading(states: Mapping[str, Mapping[str, Any]]) -> Read:
     return read
 
 
-def restore_model(buckets: list[Bucket], read: Read) -> None:
-    """Set master weights, and weights that have none; a parameter that `read` does not have keeps its values.
-
-    Weights that have a master follow from it when they are published: a rank reads what it has of the masters alone.
-    """
-    for bucket in buckets:
-        state = bucket.master if bucket.trainable else bucket.weight
-        bucket.note_change()
-        for slot in bucket.slots:
-            _restore(state, slot, "weight", state.range, read)
+def restore_state(saved: SavedState, read: Read) -> None:
+    """Set what this rank holds of one state of a bucket; a parameter that `read` does not have keeps what is there."""
+    saved.before_restoring()
+    for slot, member in zip(saved.bucket.slots, saved.bucket.members, strict=True):
+        own = read if saved.residual is None else _read_residual(saved, saved.residual, slot, member, read)
+        _restore(saved.state, slot, saved.kind, saved.state.range, own)
 
 
-def restore_averages(averages: Mapping[Bucket, Buffer], read: Read) -> None:
-    """Set what `read` has of them."""
-    for bucket, average in averages.items():
-        for slot in bucket.slots:
-            _restore(average, slot, "average", average.range, read)
-
-
-def restore_outer(buckets: list[Bucket], read: Read) -> None:
-    """Set the momentum of outer steps, to zero where `read` has none."""
-    for bucket in buckets:
-        for momentum in bucket.outer[1:]:
-            with momentum.opened(momentum.range, "replace") as data:
-                data.zero_()
-            for slot in bucket.slots:
-                _restore(momentum, slot, OUTER_MOMENTUM, momentum.range, read)
-
-
-def restore_residuals(buckets: list[Bucket], read: Read) -> None:
-    """Set the residuals of codes, so that those of all ranks together are what they were.
+def _read_residual(saved: SavedState, residual: Residual, slot: Slot, member: Member, read: Read) -> Read:
+    """What this rank takes over of residuals, so that those of all ranks together are what they were.
 
     Of m ranks that have one of their own of a parameter, number r takes over the numbers r, r + m, r + 2m and so on,
     added in that order in fp32; where no sums are encoded here, those of sums likewise.
     """
-    for bucket in buckets:
-        residuals = bucket.gradient.residuals
-        for residual in residuals:
-            residual.clear()
-            kind, state = residual.spec.kind, residual.committed
-            kinds = [kind] if len(residuals) > 1 else [RESIDUAL, RESIDUAL_OF_SUMS]
-            for slot, member in zip(bucket.slots, bucket.members, strict=True):
-                own = residual.number_of(member.replicated)
-                taken = [one for each in kinds if own for one in _numbered(read, slot.name, each, *own)]
-                _restore(state, slot, kind, state.range, _total(read, taken))
+    if (own := residual.number_of(member.replicated)) is None:
+        return _sum_of(read, [])
+    kinds = [saved.kind] if len(saved.bucket.gradient.residuals) > 1 else [RESIDUAL, RESIDUAL_OF_SUMS]
+    return _sum_of(read, [taken for kind in kinds for taken in _numbered(read, slot.name, kind, *own)])
 
 
 def _numbered(read: Read, name: str, kind: str, own: int, count: int) -> list[str]:
@@ -103,7 +69,7 @@ def _numbered(read: Read, name: str, kind: str, own: int, count: int) -> list[st
     return [numbered(kind, number) for number in numbers if number % count == own]
 
 
-def _total(read: Read, kinds: Sequence[str]) -> Read:
+def _sum_of(read: Read, kinds: Sequence[str]) -> Read:
     """The sum of several states of one parameter."""
 
     def total(name: str, kind: str, start: int, stop: int) -> Tensor | None:

@@ -30,7 +30,7 @@ from terrazzo.engine import (
     WireFormat,
     data_mesh,
 )
-from terrazzo.engine.offload.topology import told_ranks_here
+from terrazzo.engine.runtime.topology import told_ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 from terrazzo.integrations.shared.arguments import TerrazzoArguments

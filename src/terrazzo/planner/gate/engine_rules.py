@@ -112,7 +112,7 @@ ENGINE_RULES = (
         lambda setup, _: setup.precision.frozen is not None and _routes(setup),
         "Experts' matrices are stacked, no linear layers: they stay in 16 bits, and have no adapters beside them.",
         "Nothing has to change: these figures count it.",
-        "terrazzo.engine.sharding.packed_checks.packed_members",
+        "terrazzo.engine.plan.packed_members.packed_members",
     ),
     Rule(
         "share without a unit",

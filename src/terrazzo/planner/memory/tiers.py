@@ -116,7 +116,7 @@ def _sums(setup: Setup, stage: int) -> Term:
 def _sends(setup: Setup, stage: int) -> Term:
     """Host memory through which new weights go to the device."""
     send = max((send_bytes(bucket) for bucket, _ in _buckets(setup, stage)), default=0)
-    value = float(host_bytes(Need(send=send), setup.offload)) if not setup.model.bare else 0.0
+    value = float(host_bytes(Need(send_bytes=send), setup.offload)) if not setup.model.bare else 0.0
     return Term("weights to the device", value, value, "memory.host_sends", {"cell of weights": float(send)})
 
 
@@ -126,7 +126,7 @@ def _buffers(setup: Setup, stage: int) -> Term:
     load = max((load_bytes(bucket, cell) for bucket in own_buckets), default=0)
     staging = max((staging_bytes(bucket, bucket.apart_moment_bytes, cell) for bucket in own_buckets), default=0)
     value = (
-        float(host_bytes(Need(nvme=(load, staging), load=load, staging=staging), setup.offload))
+        float(host_bytes(Need(nvme=(load, staging), load_bytes=load, staging_bytes=staging), setup.offload))
         if load or staging
         else 0.0
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from terrazzo.config import Config, LaunchConfig
-from terrazzo.engine.offload import topology
 from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
 
 __all__ = ["ranks_here", "ranks_to_start", "resolve_device", "set_threads"]

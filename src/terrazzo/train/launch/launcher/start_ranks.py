@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.topology import cpus_of_a_rank
 from terrazzo.exit_codes import PREEMPTED, STALLED
 from terrazzo.telemetry.watchdog.evidence import keep_evidence
 from terrazzo.telemetry.watchdog.watchdog import Patience

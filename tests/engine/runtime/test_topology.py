@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.offload import store, topology
+from terrazzo.engine.offload import store
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.offload.topology import (
+from terrazzo.engine.runtime import topology
+from terrazzo.engine.runtime.topology import (
     allowed_cpus,
     bind_to,
     container_quota,

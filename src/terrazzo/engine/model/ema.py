@@ -40,7 +40,7 @@ class EMA:
         self._engine = engine = engine_of(model)
 
         def made() -> Average:
-            if engine.average.current is not None:
+            if engine.average is not None:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
             if engine.outer is not None:
                 raise Misuse(
@@ -53,7 +53,7 @@ class EMA:
         self._average.compare(engine.axes)
         engine.have_masters()
         self._average.begin(engine.trainable())
-        engine.average.keep(self._average)
+        engine.keep_average(self._average)
 
     @property
     def decay(self) -> float:
@@ -70,7 +70,7 @@ class EMA:
         Raises:
             Misuse: inside `swapped`.
         """
-        self._engine.average.require_own_weights("ema.update()")
+        self._engine.require_own_weights("ema.update()")
         self._engine.have_masters()
         self._average.update()
 
@@ -83,7 +83,7 @@ class EMA:
                 with the optimizer raises it, too.
             Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
         """
-        self._engine.average.require_own_weights("ema.swapped()")
+        self._engine.require_own_weights("ema.swapped()")
         self._average.compare(self._engine.axes)
         self._swap()
         try:

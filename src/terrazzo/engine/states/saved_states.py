@@ -1,0 +1,107 @@
+"""What checkpoints have of each bucket beside an optimizer's states: where it is, and which ranks hold the same of it.
+
+A further state is a line of `saved_states`. Saving (`pieces`), comparing copies, and restoring (`restore`) walk these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradients.residual import Residual
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
+from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
+from terrazzo.engine.plan.kinds import numbered
+from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.runtime.calls import do_nothing
+
+__all__ = ["SavedState", "alike_along", "saved_states", "saved_weights", "share_in_replica"]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """One state of a bucket.
+
+    Attributes:
+        kind: what it is called of a parameter, before the number of a rank that has one of its own.
+        state: what this rank holds of it.
+        share: what this rank gives of that: over all ranks each element comes once.
+        alike: the axes with more than one rank along which ranks hold the same of it.
+        before_restoring: zeroes what is there, or notes that it changes.
+        residual: that it is, where it is one.
+    """
+
+    bucket: Bucket
+    kind: str
+    state: Resting
+    share: Range
+    alike: tuple[str, ...]
+    before_restoring: Callable[[], None] = do_nothing
+    residual: Residual | None = None
+
+    def kind_of(self, member: Member) -> str | None:
+        """What this rank's is called of a parameter; None where another rank's gradient of it counts."""
+        if self.residual is None:
+            return self.kind
+        number = self.residual.number_of(member.replicated)
+        return None if number is None else numbered(self.kind, number[0])
+
+
+def saved_weights(buckets: Iterable[Bucket]) -> Iterator[SavedState]:
+    """The weights of buckets: master weights where there are any, which the others follow as they are published."""
+    for bucket in buckets:
+        state = bucket.master if bucket.trainable else bucket.weight
+        yield SavedState(bucket, "weight", state, _share(bucket), alike_along(bucket), bucket.note_change)
+
+
+def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -> Iterator[SavedState]:
+    """What is saved with an optimizer: averages of weights, the momentum of outer steps, residuals of codes.
+
+    The weights that outer steps go on from are the model's, between two rounds.
+    """
+    trainable = [bucket for bucket in buckets if bucket.trainable]
+    for bucket in (bucket for bucket in trainable if bucket in averages):
+        yield SavedState(bucket, "average", averages[bucket], _share(bucket), alike_along(bucket))
+    for bucket in trainable:
+        axes = bucket.sharding.axes
+        alike = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.outer_axes)
+        for momentum in bucket.outer[1:]:
+            share = momentum.range if bucket.is_primary and not axes.replica else Range(0, 0)
+            yield SavedState(bucket, OUTER_MOMENTUM, momentum, share, alike, _zeroing(momentum))
+    for bucket in trainable:
+        axes = bucket.sharding.axes
+        for residual in bucket.gradient.residuals:
+            kind, split, apart = residual.spec
+            alike = tuple(axis for axis in axes.summed_over if axis not in (*split, *apart))
+            share = bucket.space.range((*split, *alike)) if bucket.is_primary else Range(0, 0)
+            yield SavedState(bucket, kind, residual.committed, share, axes.live(alike), residual.clear, residual)
+
+
+def alike_along(bucket: Bucket) -> tuple[str, ...]:
+    """The axes with more than one rank along which ranks hold the same weights and moments of a bucket."""
+    axes = bucket.sharding.axes
+    return axes.live(axis for axis in axes.summed_over if axis not in bucket.optim_axes)
+
+
+def share_in_replica(bucket: Bucket) -> Range:
+    """What this rank gives of states that each replica has of its own: ranks that hold the same give a part each."""
+    axes = bucket.sharding.axes
+    if not bucket.is_primary:
+        return Range(0, 0)
+    split = bucket.optim_axes
+    return bucket.space.range((*split, *(axis for axis in axes.summed_over if axis not in split)))
+
+
+def _share(bucket: Bucket) -> Range:
+    """What this rank gives of states that all replicas have alike: the first one gives them."""
+    return share_in_replica(bucket) if not bucket.sharding.axes.replica else Range(0, 0)
+
+
+def _zeroing(state: Resting) -> Callable[[], None]:
+    def zero() -> None:
+        with state.opened(state.range, "replace") as data:
+            data.zero_()
+
+    return zero
