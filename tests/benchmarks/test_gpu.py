@@ -93,6 +93,7 @@ def test_one_alone_trains_as_plain_pytorch_does(alone: None, name: str) -> None:
     assert losses[0][1] < losses[0][0]
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("world", [8, 64])
 @pytest.mark.parametrize("name", ["fsdp2", "terrazzo"])
 def test_one_of_many_holds_its_share_and_computes_with_sound_weights(alone: None, name: str, world: int) -> None:

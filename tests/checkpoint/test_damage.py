@@ -237,6 +237,7 @@ def test_files_in_each_others_places(root: Path) -> None:
     all_refused(root, damages)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOTCONN, errno.ESTALE])
 @pytest.mark.parametrize("name", ["open", "preadv", "fstat"])
 def test_files_that_cannot_be_read(root: Path, code: int, name: str) -> None:

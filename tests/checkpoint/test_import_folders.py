@@ -63,6 +63,7 @@ def trainer_folder(path: Path, model: Any) -> torch.optim.AdamW:
     return optimizer
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("frozen", ["", "embed", "wte"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_checkpoint_of_the_trainer(tmp_path: Path, kind: str, frozen: str) -> None:

@@ -36,13 +36,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, head: the root unit and three units of class `Block`."""
+    """Embedding, blocks, head: the root unit, and a unit for each `Block`."""
 
-    def __init__(self, tied_blocks: bool = False, experts: int = 0, width: int = WIDTH) -> None:
+    def __init__(self, tied_blocks: bool = False, experts: int = 0, width: int = WIDTH, blocks: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.experts = nn.ModuleList(Block() for _ in range(experts))
-        self.blocks = nn.ModuleList(Block(tied_blocks) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(tied_blocks) for _ in range(blocks))
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Routed(Net):
     """
 
     def __init__(self) -> None:
-        super().__init__(experts=EXPERTS)
+        super().__init__(experts=EXPERTS, blocks=2)
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -238,15 +239,17 @@ def assemble(parts: list[dict[Any, list[Fragment]]], what: str) -> dict[Any, Ten
     """Whole flat tensors from the ranks' fragments; where replicas overlap they must hold the same bits."""
     whole: dict[Any, Tensor] = {}
     for key in dict.fromkeys(itertools.chain.from_iterable(parts)):
-        fragments = [fragment for part in parts for fragment in part.get(key, ())]
-        numel = max(start + tensor.numel() for start, tensor in fragments)
-        value, filled = fragments[0][1].new_zeros(numel), torch.zeros(numel, dtype=torch.bool)
-        for start, tensor in fragments:
-            region = slice(start, start + tensor.numel())
-            again = filled[region]
-            assert torch.equal(bits(value[region][again]), bits(tensor[again])), f"{what}: replicas differ in {key}"
-            value[region], filled[region] = tensor, True
-        assert bool(filled.all()), f"{what}: parts of {key} are on no rank"
+        fragments = sorted((fragment for part in parts for fragment in part.get(key, ())), key=operator.itemgetter(0))
+        value, end = fragments[0][1].new_empty(max(start + tensor.numel() for start, tensor in fragments)), 0
+        for start, tensor in fragments:  # all before `end` is there already
+            assert start <= end, f"{what}: parts of {key} are on no rank"
+            again = min(end, start + tensor.numel()) - start
+            if again:
+                same = torch.equal(bits(value[start : start + again]), bits(tensor[:again]))
+                assert same, f"{what}: replicas differ in {key}"
+            if again < tensor.numel():
+                value[end : start + tensor.numel()] = tensor[again:]
+                end = start + tensor.numel()
         whole[key] = value
     return whole
 

@@ -26,6 +26,7 @@ def grouped(parameters: Any) -> Optimizer:
     return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1]}], lr=1e-2)
 
 
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "zero2@cpu", "zero3@cpu-all"])
 def test_training_is_that_of_one_process(plan: str) -> None:
     def body(rank: int) -> list[float]:

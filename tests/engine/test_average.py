@@ -98,7 +98,11 @@ def test_what_is_written_into_weights_is_averaged(precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [pytest.param("zero1", "zero3", marks=pytest.mark.long), ("zero3@nvme-all", "hpz"), ("hfsdp", "zero3@cpu")],
+    [
+        pytest.param("zero1", "zero3", marks=pytest.mark.long),
+        ("zero3@nvme-all", "hpz"),
+        pytest.param("hfsdp", "zero3@cpu", marks=pytest.mark.long),
+    ],
 )
 def test_a_checkpoint_has_it(saved: str, loaded: str, tmp_path: Path) -> None:
     base = Net()

@@ -162,6 +162,7 @@ class Scaled(ByList):
 AWAY = "A gradient came for 'blocks|modified by an inplace operation"
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("kind", [ByList, Scaled])
 def test_a_way_that_opens_later_is_refused_and_right_from_then_on(kind: type[Way], prefetch: int) -> None:
@@ -292,6 +293,7 @@ class Echo(Net):
         return self.head(x), self.bias if echo else self.bias * 1, shift if echo else shift * 1
 
 
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero2@cpu"])
 def test_leaves_that_are_returned_and_kept(plan: str) -> None:
     base = Echo()
@@ -325,6 +327,7 @@ def test_leaves_that_are_returned_and_kept(plan: str) -> None:
 # -- what cannot be right -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_step_between_forward_and_backward_is_named(plan: str) -> None:
     """Plain PyTorch raises here, too: what backward needs was changed in place."""

@@ -28,6 +28,7 @@ from tests.engine.toys import (
     sharded,
     train,
 )
+from tests.helpers.cover import places
 
 
 class Spanning(Net):
@@ -41,6 +42,7 @@ class Spanning(Net):
         return self.head(self.blocks[2](x))
 
 
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", TABLE_1D)
 def test_a_checkpointed_region_across_units(plan: str) -> None:
     follows_one_process(Spanning(), plain_loop, plan)

@@ -196,6 +196,7 @@ def test_a_round_sends_nothing_between_replicas_and_an_outer_step_what_is_promis
     on_ranks(4, body)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("traffic", ["fp32", "int8"])
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero0@cpu", "zero3@cpu-all"])
 def test_the_bill_has_what_an_outer_step_keeps_and_needs(plan: str, traffic: Any) -> None:

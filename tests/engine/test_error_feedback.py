@@ -36,7 +36,7 @@ def test_every_plan_is_bitwise_the_single_process(case: Case, name: str, form: s
     check(replace(with_feature(case, feature), precision=name, dtypes=sending(form, name)))
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("tiers", ["cpu-all", "nvme", "all on nvme", "shares"])
 @pytest.mark.parametrize("case", [Case("zero1", 3), Case("hybrid_shard", 2, replicas=2)], ids=str)
 def test_every_tier_is_bitwise_the_single_process(case: Case, tiers: str, tmp_path: Path) -> None:
@@ -98,6 +98,7 @@ TOPOLOGIES = [
 ]
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 @pytest.mark.parametrize(("plan", "shape"), TOPOLOGIES[:-1], ids=str)
 def test_what_is_applied_and_residuals_are_the_sum_of_gradients(plan: str, shape: tuple[int, ...], name: str) -> None:
@@ -247,6 +248,7 @@ def run(model: Any, optimizer: Any, rank: int, steps: Sequence[int]) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize(("plan", "shape"), TOPOLOGIES, ids=str)
 def test_a_resumed_run_is_to_the_bit_the_one_that_went_on(plan: str, shape: tuple[int, ...], saved: Any) -> None:
     path, _ = saved[f"{plan} {shape}"]

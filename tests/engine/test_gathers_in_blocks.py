@@ -21,7 +21,7 @@ from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, Wire
 from terrazzo.errors import BadInput
 from tests.engine.narrow import as_sent
 from tests.engine.offload import runs
-from tests.engine.parity import CUSTOM, Case, assert_same_bits, check, with_feature
+from tests.engine.parity import CUSTOM, Case, assert_same_bits, axes, check, with_feature
 from tests.engine.toys import Net, full_parameters, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 
@@ -37,7 +37,7 @@ def gathering(form: str, name: str = "bf16", **others: Any) -> Precision:
     return replace(Precision.named(name), gather=form, **others)
 
 
-@pytest.mark.cover(strength=1)  # places and features meet in test_parity
+@pytest.mark.cover(strength=1, case=axes)  # places and features meet in test_parity
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("sent", SENT, ids="-".join)
 @pytest.mark.parametrize("case", PLANS, ids=str)

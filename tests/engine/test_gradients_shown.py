@@ -135,6 +135,7 @@ class Penalty:
                 optimizer.zero_grad()
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
 def test_a_penalty_on_all_weights(plan: str, micros: int) -> None:

@@ -76,6 +76,7 @@ def test_evaluation_between_forward_and_backward() -> None:
     follows_one_process(Net(), loop)
 
 
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "hpz"])
 def test_a_forward_whose_backward_never_comes(plan: str) -> None:
     def loop(model: Any, optimizer: Any, data: Callable[[int], Tensor]) -> None:

@@ -195,6 +195,7 @@ class Adapted(nn.Module):
         return self.net(tokens)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_frozen_weights_beside_trainable_ones_are_gathered_at_once(plan: str) -> None:
     """Prefetched together, so that nothing of a unit is left to gather when it runs; as billed."""

@@ -27,6 +27,7 @@ from tests.engine.toys import (
     on_ranks,
     train,
 )
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
@@ -81,6 +82,7 @@ def values_under(plan: str, world_size: int) -> list[dict[str, Tensor]]:
     return on_ranks(world_size, body)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_every_rank_has_the_same_sensible_values(plan: str) -> None:
     ranks = values_under(plan, 4)

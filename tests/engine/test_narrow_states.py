@@ -121,6 +121,7 @@ def test_pieces_of_files_that_are_no_whole_pages_are_refused(tmp_path: Path) -> 
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "hpz"])
 def test_states_equal_the_bill_to_the_byte(plan: str, name: str) -> None:

@@ -59,7 +59,7 @@ def test_the_norm_of_many_elements_is_as_exact_as_that_of_few(numel: int, kind: 
     assert found.item() == pytest.approx(torch.linalg.vector_norm(values.double(), kind).item(), rel=2e-6)
 
 
-@pytest.mark.cover(strength=1, case=axes)
+@pytest.mark.cover(strength=1, turns=2, case=axes)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_clipping_is_torchs_own_on_whole_gradients(case: Case, norm_type: float) -> None:
@@ -96,6 +96,7 @@ def test_clipping_is_torchs_own_on_whole_gradients(case: Case, norm_type: float)
 HOSTED = Case("zero2", 2, tiers=(("grad", "cpu"), ("optim", "cpu")), offload=tz.Offload(step="synchronous"))
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
 @pytest.mark.parametrize("case", [Case("zero0"), Case("zero3", 3), HOSTED], ids=["zero0", "zero3", "zero2@cpu"])
 def test_clipped_gradients_are_torchs_to_the_bit(case: Case, precision: str) -> None:
@@ -130,7 +131,7 @@ def test_a_norm_below_the_limit_changes_no_bit() -> None:
 # -- denominators ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(strength=1, case=axes)
+@pytest.mark.cover(strength=1, turns=2, case=axes)
 @pytest.mark.parametrize("denominator", [1.0, 0.3])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_one_division_by_the_chosen_denominator(case: Case, denominator: float) -> None:
@@ -140,6 +141,7 @@ def test_one_division_by_the_chosen_denominator(case: Case, denominator: float) 
 # -- loss scaling ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(strength=1, turns=2, case=axes)
 @pytest.mark.parametrize("case", [Case("zero0"), Case("zero1"), Case("zero3", 3), Case("hfsdp", 2, 2)], ids=plan_id)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(case: Case) -> None:
     """The reference's gradient is made infinite in the same step, in one element."""

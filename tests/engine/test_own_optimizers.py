@@ -293,6 +293,7 @@ def _with_a_step_that_raises(model: Any, optimizer: RaisingBehind, which: int) -
             optimizer.step()
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("which", [1, 2], ids=["inner", "last"])
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
 def test_what_a_step_has_updated_before_it_raised_is_on_all_ranks(which: int, plan: str) -> None:

@@ -94,6 +94,7 @@ def sharded_gan(base: Gan, plan: str, world_size: int, later: bool = False, **op
     return tz.shard(model, two(model), plan, **options)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_on_one_rank_each_bit_is_that_of_plain_torch(plan: str, later: bool) -> None:
@@ -141,6 +142,7 @@ def test_tensors_stepped_one_by_one_find_their_param_group_among_those_of_all_op
         assert parameter.tolist() == [wanted, wanted]
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("later", [False, True])
 def test_each_forgets_its_own_gradients_alone(later: bool, set_to_none: bool) -> None:

@@ -79,6 +79,7 @@ def test_they_are_those_of_plain_pytorch(plan: str) -> None:
         assert list(prefixed) == [f"model.{name}" for name in state]
 
 
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_those_of_plain_pytorch_are_gone_on_from_to_the_bit_and_back(plan: str) -> None:
     """Two steps alone, two sharded, two alone again."""
@@ -264,6 +265,7 @@ def test_an_optimizer_that_saves_in_its_own_way_does_so_and_one_that_loads_so_is
     assert kept["mine"] == 3 and len(kept["state"]) == 15
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 @pytest.mark.parametrize("call", ["model", "optimizer", "load"])
 def test_one_rank_alone_is_told_at_once(call: str, plan: str) -> None:

@@ -542,6 +542,7 @@ BETWEEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
 }
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("what", BETWEEN)
 @pytest.mark.parametrize("plan", ["zero3", "shard_grad_op"])
 def test_what_runs_between_a_forward_and_its_backward_changes_nothing(what: str, plan: str) -> None:

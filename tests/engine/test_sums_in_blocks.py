@@ -16,7 +16,7 @@ from terrazzo.engine import Precision, engine_of
 from terrazzo.errors import BadInput
 from tests.engine.models import base_model
 from tests.engine.offload import runs
-from tests.engine.parity import CUSTOM, Case, Runner, Trace, assemble, assert_same_bits, check, with_feature
+from tests.engine.parity import CUSTOM, Case, Runner, Trace, assemble, assert_same_bits, axes, check, with_feature
 from tests.engine.reference import Trainer, adamw
 from tests.engine.toys import Net, batch, full_parameters, loss_of, on_ranks, sharded
 from tests.helpers.threads import run_in_threads
@@ -42,7 +42,7 @@ def sending(form: str, name: str = "bf16", **others: Any) -> Precision:
     return replace(Precision.named(name), quantized_reduce=form, **others)
 
 
-@pytest.mark.cover(strength=1)  # places and features meet in test_parity
+@pytest.mark.cover(strength=1, case=axes)  # places and features meet in test_parity
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("sent", SENT, ids="-".join)
 @pytest.mark.parametrize("case", PLANS, ids=str)

@@ -148,6 +148,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.cover(plan=places)
 @pytest.mark.parametrize(("plan", "sizes"), MESHES)
 def test_counts_and_bytes_follow_the_formulas(plan: str, sizes: Sizes) -> None:
     with fake_group(math.prod(sizes)):
@@ -162,6 +163,7 @@ def test_counts_and_bytes_follow_the_formulas(plan: str, sizes: Sizes) -> None:
             assert by_kind(found.bytes) == by_kind(wanted.bytes), (micro_batches, local)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_the_engine_promises_what_it_sends(plan: str) -> None:
     with fake_group(8):

@@ -380,11 +380,13 @@ def _unused_embed(base: Nested) -> Nested:
     return base
 
 
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", TABLE_1D)
 def test_nested_units_train_as_in_one_process(plan: str) -> None:
     same_as_alone(_unused_embed(Nested()), plan, units=["outer.*", Block])
 
 
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", TABLE_1D)
 def test_more_ranks_than_elements(plan: str) -> None:
     class Tiny(nn.Module):

@@ -222,6 +222,7 @@ def test_a_step_without_gradients_changes_nothing(plan: str) -> None:
         assert set(kinds) <= {"weight"}
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("by_model", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(set_to_none: bool, by_model: bool) -> None:

@@ -50,6 +50,7 @@ def worst_difference(documents: str, window: int | None, stride: int | None, dty
     return max(float((one - other).abs().max() / one.abs().max().clamp(min=1.0)) for one, other in pairs)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("rows", [5, 12, 256])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_every_pattern_is_that_of_a_square_mask(rows: int, documents: str, monkeypatch: pytest.MonkeyPatch) -> None:

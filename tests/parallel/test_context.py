@@ -81,6 +81,7 @@ def worst_difference(case: Case) -> float:
     return max(run_in_threads(case.ranks, on_rank))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("balance", ["head_tail", "none"])
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])

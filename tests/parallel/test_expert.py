@@ -88,6 +88,7 @@ def grouped(route: str, ranks: int) -> tuple[list[Tensor], list[Tensor], Tensor]
     return [each.detach() for each in found], gradients, matrix.grad
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("route", ROUTES)
 def test_experts_compute_the_rows_of_all_ranks_to_the_bit(route: str, ranks: int) -> None:
@@ -146,6 +147,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_call_experts_otherwise_hear_it(way: str, plan: str) -> None:

@@ -127,6 +127,7 @@ def stable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
+@pytest.mark.cover
 @pytest.mark.usefixtures("stable")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("route", ROUTES)

@@ -102,6 +102,7 @@ def check(base: nn.Module, first_of_second: int, trains: bool) -> None:
         assert torch.equal(found[0][1][name], each)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("first_of_second", [1, 3])
 @pytest.mark.parametrize("does", IN_PLACE)

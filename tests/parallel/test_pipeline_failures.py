@@ -59,6 +59,7 @@ def told(action: Any) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize(
     ("pipeline", "trains"),

@@ -114,7 +114,7 @@ class Sender:
 @pytest.mark.parametrize(
     ("plan", "axes", "feedback"),
     [
-        ("zero3", {"tp": 2}, False),
+        pytest.param("zero3", {"tp": 2}, False, marks=pytest.mark.long),
         ("zero3", {"tp": 2}, True),
         ("zero1", {"ep": 2}, True),
         ("zero0", {"tp": 2}, False),

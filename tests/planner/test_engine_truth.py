@@ -317,6 +317,7 @@ def offloaded(name: str) -> Plan:
     return strategy(name)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_files_and_what_goes_through_them_are_as_promised(name: str, precision: str, tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ PRECISIONS: dict[str, Precision] = {
 }
 ADAMW = OPTIMIZERS["adamw"]
 OFFLOAD = Offload(path="/nowhere", block_mib=0.0625, depth=3)  # cells smaller than some units
+SIZES = ((3, 2), (1, 1), (3, 0), (20, 1))
+"""Layers and prefetch, by turns of precisions."""
+
 MESHES = {
     "one rank": {"dp_shard": 1},
     "six": {"dp_shard": 6},
@@ -156,8 +159,8 @@ def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
     for size in MESHES[mesh].values():
         world_size *= size
     with fake_group(world_size):
-        for layers, prefetch in ((1, 1), (3, 2)) if precision != "bf16" else ((3, 0), (20, 1)):
-            check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch)
+        layers, prefetch = SIZES[[*PRECISIONS].index(precision) % len(SIZES)]
+        check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch)
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1)
 
 

@@ -26,6 +26,7 @@ SIZES = DecoderConfig(64, 32, 3, 4, 2, 48, 16)
 MESHES = {"data": {"dp_replicate": 2, "dp_shard": 2}, "tp": {"dp_replicate": 3, "dp_shard": 2, "tp": 2}}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("traffic", ["fp32", "int8"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero3@cpu"])

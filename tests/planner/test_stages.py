@@ -51,6 +51,7 @@ def sent(setup: Setup, stage: int) -> float:
     return total
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", PLANS)
 @pytest.mark.parametrize(("pp", "chunks"), MESHES)
@@ -66,6 +67,7 @@ def test_a_few_stages_say_what_all_would(model: str, strategy: str, pp: int, chu
     assert max(floor) == max(floor[stage] for stage in set(stand_ins(found)))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize(("pp", "chunks"), MESHES)

@@ -376,7 +376,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, An
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "in backward"])
-@pytest.mark.parametrize("tiers", mostly_long(TIERS, "cpu-all, on the spot", "nvme-all", "shares"))
+@pytest.mark.parametrize("tiers", mostly_long(TIERS, "nvme-all", "shares"))
 def test_a_run_ends_as_it_does_in_memory(
     tiers: str, clip: float | None, tmp_path: Path, in_memory: dict[float | None, Any]
 ) -> None:

@@ -576,6 +576,7 @@ def test_a_resume_with_nothing_left_changes_and_promises_nothing(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("what", ["run", "run/checkpoints", "run/metrics.jsonl"])
 @pytest.mark.parametrize("how", ["renamed", "removed", "replaced"])
 def test_a_folder_that_goes_away_while_training_is_named(

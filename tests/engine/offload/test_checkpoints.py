@@ -99,7 +99,7 @@ def carried_on(path: str, where: Where, folder: Path, trained: bool) -> tuple[St
     return saved(names[0]), saved(names[1]), losses
 
 
-@pytest.mark.cover(strength=1)  # what is saved is the same on all of them: see below
+@pytest.mark.cover(strength=1, turns=2)  # what is saved is the same on all of them: see below
 @pytest.mark.parametrize("target", TARGETS, ids=where_id)
 @pytest.mark.parametrize("origin", SOURCES, ids=where_id)
 def test_any_tier_loads_what_any_other_saved(origin: Where, target: Where, folder: Path) -> None:

@@ -40,6 +40,7 @@ def open_files(folder: Path) -> list[str]:
     return [name for name in names if str(folder) in name]
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("folders", [1, 2, 3])
 @pytest.mark.parametrize("digest", [False, True], ids=["plain", "digest"])
 def test_any_part_reads_as_last_written(tmp_path: Path, folders: int, digest: bool) -> None:

@@ -50,6 +50,7 @@ def built(folder: Path, tiers: str, mode: Any = "overlapped") -> tuple[Any, Any]
     return tz.shard(model, adamw(model.parameters()), plan, units=[nn.Linear], offload=offload, precision="bf16")
 
 
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("tiers", ["cpu-all", "all on nvme"])
 def test_many_steps(tiers: str, steps: int, tmp_path: Path) -> None:

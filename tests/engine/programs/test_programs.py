@@ -51,6 +51,7 @@ def test_a_seed_is_always_the_same_program() -> None:
     assert eval(repr(program), vars(sys.modules["tests.engine.programs.grammar"])) == program
 
 
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_planted_defect_is_found(mutation: Mutation) -> None:
     first = 0 if LONG else MUTATIONS[mutation]
