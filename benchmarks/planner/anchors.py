@@ -102,7 +102,7 @@ def _batch_gain() -> float:
     """Of a four times larger batch in a pipeline of ten stages: fewer bubbles, fewer updates per token."""
     small = Request(
         dict(GPT_200B), 80, gpu="A100-SXM4-80GB", strategy="zero1", sequence=2048, global_batch=512, micro_batch=2,
-        checkpointing="full", tp=8, pp=10, as_megatron=True,
+        checkpointing="full", tp=8, pp=10, framework="megatron",
     )  # fmt: skip
     times = [estimate(build_setup(replace(small, global_batch=batch))).time for batch in (512, 2048)]
     few, many = (time.tokens_per_s_per_gpu if time else 1.0 for time in times)

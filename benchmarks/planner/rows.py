@@ -20,7 +20,9 @@ from benchmarks.planner.shapes import Sizes, transformer
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.setup.setup import Checkpointing, Setup
+from terrazzo.planner.setup.framework import TERRAZZO, Framework
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.words import CheckpointMode
 
 __all__ = ["Row", "rows", "unusable"]
 
@@ -165,13 +167,13 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         compile=fields["compile"] == "yes" or family == "tinyllama",
         attention="triton" if family == "mosaic" else "math" if _unfused(family, notes) else "flash",
         loss="full" if family in ("hfds", "jzv100") or "DeepSpeed" in notes else "fused",
-        accumulate_locally=not plan.grad.axes or family == "llama3",
+        accumulate_locally=family == "llama3",
         sequence_parallel="sequence-parallel=True" in notes or "+SP" in fields["ac"] or family == "llama3",
         context="ring",
         virtual_stages=_virtual_stages(family, fields),
         offload=Offload(step="synchronous"),  # DeepSpeed updates on the spot
         coalesced=_precision(family, fields) != DEEPSPEED,
-        as_megatron=megatron,
+        framework=Framework("megatron") if megatron else TERRAZZO,
         optimizer_kernel="fused" if megatron else "foreach",
     )
 
@@ -263,7 +265,7 @@ def _precision(family: str, fields: Mapping[str, str]) -> Precision:
     return Precision.named("fp16") if fields["precision"] == "fp16" else MEGATRON
 
 
-def _checkpointing(family: str, fields: Mapping[str, str]) -> Checkpointing:
+def _checkpointing(family: str, fields: Mapping[str, str]) -> CheckpointMode:
     """Of hfds: eight sequences of 4,096 on four devices fit no other way. Of aws: torchtitan's recipe. Else none."""
     if family == "aws":
         return "selective_half"
@@ -339,7 +341,7 @@ def _vtrain(fields: Mapping[str, str]) -> Row:
         loss="fused",
         accumulate_locally=True,
         sequence_parallel=False,
-        as_megatron=True,
+        framework=Framework("megatron"),
     )
     return Row(fields["id"], "vtrain", setup, float(fields["iteration_ms"]) / 1e3, None, "allocated", None, "A", "")
 

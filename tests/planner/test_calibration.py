@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import terrazzo as tz
 from terrazzo.cli import app
 from terrazzo.config import config_from_dict, load_config
-from terrazzo.engine import PRECISIONS, Plan, StateFormat, WireFormat
+from terrazzo.engine import PRECISIONS, Offload, Plan, StateFormat, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.frontier import Frontier
@@ -25,11 +25,16 @@ from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.optimizers import OPTIMIZERS
+from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import (
+    OF_ANY_RUN,
     Calibration,
     Software,
     calibration_folder,
+    figures_of,
     find_calibration,
     load_calibration,
     measured_memory,
@@ -44,6 +49,11 @@ from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.run_estimate import estimate_run
 from tests.helpers import programs
 
+
+def lora_of(name: str) -> ModelShape:
+    return build_setup(Request(name, 8, lora=8)).model
+
+
 HOST = Device("a host", kind="cpu", memory_bytes=2**33, per_node=1)
 SETUP = Setup(
     model_shape({"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
@@ -52,6 +62,7 @@ SETUP = Setup(
 )  # fmt: skip
 RECORD = Calibration(
     device=HOST.name,
+    figures=figures_of(HOST),
     processor=processor("cpu"),
     software=Software.here(),
     world_size=2,
@@ -97,7 +108,7 @@ def test_it_counts_for_its_device_ranks_and_format_alone(tmp_path: Path, other: 
     [
         ({"software": {"terrazzo": "0.0.1", "torch": "1.0", "driver": ""}}, "measured with terrazzo 0.0.1, torch 1.0"),
         ({"processor": "an abacus"}, "measured on an abacus"),
-        ({"version": 99}, "no calibration record of version 1: version"),
+        ({"version": 99}, "no calibration record of version 2: version"),
         ({"flops_per_s": -1}, "flops_per_s"),
         ({"flops_per_s": "NaN"}, "flops_per_s"),
         ({"surplus": 1}, "surplus"),
@@ -173,7 +184,8 @@ H100 = Setup(
 )  # fmt: skip
 ON_H100 = RECORD.model_copy(
     update={
-        "device": H100.cluster.device.name, "world_size": 8, "matmul": "bf16", "run": run_of(H100),
+        "device": H100.cluster.device.name, "figures": figures_of(H100.cluster.device),
+        "world_size": 8, "matmul": "bf16", "run": run_of(H100),
         "flops_per_s": 3e14, "bandwidth": None, "overhead_s": 0.05, "memory_offset_bytes": -(2**30),
     }
 )  # fmt: skip
@@ -208,6 +220,17 @@ def test_one_measurement_leaves_the_differences_between_plans(bandwidth: float |
         {"checkpointing": "full"},
         {"compile": True},
         {"attention": "math"},
+        {"optimizer": OPTIMIZERS["lion"]},
+        {"optimizer_kernel": "foreach"},
+        {"loss": "chunked"},
+        {"model": lora_of("llama3-8b")},
+        {"pipeline": "zero_bubble"},
+        {"virtual_stages": 2},
+        {"context": "ring"},
+        {"sequence_parallel": False},
+        {"offload_activations": True},
+        {"prefetch": 0},
+        {"offload": Offload(step="synchronous")},
         {"precision": replace(PRECISIONS["bf16"], quantized_reduce=WireFormat.INT4)},
         {"precision": replace(PRECISIONS["bf16"], moments=StateFormat.INT8)},
     ],
@@ -218,6 +241,31 @@ def test_only_the_run_that_was_measured_is_calibrated(change: dict[str, Any]) ->
     time = time_of(replace(H100, **change), calibration=ON_H100)
     assert isinstance(time, TimeFigures)
     assert (time.calibrated, time.rates_measured, time.band) == (False, True, BAND)
+
+
+def test_every_choice_of_a_setup_is_part_of_the_run_that_was_measured() -> None:
+    assert {field.name for field in fields(Setup)} == {*run_of(H100).choices, *OF_ANY_RUN}
+
+
+def test_a_configuration_is_the_run_that_a_request_names() -> None:
+    """The same words on both sides, so that what was measured of one is known of the other."""
+    own = {"dim": 64, "layers": 2, "heads": 4, "vocab_size": 512, "ffn_dim": 128}
+    run = setup_of(config_from_dict({"model": own, "plan": {"name": "zero1"}, "precision": {"name": "fp32"}}), 2)
+    asked = Request(run.model, 2, gpu="cpu", strategy="zero1", precision="fp32")
+    assert run_of(build_setup(asked)).choices == run_of(run).choices
+
+
+@pytest.mark.parametrize("figure", ["peak_flops", "memory_bandwidth", "launch_s"])
+def test_what_was_measured_beside_other_figures_does_not_count(figure: str, tmp_path: Path) -> None:
+    """A pace is by how much longer computation takes than these say."""
+    ON_H100.save(tmp_path)
+    asked = Request("llama3-8b", 8, strategy="zero3", gpu="h100-sxm")
+    assert find_calibration(build_setup(asked), tmp_path)[0] == ON_H100
+    hosts_of_one = replace(asked, memory_bytes=5e10, per_node=1)  # as this machine would say
+    assert find_calibration(build_setup(hosts_of_one), tmp_path)[0] == ON_H100
+    record, line = find_calibration(build_setup(replace(asked, **{figure: 2e12})), tmp_path)
+    assert record is None
+    assert figure in line
 
 
 def test_a_slower_device_computes_longer_and_sends_as_fast() -> None:

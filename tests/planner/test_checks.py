@@ -362,3 +362,13 @@ def test_a_wrong_key_of_a_precision_is_named(name: str, said: str) -> None:
 def test_formats_of_matrices_mean_nothing_to_a_number_of_parameters() -> None:
     with pytest.raises(BadInput, match="of matrices, which a number of parameters has not"):
         setup_of(7e9, precision="bf16,gather=int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"strategy": "zero1"}, "zero1 does not split gradients"), ({"strategy": "zero2", "pp": 2}, "pp is 2")],
+)
+def test_micro_batches_that_are_added_up_anyway_cannot_be_reduced_each(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        build_setup(Request("llama3-8b", 8, accumulate_locally=False, **options))
+    assert not build_setup(Request("llama3-8b", 8, strategy="zero2", accumulate_locally=False)).sums_locally

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import pytest
 import torch
 import yaml
 
-from terrazzo.config import Config, load_config
+from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.prepare import prepare_model
@@ -310,3 +313,70 @@ def test_a_plan_on_all_axes_is_read_back_by_train_as_it_was(
     assert (read.plan, read.micro_batches, read.loss) == (planned.plan, planned.micro_batches, planned.loss)
     assert traffic_of(read).total_bytes == traffic_of(planned).total_bytes
     assert memory_of(read).allocated_bytes == memory_of(planned).allocated_bytes
+
+
+ANSWERS: dict[str, tuple[Any, ...]] = {
+    "strategy": ("zero1", "zero2", "zero3", "zero3@cpu"),
+    "loss": ("full", "chunked", "fused", "parts"),
+    "optimizer": ("adamw", "rmsprop", "lion", "momentum", "muon", "adamw-8bit"),
+    "optimizer_kernel": ("fused", "foreach", "loop"),
+    "precision": ("fp32", "bf16", "fp16", "fp8-rowwise", "bf16,gather=int8"),
+    "checkpointing": ("none", "selective_half", "every_2"),
+    "attention": ("flash", "math"),
+    "context": ("gather", "ring"),
+    "sequence_parallel": (True, False),
+    "accumulate_locally": (None, True),
+    "prefetch": (0, 1),
+    "compile": (False, True),
+}
+NAMES_ALONE = ("model", "cluster", "optimizer", "optimizer_kernel", "adapters", "accumulate_locally")
+"""Of a setup: names of what is compared by what it means, or is the same by `Request`."""
+
+ONLY_ALONG = {"cp": "context", "tp": "sequence_parallel"}
+"""What says nothing where its axis has one rank."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"gpu": "h100", "strategy": "zero3"}, {"parts", "fused", "math"}),
+        ({"gpu": "h100", "strategy": "zero2", "cp": 2, "tp": 2, "optimizer": "rmsprop"}, {"full", "fused", "math"}),
+        ({"gpu": "cpu", "strategy": "zero1", "pp": 2, "tp": 2, "optimizer": "lion"}, {"full", "fused", "math"}),
+    ],
+    ids=str,
+)
+def test_what_is_emitted_is_read_back_as_it_was_planned_or_refused(asked: dict[str, Any], refused: set[str]) -> None:
+    """Every answer beside each of these plans: a run that would be another than was planned is not written."""
+    left = []
+    for name, value in ((name, value) for name, values in ANSWERS.items() for value in values):
+        planned = build_setup(Request(DECODER, 8, **{"micro_batches": 4, "sequence": 256, **asked, name: value}))
+        check(planned)
+        try:
+            files = train_config(planned, DECODER)
+        except BadInput:
+            left.append((name, value))
+            continue
+        read = setup_of(config_from_dict(files.config), 8, planned.cluster)
+        idle = {ONLY_ALONG[axis] for axis in ONLY_ALONG if getattr(planned.mesh, axis) == 1}
+        compared = [field.name for field in fields(Setup) if field.name not in {*NAMES_ALONE, *idle}]
+        assert not [each for each in compared if getattr(read, each) != getattr(planned, each)], (name, value)
+        means = [(each.kernel, each.optimizer.moments, each.sums_locally) for each in (read, planned)]
+        assert means[0] == means[1], (name, value)
+    assert {value for name, value in left if name in ("loss", "attention")} == refused
+    assert {name for name, _ in left} <= {"loss", "attention", "accumulate_locally", "optimizer_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "full", "tp": 2}, "Plan with loss parts"),
+        ({"optimizer": "rmsprop", "optimizer_kernel": "fused"}, "RMSprop has none of that name"),
+        ({"optimizer": "lion", "optimizer_kernel": "fused"}, "Lion has none of that name"),
+        ({"loss": "fused", "pp": 2, "gpu": "cpu", "model": DECODER, "strategy": "zero1"}, "which is not fused"),
+        ({"framework": "megatron"}, "Leave --framework megatron out"),
+    ],
+    ids=str,
+)
+def test_what_a_run_would_do_otherwise_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=message):
+        emitted(tmp_path, **options)

@@ -17,11 +17,11 @@ from terrazzo.engine.plan.place import OFFLOADS
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.gate.facts import Facts
-from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
 from terrazzo.planner.gate.gate import ALL_RULES, objections, runnable
 from terrazzo.planner.gate.rule import Sentence, as_text
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
+from terrazzo.planner.setup.framework import FRAMEWORKS, Framework
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 
@@ -85,7 +85,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "fewer micro-batches than stages": (
         "megatron", {"pp": 4, "micro_batches": 3}, "megatron", {"pp": 4, "micro_batches": 4},
     ),
-    "uneven pipeline stages": ("terrazzo", {"pp": 5, "gpus": 5}, "terrazzo", {"pp": 4}),
+    "uneven pipeline stages": (
+        "megatron", {"pp": 4, "virtual_stages": 3, "micro_batches": 4}, "terrazzo", {"pp": 4, "virtual_stages": 3},
+    ),
     "tied embeddings in a pipeline": ("megatron", {"pp": 2, "model": TIED}, "megatron", {"model": TIED}),
     "vocabulary does not divide": ("megatron", {"model": ODD_VOCAB, "tp": 5, "gpus": 5}, "megatron", {"tp": 4}),
     "beyond the trained positions": ("terrazzo", {"sequence": 16384}, "terrazzo", {"sequence": 8192}),
@@ -256,7 +258,7 @@ def framework_of(text: str) -> Framework:
 
 
 def rules_found(text: str, options: dict[str, Any]) -> set[str]:
-    return {objection.rule for objection in objections(setup_of(options), framework_of(text))}
+    return {objection.rule for objection in objections(replace(setup_of(options), framework=framework_of(text)))}
 
 
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
@@ -275,9 +277,8 @@ def test_a_rule_fires_on_its_combination_and_not_on_its_neighbour(rule: str) -> 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
 def test_a_finding_is_whole_sentences_with_a_source(rule: Any) -> None:
     framework, options, _, _ = CASES[rule.name]
-    objection = next(
-        found for found in objections(setup_of(options), framework_of(framework)) if found.rule == rule.name
-    )
+    setup = replace(setup_of(options), framework=framework_of(framework))
+    objection = next(found for found in objections(setup) if found.rule == rule.name)
     assert objection.source
     assert set(rule.scope) <= set(FRAMEWORKS)
     for text in (objection.reason, objection.alternative):
@@ -327,9 +328,16 @@ def test_the_whole_model_as_one_unit_can_be_said_of_any_model() -> None:
 
 
 def test_numbers_stand_in_the_reasons() -> None:
-    found = objections(setup_of({"pp": 4, "micro_batches": 3, "strategy": "zero1"}), Framework("megatron"))
+    found = objections(setup_of({"pp": 4, "micro_batches": 3, "strategy": "zero1", "framework": "megatron"}))
     text = next(str(objection) for objection in found if objection.rule == "fewer micro-batches than stages")
     assert text.startswith("3 micro-batches cannot keep 4 pipeline stages busy: the bubble is 100% of the work.")
+
+
+def test_stages_are_counted_and_not_ranks_where_layers_do_not_divide() -> None:
+    """32 layers over 4 ranks of 3 stages each; over 4 alone they would."""
+    asked = {"pp": 4, "virtual_stages": 3, "micro_batches": 4, "strategy": "zero1", "framework": "megatron"}
+    (text,) = (str(each) for each in objections(setup_of(asked)) if each.rule == "uneven pipeline stages")
+    assert text.startswith("32 layers do not divide evenly over 12 stages")
 
 
 @pytest.mark.parametrize(
@@ -366,7 +374,7 @@ def test_a_model_of_one_block_is_warned_of_and_not_refused() -> None:
     """It trains: its one unit is gathered at once. FSDP wrapped so is a mistake that its docs warn of."""
     setup = setup_of({"model": ONE_UNIT})
     assert runnable(setup)
-    assert "refuse" in {objection.severity for objection in objections(setup, Framework("fsdp2"))}
+    assert "refuse" in {objection.severity for objection in objections(replace(setup, framework=Framework("fsdp2")))}
 
 
 def test_refusals_come_before_warnings() -> None:
@@ -389,7 +397,7 @@ def test_a_healthy_setup_has_no_findings() -> None:
 @pytest.mark.parametrize("framework", ["deepspeed", "fsdp2", "megatron"])
 def test_what_each_peer_is_made_for_passes(framework: str) -> None:
     strategy = "zero1" if framework == "megatron" else "zero3"
-    found = objections(setup_of({"strategy": strategy}), Framework.parse(framework))
+    found = objections(setup_of({"strategy": strategy, "framework": framework}))
     assert [objection.rule for objection in found if objection.severity != "warn"] == []
 
 

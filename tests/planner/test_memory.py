@@ -28,6 +28,7 @@ from terrazzo.planner.memory.step_settings import StepSettings, StepUnit
 from terrazzo.planner.memory.walk import peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
+from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
@@ -124,7 +125,7 @@ def test_megatron_7b_of_the_continuous_integration() -> None:
         precision=Precision.named("bf16"),
         sequence_parallel=False,
         loss="fused",
-        as_megatron=True,
+        framework=Framework("megatron"),
     )
     assert memory_of(made).allocated_bytes == pytest.approx(58.19e9, rel=0.03)
 
@@ -132,9 +133,13 @@ def test_megatron_7b_of_the_continuous_integration() -> None:
 def test_what_megatron_does_is_said_and_not_guessed() -> None:
     """With every choice given, splitting a model into more tensor-parallel parts never needs more memory."""
     model = llama(80, 8192, 28672, 64, 8, 128_256)
-    for as_megatron in (False, True):
-        options: dict[str, Any] = {"as_megatron": as_megatron}
-        options |= {"loss": "fused" if as_megatron else "full", "sequence": 4096, "checkpointing": "full"}
+    for name, loss in {"terrazzo": "full", "megatron": "fused"}.items():
+        options: dict[str, Any] = {
+            "framework": Framework(name),
+            "loss": loss,
+            "sequence": 4096,
+            "checkpointing": "full",
+        }
         options["precision"] = Precision.named("bf16")
         peaks = [
             memory_of(setup(model, "zero1", mesh=Mesh(dp_shard=16, tp=tp), **options)).allocated_bytes
@@ -158,31 +163,31 @@ def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: Opti
 
 
 def test_a_request_means_the_engine_unless_megatron_is_asked_for_and_that_is_said() -> None:
-    meshes: list[dict[str, Any]] = [{"pp": 2, "as_megatron": True}, {"tp": 2}, {"pp": 2}]
+    meshes: list[dict[str, Any]] = [{"pp": 2, "framework": "megatron"}, {"tp": 2}, {"pp": 2}]
     made, cut, staged = (build_setup(Request("llama3-8b", 8, strategy="zero1", **axes)) for axes in meshes)
     assert (made.as_megatron, made.kernel, made.loss) == (True, "fused", "fused")
     assert (cut.as_megatron, cut.kernel, cut.loss) == (False, "fused", "parts")
     assert (staged.as_megatron, staged.kernel, staged.loss) == (False, "fused", "full")
-    asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full", as_megatron=True)
+    asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full", framework="megatron")
     assert build_setup(asked).loss == "full"
     said = [note for note in ask(asked).best.warnings if "Megatron-core" in note]
     assert len(said) == 1
     assert "fused loss" not in said[0]
-    assert not any("Megatron" in note for note in ask(replace(asked, as_megatron=False)).best.warnings)
+    assert not any("Megatron" in note for note in ask(replace(asked, framework="terrazzo")).best.warnings)
 
 
 def test_megatrons_buffers_of_whole_gradients_are_there_whatever_the_mesh() -> None:
     """Without tp and pp too (NVIDIA/Megatron-LM param_and_grad_buffer.py): 4 bytes of each of 8.03B parameters."""
     gradients = {
-        as_megatron: sum(
+        framework: sum(
             term.value
-            for term in ask(Request("llama3-8b", 8, strategy="zero1", as_megatron=as_megatron)).best.memory.terms
+            for term in ask(Request("llama3-8b", 8, strategy="zero1", framework=framework)).best.memory.terms
             if term.name in ("gradients", "unreduced")
         )
-        for as_megatron in (False, True)
+        for framework in ("terrazzo", "megatron")
     }
-    assert gradients[True] == pytest.approx(4 * 8.03e9, rel=0.001)
-    assert gradients[False] < gradients[True]
+    assert gradients["megatron"] == pytest.approx(4 * 8.03e9, rel=0.001)
+    assert gradients["terrazzo"] < gradients["megatron"]
 
 
 def test_zero_offload_trains_thirteen_billion_on_one_v100() -> None:

@@ -210,3 +210,12 @@ def test_what_a_terminal_would_obey_is_not_printed() -> None:
     output = io.StringIO()
     show([TextLine("\x1b]0;title\x07")], Console(file=output, force_terminal=True, color_system=None))
     assert "\x07" not in output.getvalue()
+
+
+def test_a_bar_is_what_a_plan_of_that_name_takes() -> None:
+    """Of several micro-batches too, whose gradients zero1 adds up whole, and zero2 does not."""
+    asked = {"gpus": 8, "gpu": "h100", "micro_batches": 4}
+    chosen = estimate(build_setup(Request("llama3-8b", strategy="zero1", **asked)))
+    bars = {each.setup.plan.name: each.memory.allocated_bytes for each in alternatives(chosen, estimate)}
+    for name in ("zero2", "zero3"):
+        assert bars[name] == estimate(build_setup(Request("llama3-8b", strategy=name, **asked))).memory.allocated_bytes

@@ -20,13 +20,14 @@ from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.estimates import Estimate
-from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
+from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.checks import check
-from terrazzo.planner.setup.request import Request, assumptions, build_setup, counts_of
+from terrazzo.planner.setup.framework import Framework
+from terrazzo.planner.setup.request import Request, build_setup, counts_of, request_of
 from terrazzo.planner.timing.calibration import Calibration, Software
 from tests.helpers.calls import calls_of
 
@@ -79,7 +80,7 @@ def request(model: Any = "llama3-8b", gpus: int | str | None = 8, **options: Any
 
 HOST = Device("host", kind="cpu", per_node=8, memory_bytes=2**36)
 RECORD = Calibration(
-    device="host", processor="one", software=Software.here(), world_size=8, matmul="bf16", flops_per_s=1e12,
+    device="host", figures={}, processor="one", software=Software.here(), world_size=8, matmul="bf16", flops_per_s=1e12,
     step_s=1.0, tokens=4096, flops=1e12, steps=3,
 )  # fmt: skip
 
@@ -171,7 +172,7 @@ def test_what_is_too_large_for_what_was_measured_is_refused() -> None:
 def test_a_rule_on_micro_batches_refuses_those_choices_alone() -> None:
     """Of a global batch of 2 on one rank, either two micro-batches, which torchao does not add up, or one."""
     asked = request("gpt2", 1, strategy="zero1@cpu", global_batch=2, sequence=512)
-    found = search(asked, framework=Framework("torchao", clip=False))
+    found = search(replace(asked, framework=Framework("torchao", clip=False)))
     assert {answer.setup.micro_batches for answer in found.ranked} == {1}
 
 
@@ -605,3 +606,33 @@ def test_shard_groups_of_more_than_one_host_are_tried() -> None:
     assert found.best is not None
     assert found.best.setup.mesh.dp_replicate == 64  # which surely fits, and the groups of one host do not
     assert found.best.memory.fits_surely
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "options"),
+    [
+        ("llama3-70b", 32, {"parallel": True, "strategy": "zero1", "checkpointing": "full", "global_batch": 128}),
+        ("llama3-8b", 32, {"strategy": "hybrid_shard", "parallel": True, "pp": 1, "cp": 1, "checkpointing": "full"}),
+        ("mixtral-8x7b", 16, {"parallel": True, "checkpointing": "every_3", "strategy": "zero3", "micro_batch": 1}),
+        ("llama3-8b", 8, {"offload": True, "memory_bytes": 30e9, "framework": "fsdp2"}),
+    ],
+    ids=str,
+)
+def test_a_request_of_what_was_chosen_means_the_same_setup(model: str, gpus: int, options: dict[str, Any]) -> None:
+    """So that a page's sliders, a note and another schedule begin with the run that was found."""
+    asked = request(model, gpus, **options)
+    found = search(asked).ranked
+    assert found
+    for each in found:
+        assert build_setup(request_of(asked, each.setup)) == each.setup
+    others = {(each.setup.pipeline, each.setup.virtual_stages, each.setup.mesh.dp_replicate) for each in found}
+    assert len(others) > 1 or "parallel" not in options or model.startswith("mixtral")
+
+
+def test_where_nothing_fits_python_is_told_what_would_run_too() -> None:
+    found = plan("llama3-8b", 2, gpu="h100", memory_bytes=30e9)
+    assert isinstance(found, Frontier)
+    assert not found.ranked
+    assert found.closest is not None and found.closest.edits
+    assert "what would run" in str(found)
+    assert str(ask(Request("llama3-8b", 2, gpu="h100", memory_bytes=30e9)).best) == str(found.detailed())

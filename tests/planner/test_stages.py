@@ -11,6 +11,7 @@ from terrazzo.planner.memory.peak import memory_of, stage_terms
 from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import disk_writes, host_writes, on_device
+from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.timing.stage import Stage, slowest_stage
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 from terrazzo.planner.traffic.volumes import repetitions, traffic_of, unit_copies, unit_moves
@@ -82,8 +83,8 @@ def test_what_each_stage_holds(model: str, strategy: str, pp: int, chunks: int, 
 
 
 def test_a_model_of_equal_layers_asks_for_no_more_stages() -> None:
-    found = build_setup(Request("llama3-70b", 512, strategy="zero1", pp=32, as_megatron=True))
+    found = build_setup(Request("llama3-70b", 512, strategy="zero1", pp=32, framework="megatron"))
     assert set(stand_ins(found)) == {0, 31}
     assert set(stand_ins(found, 1)) == {0, 1, 31}
-    assert len(set(stand_ins(replace(found, as_megatron=False)))) == 3  # some have a layer more, the head's none
+    assert len(set(stand_ins(replace(found, framework=TERRAZZO)))) == 3  # some have a layer more, the head's none
     assert stand_ins(replace(found, mesh=replace(found.mesh, pp=1, dp_shard=512)), 1) == (0,)

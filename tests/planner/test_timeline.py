@@ -13,6 +13,7 @@ from terrazzo.parallel.pipeline.schedules import Action, ActionKind
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg
+from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import idle_share
@@ -54,7 +55,7 @@ def test_six_micro_batches_on_four_ranks_of_two_stages_idle_a_quarter() -> None:
     """The engine runs all six through a stage before the next; Megatron-core four, and two with gaps between."""
     setup = engine("1f1b", 4, 2, 6)
     assert idle_share(setup) == 0.25
-    assert idle_share(replace(setup, as_megatron=True)) == pytest.approx(5 / 12)
+    assert idle_share(replace(setup, framework=Framework("megatron"))) == pytest.approx(5 / 12)
 
 
 def test_a_slow_stage_is_never_idle_between_its_first_and_its_last() -> None:

@@ -24,16 +24,17 @@ from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
+from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attention_bytes, attention_rate, attention_seconds
 from terrazzo.planner.timing.bubble import bubble
-from terrazzo.planner.timing.compute import block_seconds, flops_per_token, step_flops
+from terrazzo.planner.timing.compute import block_seconds, flops_per_token, repeated_flops_per_token, step_flops
 from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
 from terrazzo.planner.timing.products import product
 from terrazzo.planner.timing.rates import matmul_rate, sustained_rate
-from terrazzo.planner.timing.stage import HOST_ADAM
+from terrazzo.planner.timing.stage import HOST_ADAM, Stage
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.volumes import traffic_of
@@ -109,7 +110,7 @@ def test_llama3_405b_on_16384_h100() -> None:
             "checkpointing": "none",
             "compile": True,
             "virtual_stages": 8,
-            "as_megatron": True,
+            "framework": Framework("megatron"),
         }
         found[shards] = timed(
             setup("zero2", mesh, micro_batches=2048 // shards, accumulate_locally=True, **options)
@@ -139,7 +140,7 @@ def megatron(mesh: Mesh, micro_batch: int, plan: str = "zero0", **changes: Any) 
         "model": gpt(layers, hidden, 96), "sequence": 2048, "micro_batch": micro_batch, "matmul": "fp16",
         "micro_batches": sequences // micro_batch // mesh.batch_ranks, "precision": PRECISIONS["fp16"],
         "checkpointing": "full", "attention": "math", "sequence_parallel": False,
-        "as_megatron": mesh.pp > 1,
+        "framework": Framework("megatron" if mesh.pp > 1 else "terrazzo"),
     }  # fmt: skip
     step_s = timed(setup(plan, mesh, "A100", **(options | changes))).step_s
     flops = 96 * sequences * 2048 * layers * hidden**2 * (1 + 2048 / 6 / hidden + vocab / 16 / layers / hidden)
@@ -483,7 +484,7 @@ def test_learned_positions_are_where_the_embedding_is() -> None:
     model = gpt(4, 1024, 16)
     positions = TensorShape("positions", (65536, 1024), "vector")
     model = replace(model, units=(replace(model.root, tensors=(*model.root.tensors, positions)), *model.blocks))
-    with_them = setup("zero0", Mesh(pp=2), model=model, sequence=1024, micro_batches=2, as_megatron=True)
+    with_them = setup("zero0", Mesh(pp=2), model=model, sequence=1024, micro_batches=2, framework=Framework("megatron"))
     without = replace(with_them, model=gpt(4, 1024, 16))
     more = [
         sum(term.value for term in state_terms(with_them, stage))
@@ -811,3 +812,30 @@ def test_attention_over_shared_sequences_costs_what_its_tiles_are_put_together_f
     assert seconds["ulysses"] < seconds["gather"] < seconds["ring"]
     per_query = attention_bytes(shared["ring"], block) / (whole.tokens / 4)
     assert per_query == 4 * (4096 * 36 + 2 * 1024 * 10), "four tiles of queries, keys and values"
+
+
+def test_the_flops_of_products_are_counted_and_not_made_of_their_seconds() -> None:
+    """6 for each element and token, by hand, also where blocks multiply in fp8 and the head in 16 bits."""
+    host = Device("a host", kind="cpu", peak_flops={"fp8": 2e12, "bf16": 1e12}, memory_bandwidth=1e11)
+    made = replace(build_setup(Request("llama3-8b", 1, strategy="zero0", precision="fp8", gpu=host)), micro_batches=2)
+    time = time_of(made)
+    assert isinstance(time, TimeFigures)
+    (products,) = (term for term in time.terms if term.formula == "time.matmul")
+    elements = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128_256 * 4096
+    assert products.inputs["flops"] == pytest.approx(6 * elements * 2 * 4096)
+    assert products.inputs["flops"] / products.inputs["sustained_flops"] == pytest.approx(products.value)
+
+
+def test_one_block_in_n_is_the_first_of_each_n_in_time_memory_and_traffic() -> None:
+    """Of 32 blocks and N = 5 seven, as the engine wraps them: 0, 5, 10 and so on."""
+    none, full, fifth = (
+        build_setup(Request("llama3-8b", 8, strategy="zero1", tp=2, checkpointing=mode))
+        for mode in ("none", "full", "every_5")
+    )
+    for count in (
+        repeated_flops_per_token,
+        lambda made: sum(block_activations(made, unit.block).saved for unit in made.model.blocks if unit.block),
+        lambda made: sum(term.value for term in traffic_of(made).collectives if term.purpose == "tensor"),
+        lambda made: sum(term.value for term in Stage(made, 0).terms() if term.formula == "time.recompute"),
+    ):
+        assert count(fifth) == pytest.approx(count(none) + 7 / 32 * (count(full) - count(none)))

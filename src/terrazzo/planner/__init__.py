@@ -57,13 +57,13 @@ from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.estimates import Edit, Estimate
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
-from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import objections, runnable
 from terrazzo.planner.gate.rule import Objection
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 

@@ -13,14 +13,15 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.edits import cost_of, edits_that_fit, no_edit
-from terrazzo.planner.choice.frontier import Frontier, nearest, noted
+from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.estimates import Edit, Estimate
-from terrazzo.planner.gate.framework import Framework
-from terrazzo.planner.gate.gate import TERRAZZO, objections
+from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.report.answer import Answer
-from terrazzo.planner.setup.request import ModelSource, Request, assumptions, build_setup
+from terrazzo.planner.setup.assumptions import assumptions
+from terrazzo.planner.setup.framework import Framework
+from terrazzo.planner.setup.request import ModelSource, Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
@@ -36,13 +37,12 @@ OF_AXES = {"context": "cp", "pipeline": "pp", "sequence_parallel": "tp"}
 """Options that say how ranks along an axis work together."""
 
 
-def ask(request: Request, framework: Framework = TERRAZZO, *, fewest: bool = False) -> Answer:
+def ask(request: Request, *, fewest: bool = False) -> Answer:
     """What a request takes, with what `terrazzo plan --calibrate` measured on such devices before.
 
     One plan where the strategy and the number of devices are named; else all choices that are open are compared.
 
     Args:
-        framework: that is to run it: what is known to fail there is refused, or told of one plan.
         fewest: look for the least number of devices on which it runs.
 
     Raises:
@@ -50,29 +50,33 @@ def ask(request: Request, framework: Framework = TERRAZZO, *, fewest: bool = Fal
     """
     if fewest:
         _check_open(request)
-        sizing = min_gpus(request, framework=framework)
+        sizing = min_gpus(request)
         _check_steps(request, sizing)
-        answer = _of_search(request, sizing.answer or sizing.steps[-1], framework, sizing)
-    elif _names_one(request):
-        answer = Answer(_one(request), _estimate_here)
-    else:
-        answer = _of_search(request, compare(request, framework), framework)
-    return in_framework(answer, framework)
+        found = sizing.answer or sizing.steps[-1]
+        return Answer(found.detailed(), _estimate_here, found, sizing)
+    if _names_one(request):
+        return Answer(_one(request), _estimate_here)
+    found = compare(request)
+    return Answer(found.detailed(), _estimate_here, found)
 
 
 def in_framework(answer: Answer, framework: Framework) -> Answer:
-    """With what is known of that framework, whichever `best` was made for."""
-    return replace(answer, best=replace(answer.best, objections=objections(answer.best.setup, framework)))
+    """With what is known in that framework against `best`, which was made for another."""
+    known = objections(replace(answer.best.setup, framework=framework))
+    return replace(answer, best=replace(answer.best, objections=known))
 
 
-def compare(request: Request, framework: Framework = TERRAZZO) -> Frontier:
-    """The search of `ask` alone, which may have found nothing.
+def compare(request: Request) -> Frontier:
+    """The search of `ask` alone, which may have found nothing, but for edits with which it finds something.
 
     Raises:
         BadInput: as `ask` does.
     """
     _check_open(request)
-    return search(request, _calibration_of(request), framework)
+    found = search(request, _calibration_of(request))
+    if found.closest is None:
+        return found
+    return replace(found, closest=replace(found.closest, edits=_wider(request, found.closest)))
 
 
 def plan(
@@ -119,14 +123,7 @@ def _one(request: Request) -> Estimate:
     return replace(only, edits=edits, notes=notes if edits else (no_edit(only.setup), *notes))
 
 
-def _of_search(request: Request, frontier: Frontier, framework: Framework, sizing: Sizing | None = None) -> Answer:
-    best = frontier.best or nearest(frontier, _estimate_here)
-    if frontier.best is None and sizing is None:
-        best = replace(best, edits=_wider(request, best, framework))
-    return Answer(noted(request, best), _estimate_here, frontier, sizing)
-
-
-def _wider(request: Request, best: Estimate, framework: Framework) -> tuple[Edit, ...]:
+def _wider(request: Request, best: Estimate) -> tuple[Edit, ...]:
     """Where a search finds nothing: what it finds with offload, with more kinds of parallelism, on more GPUs."""
     edits: list[Edit] = []
     more = [best.setup.cluster.count << power for power in range(1, 5)] if isinstance(request.gpus, int) else []
@@ -138,7 +135,7 @@ def _wider(request: Request, best: Estimate, framework: Framework) -> tuple[Edit
     for kind in kinds:
         for options, changed in kind:
             try:
-                wider = search(changed, _calibration_of(changed), framework).best
+                wider = search(changed, _calibration_of(changed)).best
             except BadInput:  # such as a batch that does not factor on so many ranks
                 continue
             if wider is not None:

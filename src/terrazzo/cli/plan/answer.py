@@ -30,6 +30,7 @@ from terrazzo.planner.report.explain import explain, explained
 from terrazzo.planner.report.page import save_page
 from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
+from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.planner.text.blocks import TextBlock, TextLine, show
 from terrazzo.shell_command import terrazzo_command
@@ -42,7 +43,7 @@ def answer_plan(arguments: PlanArguments) -> None:
     check_files(arguments.emit, arguments.picture, arguments.html)
     source = _source(arguments)
     _refuse_options(source, arguments)
-    answer = _answer(source, arguments, Framework.parse(arguments.framework))
+    answer = _answer(source, arguments)
     explanation = None if arguments.explain is None else explained(_best(answer), arguments.explain)
     _write(answer, source, arguments)
     if arguments.json:
@@ -56,23 +57,25 @@ def answer_plan(arguments: PlanArguments) -> None:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _answer(source: PlanSource, arguments: PlanArguments, framework: Framework) -> Answer | BareAnswer:
+def _answer(source: PlanSource, arguments: PlanArguments) -> Answer | BareAnswer:
+    framework = Framework.parse(arguments.framework)
     if isinstance(source, FromModel):
-        return _of_model(arguments, framework)
+        return _of_model(arguments)
     if isinstance(source, FromCount):
         return _of_count(source.text, arguments)
     from terrazzo.cli.plan.plan_config import plan_config  # imports the trainer
 
-    return in_framework(plan_config(source, arguments, _request(arguments, model=1)), framework)
+    answer = plan_config(source, arguments, _request(arguments, model=1))
+    return answer if framework == TERRAZZO else in_framework(answer, framework)
 
 
-def _of_model(arguments: PlanArguments, framework: Framework) -> Answer:
+def _of_model(arguments: PlanArguments) -> Answer:
     request = _model_request(arguments)
-    return ask(request, framework, fewest=arguments.min_gpus or (request.gpus is None and request.strategy is None))
+    return ask(request, fewest=arguments.min_gpus or (request.gpus is None and request.strategy is None))
 
 
 def _model_request(arguments: PlanArguments) -> Request:
-    return replace(_request(arguments), as_megatron=Framework.parse(arguments.framework).name == "megatron")
+    return replace(_request(arguments), framework=arguments.framework)
 
 
 def _of_count(text: str, arguments: PlanArguments) -> BareAnswer:
@@ -202,7 +205,7 @@ def _write_page(answer: Answer, arguments: PlanArguments, path: Path) -> None:
     request, frontier = _model_request(arguments), answer.frontier
     if frontier is None:
         opened = replace(request, strategy=None, micro_batch=None, checkpointing=None)
-        frontier = compare(opened, Framework.parse(arguments.framework))
+        frontier = compare(opened)
     save_page(answer.best, request, frontier, answer.estimate, path)
 
 

@@ -12,14 +12,13 @@ from terrazzo.parallel import MODES, Mode
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, shape_of
+from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, request_of, shape_of
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
     "CHECKPOINTING",
     "MICRO_BATCHES",
     "OFFLOADED",
-    "chosen_request",
     "meshes",
     "model_parallel",
     "modes_and_sizes",
@@ -80,20 +79,6 @@ def meshes(request: Request) -> Iterator[Request]:
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
 
-def chosen_request(request: Request, setup: Setup) -> Request:
-    """The request with all that a search has chosen in `setup`."""
-    mesh, mode = setup.mesh, setup.checkpointing if setup.every == 1 else f"every_{setup.every}"
-    return replace(
-        request,
-        gpus=setup.cluster.count,
-        strategy=setup.plan,
-        checkpointing=mode,
-        micro_batch=setup.micro_batch,
-        context=setup.context,
-        **{axis: getattr(mesh, axis) for axis in ("tp", "pp", "cp", "ep")},
-    )
-
-
 def variants(request: Request, setup: Setup, schedules: bool, experts: bool) -> Iterator[Request]:
     """Of what was found to be good, the ways of running it that leave its ranks and memory nearly as they are.
 
@@ -101,23 +86,25 @@ def variants(request: Request, setup: Setup, schedules: bool, experts: bool) -> 
     wait less than `1f1b`. `gpipe` waits as long as `1f1b` and holds more, so that it is never tried.
 
     Args:
+        request: what was asked; setup: what was found for it.
         schedules: whether to try these.
         experts: whether to try other numbers of ranks that share experts.
     """
-    mesh = setup.mesh
+    mesh, chosen = setup.mesh, request_of(request, setup)
     if experts:
-        yield from _other_experts(request, setup)
+        for size in _other_experts(setup):
+            yield replace(chosen, ep=size)
     if schedules and mesh.pp > 1 and not setup.as_megatron:
         if request.pipeline is None and (request.virtual_stages or 1) == 1:
-            yield replace(request, pipeline="zero_bubble")
+            yield replace(chosen, pipeline="zero_bubble")
         if request.virtual_stages is None and request.pipeline in (None, "1f1b"):
             for chunks in CHUNKS:
                 if mesh.pp * chunks <= setup.model.layers:
-                    yield replace(request, virtual_stages=chunks)
+                    yield replace(chosen, virtual_stages=chunks)
     if setup.plan.groups and request.dp_replicate is None:
         for groups in (mesh.dp_replicate * 2, mesh.dp_replicate // 2):
             if groups > 1 and mesh.batch_ranks % groups == 0 and mesh.batch_ranks // groups * mesh.cp > 1:
-                yield replace(request, dp_replicate=groups)
+                yield replace(chosen, dp_replicate=groups)
 
 
 def strategies(request: Request) -> tuple[Plan, ...]:
@@ -187,8 +174,8 @@ def _dividing(experts: int, ranks: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, min(common, MOST_EXPERT) + 1) if common % size == 0)
 
 
-def _other_experts(request: Request, setup: Setup) -> Iterator[Request]:
-    """One size more and one less of those that `meshes` leaves out."""
+def _other_experts(setup: Setup) -> Iterator[int]:
+    """One size of `ep` more and one less of those that `meshes` leaves out."""
     mesh, experts = setup.mesh, _experts(setup.model)
     ranks = mesh.world_size // (mesh.tp * mesh.pp if setup.as_megatron else mesh.pp)
     sizes = _dividing(experts, ranks)
@@ -196,7 +183,7 @@ def _other_experts(request: Request, setup: Setup) -> Iterator[Request]:
     at = sizes.index(mesh.ep)
     for size in (*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]):
         if size not in tried:
-            yield replace(request, ep=size)
+            yield size
 
 
 def _experts(model: ModelShape) -> int:

@@ -17,6 +17,7 @@ from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
+from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.request import ModelSource
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.words import DTYPE_FIELDS
@@ -47,7 +48,7 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
     """
     _check_runnable(setup)
     section, model_config = _model(setup.model, model, str(model_folder), setup.adapters is not None)
-    train: dict[str, Any] = {"activation_checkpointing": _checkpointing(setup)}
+    train: dict[str, Any] = {"activation_checkpointing": setup.checkpointing_name}
     if setup.compile:
         train["compile"] = True
     config = {
@@ -76,7 +77,17 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
 
 
 def _loss(setup: Setup) -> str:
-    """How the loss is computed, where a run would not take it so by itself; else empty."""
+    """How the loss is computed, where a run would not take it so by itself; else empty.
+
+    Raises: `BadInput` for what no run does on as many ranks along tp.
+    """
+    if setup.loss == "full" and setup.mesh.tp > 1:
+        raise BadInput(
+            f"`terrazzo train` takes the loss of each rank's part of the vocabulary where tp is {setup.mesh.tp}, and "
+            "puts no logits together. Plan with loss parts, or leave it out."
+        )
+    if setup.loss == "parts" and setup.mesh.tp == 1:
+        raise BadInput("loss parts is of ranks along tp, and tp is 1. Leave it out.")
     if setup.loss == "chunked":
         return "chunked"
     logits = setup.tokens // setup.mesh.cp * setup.model.logits // setup.mesh.tp
@@ -84,7 +95,12 @@ def _loss(setup: Setup) -> str:
 
 
 def _check_runnable(setup: Setup) -> None:
-    if blocking := [each for each in objections(setup) if each.severity != "warn"]:
+    if setup.as_megatron:
+        raise BadInput(
+            "This is what Megatron-core takes, and `terrazzo train` runs it otherwise. Leave --framework megatron out."
+        )
+    here = replace(setup, framework=TERRAZZO)
+    if blocking := [each for each in objections(here) if each.severity != "warn"]:
         raise BadInput(f"This plan is planned, not runnable yet: {' '.join(map(str, blocking))}")
     if setup.freeze:
         raise BadInput(
@@ -95,9 +111,10 @@ def _check_runnable(setup: Setup) -> None:
         raise BadInput(
             f"There is nothing to train in {setup.model.name}. Name a preset, or the folder of a config.json."
         )
-    if setup.micro_batches > 1 and setup.accumulate_locally == bool(setup.plan.grad.axes):
-        way = "reduces every micro-batch" if setup.plan.grad.axes else "adds up micro-batches on each rank"
-        raise BadInput(f"`terrazzo train` {way} under {setup.plan.name}. Leave the accumulation at its default.")
+    if setup.accumulate_locally and setup.plan.grad.axes:
+        raise BadInput(
+            f"`terrazzo train` reduces every micro-batch under {setup.plan.name}. Leave accumulate_locally out."
+        )
 
 
 def _model(
@@ -239,15 +256,16 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
 
 
 def _kernel(setup: Setup) -> dict[str, bool]:
-    """Arguments with which torch's class takes the kernel that was asked for; none where it was not."""
+    """Arguments with which torch's class takes the kernel that was asked for; none where it was not.
+
+    Raises: `BadInput` for one that the class does not have, and does not take by itself.
+    """
+    asked = setup.optimizer_kernel
     kind = getattr(torch.optim, setup.optimizer.torch_class or "", None)
-    if setup.optimizer_kernel is None or kind is None:
+    known = inspect.signature(kind).parameters if kind else {}
+    options = {name: name == asked for name in ("foreach", "fused") if name in known}
+    if asked is None or (asked not in options and asked == replace(setup, optimizer_kernel=None).kernel):
         return {}
-    known = inspect.signature(kind).parameters
-    return {name: name == setup.optimizer_kernel for name in ("foreach", "fused") if name in known}
-
-
-def _checkpointing(setup: Setup) -> str:
-    if setup.checkpointing == "full" and setup.every > 1:
-        return f"every_{setup.every}"
-    return setup.checkpointing
+    if asked not in (*options, "loop") or not options:
+        raise BadInput(f"optimizer_kernel {asked}: {setup.optimizer.torch_class} has none of that name. Leave it out.")
+    return options

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.assemble import estimate
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.setup.request import Request, assumptions
+from terrazzo.planner.setup.assumptions import assumptions
+from terrazzo.planner.setup.request import Request, request_of
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
 from terrazzo.planner.text.words import axes_text, checkpointing_text
 
-__all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest", "noted"]
+__all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal"]
 
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
 FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cost": "the cheapest token"}
@@ -60,6 +60,8 @@ class Frontier:
         ranked: what fits, best first, as `request.rank` says; what fits surely comes before what is expected to.
         pareto: those of them that no other beats in both memory and tokens per second, by memory.
         considered: candidates in all.
+        closest: where nothing fits, what lacks least of what memory refused, with the edits with which something fits
+            if they were looked for; None where memory refused nothing.
     """
 
     request: Request
@@ -67,6 +69,7 @@ class Frontier:
     pareto: tuple[Estimate, ...]
     refused: tuple[Refusal, ...]
     considered: int
+    closest: Estimate | None = None
 
     @property
     def best(self) -> Estimate | None:
@@ -92,10 +95,24 @@ class Frontier:
     def __str__(self) -> str:
         """The report that `terrazzo plan` prints, but for the bars."""
         try:
-            best = self.best or nearest(self, estimate)
+            best = self.detailed()
         except BadInput as error:
             return plain([TextLine(str(error)), *_refusals(self)]).rstrip()
-        return plain(self.blocks(noted(self.request, best))).rstrip()
+        return plain(self.blocks(best)).rstrip()
+
+    def detailed(self) -> Estimate:
+        """The best, or where nothing fits what comes closest, with a note of everything that the request left open and
+        a search does not choose.
+
+        Raises: `BadInput` where nothing fits and memory is no reason.
+        """
+        shown = self.best or self.closest
+        if shown is None:
+            reasons = {refusal.reason: refusal.strategy for refusal in reversed(self.refused)}
+            why = [f"{strategy}: {reason}" if len(reasons) > 1 else reason for reason, strategy in reasons.items()]
+            raise BadInput(f"Nothing can be planned. {(why or [NO_MESH])[-1]}")
+        known = request_of(self.request, shown.setup)
+        return replace(shown, notes=assumptions(known, shown.setup) + shown.notes)
 
     def blocks(self, best: Estimate, head: Sequence[TextBlock] = ()) -> list[TextBlock]:
         """All estimates in short and `best` in detail.
@@ -107,33 +124,6 @@ class Frontier:
         where = TextLine(f"  {best.setup.plan.name} on {best.setup.cluster.count:,} × {best.setup.cluster.device.name}")
         title = "the best plan in detail" if self.ranked else "what comes nearest"
         return [*(head or (verdict, where)), *_ranking(self), TextLine(f"\n{title}", "bold"), *rest]
-
-
-def noted(request: Request, best: Estimate) -> Estimate:
-    """With a note of everything that the request left open and a search does not choose."""
-    setup = best.setup
-    known = replace(
-        request,
-        gpus=setup.cluster.count,
-        strategy=setup.plan,
-        micro_batch=setup.micro_batch,
-        checkpointing=setup.checkpointing,
-        context=setup.context,
-    )
-    return replace(best, notes=assumptions(known, setup) + best.notes)
-
-
-def nearest(frontier: Frontier, estimate: Callable[[Setup], Estimate]) -> Estimate:
-    """Where nothing fits: of what was refused for its memory, what lacks least.
-
-    Raises: `BadInput` where memory is no reason.
-    """
-    least = frontier.nearest
-    if least is None or least.setup is None:
-        reasons = {refusal.reason: refusal.strategy for refusal in reversed(frontier.refused)}
-        why = [f"{strategy}: {reason}" if len(reasons) > 1 else reason for reason, strategy in reasons.items()]
-        raise BadInput(f"Nothing can be planned. {(why or [NO_MESH])[-1]}")
-    return estimate(least.setup)
 
 
 def _ranking(frontier: Frontier) -> list[TextBlock]:

@@ -12,7 +12,6 @@ from terrazzo.files import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
     OFFLOADED,
-    chosen_request,
     meshes,
     model_parallel,
     modes_and_sizes,
@@ -24,8 +23,7 @@ from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.choice.ranking import pareto, rank_key, simplest_first, tokens_per_s
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.gate.framework import Framework
-from terrazzo.planner.gate.gate import TERRAZZO, objections
+from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.gate.rule import Objection
 from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
@@ -42,14 +40,11 @@ VARIED = 8
 """Of what was found on one number of devices, the best ones of which other schedules and shard groups are tried."""
 
 
-def search(request: Request, calibration: Calibration | None = None, framework: Framework = TERRAZZO) -> Frontier:
+def search(request: Request, calibration: Calibration | None = None) -> Frontier:
     """Compare all strategies, meshes, checkpointing modes and micro-batches that a request leaves open.
 
     Without `request.parallel` only the data axes are tried, which is what the engine runs; without `request.offload`
-    only strategies that keep all states on the device.
-
-    Args:
-        framework: the framework that is to run it: what is known to fail there is refused.
+    only strategies that keep all states on the device. What is known to fail in `request.framework` is refused.
 
     Raises:
         BadInput: the request itself is impossible; a choice that is impossible is refused instead.
@@ -58,13 +53,21 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    tried = _Tried(request, calibration, framework)
+    tried = _Tried(request, calibration)
     for count in counts:
         tried.try_all(tuple(meshes(replace(request, gpus=count))))
     if not tried.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
     ranked = simplest_first(sorted(tried.fitting, key=rank_key(request)))
-    return Frontier(original, ranked, pareto(ranked), tried.refused(), tried.considered)
+    found = Frontier(original, ranked, pareto(ranked), tried.refused(), tried.considered)
+    return found if ranked else replace(found, closest=_estimated(found.nearest, calibration))
+
+
+def _estimated(miss: Refusal | None, calibration: Calibration | None) -> Estimate | None:
+    """All that is said of a setup that memory refused."""
+    if miss is None or miss.setup is None or miss.memory is None:
+        return None
+    return assemble(miss.setup, miss.memory, calibration, objections(miss.setup))
 
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:
@@ -82,8 +85,8 @@ def _is_round(count: int) -> bool:
 class _Tried:
     """Collects estimates that fit, and why the others do not."""
 
-    def __init__(self, request: Request, calibration: Calibration | None, framework: Framework) -> None:
-        self.request, self.calibration, self.framework = request, calibration, framework
+    def __init__(self, request: Request, calibration: Calibration | None) -> None:
+        self.request, self.calibration = request, calibration
         self.fitting: list[Estimate] = []
         self.refusals: dict[tuple[str, int], Refusal] = {}
         self.considered = 0
@@ -119,7 +122,7 @@ class _Tried:
             return self._refuse(choice, str(error), untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
-            if reason := _refusal(objections(leanest, self.framework)):  # then it is not what comes nearest
+            if reason := _refusal(objections(leanest)):  # then it is not what comes nearest
                 return self._refuse(choice, reason, untried)
             reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             return self._refuse(choice, reason, untried, leanest)
@@ -146,7 +149,7 @@ class _Tried:
                 "schedules": tokens_per_s(each) * (1 + idle_share(each.setup)) >= best,  # if nothing waited
                 "experts": self.request.ep is None,
             }
-            for variant in variants(chosen_request(self.request, each.setup), each.setup, **ways):
+            for variant in variants(self.request, each.setup, **ways):
                 if variant not in tried:
                     tried.append(variant)
                     self._grow(variant, (each.setup.micro_batch,))
@@ -162,7 +165,7 @@ class _Tried:
             except BadInput as error:
                 self._refuse(choice, str(error), 0)
                 continue
-            known = objections(setup, self.framework)
+            known = objections(setup)
             if reason := _refusal(known):
                 self._refuse(choice, reason, 0)
                 continue

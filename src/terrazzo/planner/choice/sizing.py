@@ -11,8 +11,6 @@ from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.choice.search import search, spread
-from terrazzo.planner.gate.framework import Framework
-from terrazzo.planner.gate.gate import TERRAZZO
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
@@ -95,7 +93,7 @@ class Sizing:
         return f"{alone}; {runs}."
 
 
-def min_gpus(request: Request, calibration: Calibration | None = None, framework: Framework = TERRAZZO) -> Sizing:
+def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing:
     """The fewest devices, in whole hosts, on which some plan within the request surely fits.
 
     Searches upwards from the floor; `request.gpus` may bound it by a range. Beyond the first `IN_TURN` numbers of
@@ -122,7 +120,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None, framework
 
     def runs(count: int) -> bool:
         try:
-            tried[count] = search(replace(leanest, gpus=count), calibration, framework)
+            tried[count] = search(replace(leanest, gpus=count), calibration)
         except BadInput as error:  # of this number alone, where another is possible
             impossible.append(error)
             tried[count] = _none(replace(leanest, gpus=count), str(error))
@@ -135,7 +133,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None, framework
     possible = [count for count, step in tried.items() if step.considered]
     if possible:
         shown = gpus or max(possible)
-        tried[shown] = search(replace(request, gpus=shown), calibration, framework)
+        tried[shown] = search(replace(request, gpus=shown), calibration)
     steps = tuple(tried[count] for count in sorted(tried))
     expected = next((count for count in sorted(tried) if tried[count].ranked), None)
     return Sizing(floor, states, steps, gpus, expected)

@@ -4,7 +4,6 @@ What cannot be is refused in `setup.checks`. Here is what could be, and fails or
 Read the modules in this order:
 
     facts           what rules ask of a setup, and what sentences name of it
-    framework       frameworks with known limits
     rule            `Rule`, and the `Objection` that it makes
     rules           combinations that are bad in every framework
     engine_rules    what Terrazzo does not run yet, or runs badly
@@ -13,8 +12,8 @@ Read the modules in this order:
 
 A pipeline's bubble, from the setup to the sentence that names it:
 
-    objections             every rule, in a framework                                       gate
-      Rule.objection       is it about this framework, and is the setup such a combination  rule
+    objections             every rule                                                       gate
+      Rule.objection       is it about the setup's framework, and is the setup such a combination  rule
         Facts.bubble       idle time of a stage over its useful time, in per cent           facts, timing.bubble
         as_text            the rule's sentence with that put in                             rule
       Objection            severity, reason, alternative and source                         rule

@@ -82,7 +82,7 @@ ENGINE_RULES = (
         "no matrix for 4 bits",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: _packs_nothing(setup),
+        lambda setup: _packs_nothing(setup),
         "Frozen matrices of linear layers inside of blocks are kept in 4 bits, and this model has none.",
         "Plan with --lora, whose base is frozen and stays in 16 bits.",
         "terrazzo.engine.sharding.packed_checks.check_packed",
@@ -91,7 +91,7 @@ ENGINE_RULES = (
         "blocks of 4 bits that ranks along tp cut",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: _cuts_blocks(setup),
+        lambda setup: _cuts_blocks(setup),
         "Ranks along tp would cut blocks of 64 elements, whose scale they share.",
         "Use fewer ranks along tp.",
         "terrazzo.engine.sharding.packed_checks.check_packed",
@@ -100,7 +100,7 @@ ENGINE_RULES = (
         "4 bits that fp8 would round again",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: setup.precision.frozen is not None and setup.matmul == "fp8",
+        lambda setup: setup.precision.frozen is not None and setup.matmul == "fp8",
         "Frozen matrices in 4 bits are decoded to 16 bits, which products in fp8 would round again.",
         "Use precision bf16, or --lora, whose base stays in 16 bits.",
         "terrazzo.config.sections.precision",
@@ -109,7 +109,7 @@ ENGINE_RULES = (
         "experts beside 4 bits",
         ("terrazzo",),
         "warn",
-        lambda setup, _: setup.precision.frozen is not None and _routes(setup),
+        lambda setup: setup.precision.frozen is not None and _routes(setup),
         "Experts' matrices are stacked, no linear layers: they stay in 16 bits, and have no adapters beside them.",
         "Nothing has to change: these figures count it.",
         "terrazzo.engine.plan.packed_members.packed_members",
@@ -118,7 +118,7 @@ ENGINE_RULES = (
         "share without a unit",
         ("terrazzo",),
         "warn",
-        lambda setup, _: _too_small_a_share(setup),
+        lambda setup: _too_small_a_share(setup),
         lambda it: (
             f"{it.plan} places {it.offloaded}: of {it.units} units one of these shares, or what is left on the "
             "device, has none."
@@ -130,7 +130,7 @@ ENGINE_RULES = (
         "gradients away from their optimizer",
         ("terrazzo",),
         "warn",
-        lambda setup, _: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
+        lambda setup: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
         lambda it: (
             f"{it.plan} places gradients on {it.grad_tier} and the optimizer on the device: they go there and come "
             "back in every step."
@@ -142,7 +142,7 @@ ENGINE_RULES = (
         "pipeline parallelism",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.mesh.pp > 1 and setup.cluster.device.kind != "cpu",
+        lambda setup: setup.mesh.pp > 1 and setup.cluster.device.kind != "cpu",
         lambda it: f"Pipelines have run on CPUs alone yet (pp {it.pp}).",
         "Plan with it, but run with pp 1.",
         "terrazzo.engine.plan.place",
@@ -151,7 +151,7 @@ ENGINE_RULES = (
         "stages without a micro-batch",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
+        lambda setup: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
         lambda it: f"{it.micro_batches} micro-batches do not fill {it.pp} stages, of which some would always wait.",
         lambda it: f"Use {it.pp} micro-batches or more: a larger global batch, a smaller micro-batch, or a smaller pp.",
         "terrazzo.parallel.pipeline.schedules.actions_of",
@@ -160,7 +160,7 @@ ENGINE_RULES = (
         "stage that trains nothing",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: _trains_nothing_somewhere(setup),
+        lambda setup: _trains_nothing_somewhere(setup),
         lambda it: f"One of the stages (pp {it.pp}) has no parameter to train, from which on gradients come back.",
         "Use fewer stages, or freeze less.",
         "terrazzo.parallel.pipeline.cut_into_stages",
@@ -169,7 +169,7 @@ ENGINE_RULES = (
         "stages of a model without a line",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.mesh.pp > 1 and setup.model.family in NO_STAGES,
+        lambda setup: setup.mesh.pp > 1 and setup.model.family in NO_STAGES,
         lambda it: (
             f"Of {it.model} transformers does not say through which modules its values go (base_model_pp_plan): "
             f"terrazzo train cuts it into no stages (pp {it.pp})."
@@ -181,7 +181,7 @@ ENGINE_RULES = (
         "experts of tokens that ranks along tp share",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: _counts_tokens_again(setup),
+        lambda setup: _counts_tokens_again(setup),
         lambda it: (
             f"Without sequence parallelism the ranks along tp {it.tp} would all give experts the same tokens, and each "
             "would count as often."
@@ -193,7 +193,7 @@ ENGINE_RULES = (
         "no plan of tensor parallelism",
         ("terrazzo",),
         "planned",
-        lambda setup, _: _no_tensor_plan(setup),
+        lambda setup: _no_tensor_plan(setup),
         lambda it: (
             f"No plan of tensor parallelism is known of {it.model}, neither its own nor one of transformers that "
             f"Terrazzo carries out (tp {it.tp})."
@@ -206,7 +206,7 @@ ENGINE_RULES = (
         "attention that ranks cannot share",
         ("terrazzo",),
         "planned",
-        lambda setup, _: _no_context(setup),
+        lambda setup: _no_context(setup),
         lambda it: f"Terrazzo does not know of {it.model} that its tokens meet in attention alone (cp {it.cp}).",
         "Plan with it, but run with cp 1.",
         "terrazzo.parallel.transformers_support.SHARED_SEQUENCES",
@@ -215,7 +215,7 @@ ENGINE_RULES = (
         "experts beside fp8",
         ("terrazzo",),
         "warn",
-        lambda setup, _: setup.matmul == "fp8" and _routes(setup),
+        lambda setup: setup.matmul == "fp8" and _routes(setup),
         "Experts' matrices are stacked, and stay in bf16 where linear layers multiply in fp8: a step takes longer than "
         "these figures say.",
         "Plan with precision bf16 as well: time lies between both.",
@@ -225,7 +225,7 @@ ENGINE_RULES = (
         "optimizer that sees whole matrices",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: not setup.optimizer.runs,
+        lambda setup: not setup.optimizer.runs,
         lambda it: (
             f"{it.optimizer} does not update each element from its own values alone, and the engine does not bring its "
             "matrices together."
@@ -237,7 +237,7 @@ ENGINE_RULES = (
         "optimizer that torch does not have",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.optimizer.torch_class is None,
+        lambda setup: setup.optimizer.torch_class is None,
         lambda it: f"`terrazzo train` takes optimizers of torch.optim and tz.optim, which have no {it.optimizer}.",
         "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
         "terrazzo.train.settings.optimizer.optimizer_class",
@@ -246,7 +246,7 @@ ENGINE_RULES = (
         "loss without all logits, in fp16",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: setup.loss == "chunked" and setup.precision.compute == torch.float16,
+        lambda setup: setup.loss == "chunked" and setup.precision.compute == torch.float16,
         "Under fp16 a chunk's gradients would be formed before their loss scale is known.",
         "Plan with loss full, or with precision bf16.",
         "terrazzo.nn.linear_cross_entropy",
@@ -255,7 +255,7 @@ ENGINE_RULES = (
         "fused loss",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.loss == "fused" and setup.mesh.pp == 1,
+        lambda setup: setup.loss == "fused",
         "`terrazzo train` takes torch's cross_entropy, which is not fused.",
         "Plan with loss full, or use a fused loss in a loop of your own.",
         "terrazzo.train.loop",
@@ -264,7 +264,7 @@ ENGINE_RULES = (
         "attention that keeps its scores",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.attention == "math" and not setup.model.soft_caps,
+        lambda setup: setup.attention == "math" and not setup.model.soft_caps,
         "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
         "serves.",
         "Plan with attention flash, or shard a model of your own with tz.shard.",
@@ -274,7 +274,7 @@ ENGINE_RULES = (
         "kernel that no configuration names",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.attention not in ("flash", "math") and not setup.model.soft_caps,
+        lambda setup: setup.attention not in ("flash", "math") and not setup.model.soft_caps,
         lambda it: f"`terrazzo train` takes torch's scaled_dot_product_attention, which is no {it.attention}.",
         "Plan with attention flash, or call that kernel in a model of your own and give it to tz.shard.",
         "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
@@ -283,7 +283,7 @@ ENGINE_RULES = (
         "kernel with a soft cap",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.attention != "math" and setup.model.soft_caps,
+        lambda setup: setup.attention != "math" and setup.model.soft_caps,
         lambda it: f"{it.model} caps its scores, which `terrazzo train` computes eagerly and keeps.",
         "Leave the attention open, or take a kernel with a soft cap in a loop of your own.",
         "transformers: attn_implementation eager where a model does not support sdpa (Gemma-2)",

@@ -40,7 +40,7 @@ class Facts:
 
     Attributes:
         vocab, layers, positions: the model's; `padded_vocab` is what ranks along tp can share evenly.
-        tp, pp, cp, ep: ranks along these axes.
+        tp, pp, cp, ep: ranks along these axes; `stages`: of the pipeline, in which a rank may have several.
         shard_ranks: of a shard group; `neighbours` with those along tp between them.
         fast_domain: how many ranks fast links join.
     """
@@ -58,6 +58,7 @@ class Facts:
         self.attention = setup.attention
         self.sequence, self.micro_batches = setup.sequence, setup.micro_batches
         self.tp, self.pp, self.cp, self.ep = mesh.tp, mesh.pp, mesh.cp, mesh.ep
+        self.stages = mesh.pp * setup.virtual_stages
         self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp
         self.shard_ranks, self.neighbours = mesh.shard_ranks, mesh.shard_ranks * mesh.tp
         self.fast_domain = device.per_node if device.kind == "cpu" else device.scaleup_domain

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from terrazzo.planner.gate.facts import Facts
-from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["Objection", "Rule", "Sentence", "as_text"]
@@ -46,7 +45,7 @@ class Rule:
     Attributes:
         name: unique.
         scope: frameworks it is about; empty for all.
-        applies: whether a setup in one of them is such a combination.
+        applies: whether a setup, in one of them, is such a combination.
         reason, alternative: what is wrong, and what to do instead.
         source: where it is said or can be seen.
     """
@@ -54,14 +53,14 @@ class Rule:
     name: str
     scope: tuple[str, ...]
     severity: Severity
-    applies: Callable[[Setup, Framework], bool]
+    applies: Callable[[Setup], bool]
     reason: Sentence
     alternative: Sentence
     source: str
 
-    def objection(self, setup: Setup, framework: Framework) -> Objection | None:
-        """What the rule says of a setup, or None where it does not apply."""
-        if (self.scope and framework.name not in self.scope) or not self.applies(setup, framework):
+    def objection(self, setup: Setup) -> Objection | None:
+        """What the rule says of a setup in its framework, or None where it does not apply."""
+        if (self.scope and setup.framework.name not in self.scope) or not self.applies(setup):
             return None
         facts = Facts(setup)
         return Objection(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from terrazzo.planner.gate.facts import tiers, zero_stage
-from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.memory.tiers import host_writes
+from terrazzo.planner.setup.framework import FRAMEWORKS
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["RULES", "whole_model"]
@@ -23,9 +23,9 @@ def _splits_nothing(setup: Setup) -> bool:
     return _splits(setup) and setup.mesh.data_ranks == 1 and not tiers(setup)
 
 
-def whole_model(setup: Setup, framework: Framework) -> bool:
+def whole_model(setup: Setup) -> bool:
     """Whether all weights are gathered at once."""
-    one = framework.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
+    one = setup.framework.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
     return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
 
@@ -55,7 +55,7 @@ RULES = (
         "fp8 without the hardware",
         (),
         "refuse",
-        lambda setup, _: setup.matmul == "fp8" and setup.cluster.device.lacks("fp8"),
+        lambda setup: setup.matmul == "fp8" and setup.cluster.device.lacks("fp8"),
         lambda it: f"{it.device} has no fp8 matrix units; they came with Ada and Hopper.",
         "Use precision bf16 (fp16 before Ampere).",
         "NVIDIA H100 and L4 data sheets; the table of devices",
@@ -64,7 +64,7 @@ RULES = (
         "bf16 without the hardware",
         (),
         "warn",
-        lambda setup, _: setup.matmul == "bf16" and setup.cluster.device.lacks("bf16"),
+        lambda setup: setup.matmul == "bf16" and setup.cluster.device.lacks("bf16"),
         lambda it: f"{it.device} has no bf16 matrix units: torch emulates bf16 at a fraction of the fp16 rate.",
         "Use precision fp16, which scales the loss.",
         "NVIDIA V100 and T4 data sheets; torch.cuda.is_bf16_supported(including_emulation=False)",
@@ -73,7 +73,7 @@ RULES = (
         "fp16 without loss scaling",
         (),
         "refuse",
-        lambda setup, _: setup.precision.compute == torch.float16 and setup.precision.loss_scaling is None,
+        lambda setup: setup.precision.compute == torch.float16 and setup.precision.loss_scaling is None,
         "fp16 gradients below 6e-8 become zero, and nothing scales the loss.",
         "Use precision fp16, which scales it, or bf16.",
         "arXiv 1710.03740, section 3.2",
@@ -82,7 +82,7 @@ RULES = (
         "flash attention before Ampere",
         (),
         "warn",
-        lambda setup, _: setup.attention != "math" and setup.cluster.device.lacks("bf16"),
+        lambda setup: setup.attention != "math" and setup.cluster.device.lacks("bf16"),
         lambda it: (
             f"FlashAttention-2 needs Ampere; on {it.device} torch takes its memory-efficient kernel, which is slower."
         ),
@@ -93,7 +93,7 @@ RULES = (
         "16-bit master weights",
         (),
         "warn",
-        lambda setup, _: setup.precision.master in (torch.bfloat16, torch.float16) and not setup.precision.stochastic,
+        lambda setup: setup.precision.master in (torch.bfloat16, torch.float16) and not setup.precision.stochastic,
         "Updates smaller than 1/256 of a weight are lost in 16-bit master weights.",
         "Use precision bf16, whose master weights are fp32, or an optimizer that rounds stochastically.",
         "arXiv 2010.06192; pytorch/ao torchao/optim README (bf16_stochastic_round)",
@@ -102,7 +102,7 @@ RULES = (
         "nothing to shard",
         (),
         "warn",
-        lambda setup, _: _splits_nothing(setup) and setup.cluster.device.kind != "cpu",
+        lambda setup: _splits_nothing(setup) and setup.cluster.device.kind != "cpu",
         lambda it: f"{it.plan} splits states over data ranks, but there is only one: nothing is saved.",
         "Use more GPUs, activation checkpointing, a smaller micro-batch, or offload.",
         "arXiv 1910.02054, table 1 with N = 1",
@@ -111,7 +111,7 @@ RULES = (
         "nothing to shard on a CPU",
         (),
         "warn",
-        lambda setup, _: _splits_nothing(setup) and setup.cluster.device.kind == "cpu",
+        lambda setup: _splits_nothing(setup) and setup.cluster.device.kind == "cpu",
         lambda it: f"{it.plan} splits states over data ranks, but there is only one: no memory is saved.",
         "Nothing has to change where it fits; else use activation checkpointing, a smaller micro-batch, offload to "
         "nvme, or more hosts: ranks of one host share its memory.",
@@ -133,7 +133,7 @@ RULES = (
         "weights gathered without overlap",
         (),
         "warn",
-        lambda setup, _: zero_stage(setup) == 3 and setup.prefetch == 0 and setup.mesh.data_ranks > 1,
+        lambda setup: zero_stage(setup) == 3 and setup.prefetch == 0 and setup.mesh.data_ranks > 1,
         "With a prefetch of 0 every gather of weights is waited for.",
         "Use a prefetch of 1; it holds one more unit.",
         "arXiv 2304.11277, section 3.3",
@@ -142,7 +142,7 @@ RULES = (
         "split weights in a pipeline",
         (),
         "warn",
-        lambda setup, _: _gathers_in_pipeline(setup),
+        lambda setup: _gathers_in_pipeline(setup),
         lambda it: (
             f"{it.plan} gathers a stage's weights again for each of {it.micro_batches} micro-batches, in forward and "
             "in backward."
@@ -156,7 +156,7 @@ RULES = (
         "zero-bubble schedule elsewhere",
         OTHERS,
         "warn",
-        lambda setup, _: setup.mesh.pp > 1 and setup.pipeline == "zero_bubble",
+        lambda setup: setup.mesh.pp > 1 and setup.pipeline == "zero_bubble",
         "zero_bubble is ZB-H1 as Terrazzo runs it: waits of a third of 1F1B's are counted.",
         "Use pipeline 1f1b, which other frameworks run as well, or look up which zero-bubble schedule they have.",
         "arXiv 2401.10241, section 2.1",
@@ -165,7 +165,7 @@ RULES = (
         "whole gradients kept under split gradients",
         (),
         "warn",
-        lambda setup, _: (
+        lambda setup: (
             zero_stage(setup) >= 2
             and setup.accumulate_locally
             and setup.micro_batches > 1
@@ -182,7 +182,7 @@ RULES = (
         "tensor parallelism across hosts",
         (),
         "warn",
-        lambda setup, _: setup.mesh.tp > 1 and (_crosses(setup, setup.mesh.tp) or _leaves_cpu_host(setup)),
+        lambda setup: setup.mesh.tp > 1 and (_crosses(setup, setup.mesh.tp) or _leaves_cpu_host(setup)),
         lambda it: (
             f"tp {it.tp} is wider than the {it.fast_domain} ranks that fast links join: every block waits for the "
             f"network, {it.exchange_time} in each step."
@@ -194,7 +194,7 @@ RULES = (
         "shard group across hosts",
         (),
         "warn",
-        lambda setup, _: _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp),
+        lambda setup: _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp),
         lambda it: (
             f"A shard group of {it.shard_ranks} ranks (dp_shard × cp) reaches over {it.neighbours} neighbouring GPUs "
             f"(with tp), more than the {it.fast_domain} that fast links join, so {it.plan} gathers weights over the "
@@ -207,7 +207,7 @@ RULES = (
         "states on consumer disks",
         (),
         "warn",
-        lambda setup, _: host_writes(setup) > 0,
+        lambda setup: host_writes(setup) > 0,
         lambda it: (
             f"Each step writes {it.written_per_step} to the disks of each host: one drive rated for 600 TB would last "
             f"{it.steps_of_a_drive} steps."
@@ -219,7 +219,7 @@ RULES = (
         "fewer micro-batches than stages",
         OTHERS,
         "warn",
-        lambda setup, _: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
+        lambda setup: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
         lambda it: (
             f"{it.micro_batches} micro-batches cannot keep {it.pp} pipeline stages busy: the bubble is {it.bubble} of "
             "the work."
@@ -229,18 +229,18 @@ RULES = (
     ),
     Rule(
         "uneven pipeline stages",
-        (),
+        OTHERS,
         "warn",
-        lambda setup, _: setup.mesh.pp > 1 and setup.model.layers % (setup.mesh.pp * setup.virtual_stages) > 0,
-        lambda it: f"{it.layers} layers do not divide evenly over {it.pp} stages: the others wait for the longest.",
-        lambda it: f"Use a pp that divides {it.layers}.",
+        lambda setup: setup.mesh.pp > 1 and setup.model.layers % (setup.mesh.pp * setup.virtual_stages) > 0,
+        lambda it: f"{it.layers} layers do not divide evenly over {it.stages} stages: the others wait for the longest.",
+        lambda it: f"Use a pp, and virtual_stages, whose product divides {it.layers}.",
         "arXiv 2104.04473, section 2.2",
     ),
     Rule(
         "tied embeddings in a pipeline",
         (),
         "warn",
-        lambda setup, _: setup.mesh.pp > 1 and setup.model.tied,
+        lambda setup: setup.mesh.pp > 1 and setup.model.tied,
         lambda it: (
             f"The head of {it.model} is its embedding: the first and the last stage both hold it, and add its "
             "gradients."
@@ -252,7 +252,7 @@ RULES = (
         "vocabulary does not divide",
         OTHERS,
         "warn",
-        lambda setup, _: setup.mesh.tp > 1 and setup.model.vocab % setup.mesh.tp > 0,
+        lambda setup: setup.mesh.tp > 1 and setup.model.vocab % setup.mesh.tp > 0,
         lambda it: (
             f"The vocabulary of {it.vocab} does not divide by tp {it.tp}: it has to be padded to {it.padded_vocab}."
         ),
@@ -263,7 +263,7 @@ RULES = (
         "beyond the trained positions",
         (),
         "warn",
-        lambda setup, _: setup.model.positions is not None and setup.sequence > setup.model.positions,
+        lambda setup: setup.model.positions is not None and setup.sequence > setup.model.positions,
         lambda it: f"{it.sequence} tokens are more than the {it.positions} positions that {it.model} names.",
         "Scale its rotary positions, or use a shorter sequence.",
         "arXiv 2309.16039",
@@ -272,7 +272,7 @@ RULES = (
         "clipping with the optimizer in backward",
         (),
         "refuse",
-        lambda _, framework: framework.clip and framework.optimizer_in_backward,
+        lambda setup: setup.framework.clip and setup.framework.optimizer_in_backward,
         "Clipping needs the norm of all gradients, but each weight is updated before the others' gradients exist.",
         "Switch clipping off, or step after backward.",
         "pytorch/torchtune docs (optimizer_in_bwd); pytorch/ao torchao/optim README",
@@ -281,7 +281,7 @@ RULES = (
         "loss scaling with the optimizer in backward",
         (),
         "refuse",
-        lambda setup, framework: framework.optimizer_in_backward and setup.precision.loss_scaling is not None,
+        lambda setup: setup.framework.optimizer_in_backward and setup.precision.loss_scaling is not None,
         "A step with an infinite gradient must be skipped, but each weight is updated before the others' gradients "
         "exist.",
         "Use precision bf16, or step after backward.",
@@ -291,7 +291,7 @@ RULES = (
         "accumulation with the optimizer in backward",
         OTHERS,
         "refuse",
-        lambda setup, framework: framework.optimizer_in_backward and setup.micro_batches > 1,
+        lambda setup: setup.framework.optimizer_in_backward and setup.micro_batches > 1,
         lambda it: f"Each of {it.micro_batches} micro-batches would update the weights, so nothing is accumulated.",
         "Use one larger micro-batch, or step after backward.",
         "pytorch/torchtune docs (optimizer_in_bwd)",

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from terrazzo.nn.chunked_cross_entropy import PRODUCT_NUMEL, chunk_rows
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.model.shapes import BlockShape
-from terrazzo.planner.setup.setup import Checkpointing, Setup
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.words import CheckpointMode
 
 __all__ = [
     "FORMULAS",
@@ -104,7 +105,7 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
         compiled=setup.compile,
         math=setup.attention == "math",
         checkpointing=setup.checkpointing,
-        every=setup.every,
+        share=setup.checkpointed_share,
         cpu=setup.cluster.device.kind == "cpu",
         moves=setup.offload_activations and setup.cluster.device.kind != "cpu",  # there is no other memory on a CPU
     )
@@ -125,8 +126,8 @@ class _Local:
     itemsize: int
     compiled: bool
     math: bool
-    checkpointing: Checkpointing
-    every: int
+    checkpointing: CheckpointMode
+    share: float
     cpu: bool
     moves: bool
 
@@ -141,8 +142,11 @@ class _Local:
 
 @lru_cache(maxsize=4096)
 def _block(local: _Local, block: BlockShape) -> BlockActivations:
-    everything, covered = _everything(local, block), POLICIES[local.checkpointing].saved(local, block)
-    share = 1 / local.every if local.checkpointing != "none" else 0.0
+    share, everything, covered = (
+        local.share,
+        _everything(local, block),
+        POLICIES[local.checkpointing].saved(local, block),
+    )
     saved = share * covered + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
     recomputed, moved = (everything - covered if share else 0.0), local.moves * share * _input(local, block)
@@ -308,7 +312,7 @@ class CheckpointingPolicy(NamedTuple):
     repeated_math: RepeatedShares
 
 
-POLICIES: dict[Checkpointing, CheckpointingPolicy] = {
+POLICIES: dict[CheckpointMode, CheckpointingPolicy] = {
     "none": CheckpointingPolicy(_everything, RepeatedShares(0.0, 0.0, 0.0), RepeatedShares(0.0, 0.0, 0.0)),
     "selective": CheckpointingPolicy(_selected, RepeatedShares(0.0, 0.0, 1.0), RepeatedShares(0.0, 1.0, 0.0)),
     "selective_half": CheckpointingPolicy(

@@ -15,12 +15,12 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.choice.candidates import CHECKPOINTING, chosen_request
+from terrazzo.planner.choice.candidates import CHECKPOINTING
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.bars import KINDS, parts_of
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request, build_setup, request_of
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.words import axes_text, blocker, checkpointing_text, count_text, setup_text, verdict
 
@@ -65,7 +65,7 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
         frontier: what it is compared with; None: nothing.
     """
     setup = best.setup
-    chosen = chosen_request(request, setup)
+    chosen = request_of(request, setup)
     sliders = _sliders(chosen, setup)
     plans = list(frontier.ranked) if frontier else []
     pareto = {id(each) for each in frontier.pareto} if frontier else set()

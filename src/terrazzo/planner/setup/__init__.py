@@ -3,12 +3,14 @@
 A `Request` leaves open what nobody named; a `Setup` has a value for everything. Read the modules in this order:
 
     optimizers    what each optimizer keeps of an element
+    framework     what runs a setup: Terrazzo, or another whose limits are known
     setup         `Setup`: one way of running a model
     kernels       which attention kernel runs
     recipes       names of strategies, precisions and activation checkpointing
     checks        what cannot be, whatever the hardware
     arguments     the kind and range of every field of a request
     request       `Request`, and the setup that it means: `build_setup`
+    assumptions   what was assumed of it, in sentences
 
 The micro-batches of a step, of `Request("llama3-8b", 8, global_batch=32)`:
 

@@ -11,6 +11,7 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking
 
 __all__ = ["MOST_DEVICES", "checked", "count_range"]
@@ -27,8 +28,8 @@ AMOUNTS = (
     "memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth", "watts", "launch_s",
 )  # fmt: skip
 LEAST = {"prefetch": 0, "price_per_hour": 0, "launch_s": 0, "memory_bytes": 1, "host_memory_bytes": 1, "disk_bytes": 1}
-FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally", "as_megatron", "qlora")
-NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer")
+FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally", "qlora")
+NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer", "framework")
 CHOICES: Mapping[str, Any] = {
     "attention": AttentionKernel,
     "loss": Loss,
@@ -50,7 +51,7 @@ ALSO_CALLED = {
 }  # fmt: skip
 """What else a choice is called by other tools, for the error that names it."""
 
-OTHER_KINDS: Mapping[str, type] = {"strategy": Plan, "gpu": Device}
+OTHER_KINDS: Mapping[str, type] = {"strategy": Plan, "gpu": Device, "framework": Framework}
 """What a name may be given as, too."""
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from terrazzo.engine import MOMENTS_NAMES, PLANS, PRECISIONS, FrozenFormat, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
-from terrazzo.planner.setup.setup import Checkpointing
-from terrazzo.words import DTYPE_FIELDS, PRECISION_SPELLINGS, preset_named
+from terrazzo.words import CHECKPOINT_MODES, DTYPE_FIELDS, PRECISION_SPELLINGS, CheckpointMode, preset_named
 
 __all__ = [
     "CHECKPOINTING",
@@ -74,7 +73,7 @@ _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may have an offload."""
 
-CHECKPOINTING = (*get_args(Checkpointing), "every_N")
+CHECKPOINTING = (*CHECKPOINT_MODES, "every_N")
 _MODES = {"true": "full", "on": "full", "false": "none", "off": "none", "op": "selective_half", "sac": "selective"}
 """What else people call these."""
 
@@ -191,16 +190,16 @@ def _key(name: str) -> str:
     return key if key in RECIPES else preset_named(name)
 
 
-def checkpointing(name: str) -> tuple[Checkpointing, int]:
+def checkpointing(name: str) -> tuple[CheckpointMode, int]:
     """Mode and `every` of a name of `CHECKPOINTING`. Raises: `BadInput` with the nearest name."""
     key = name.strip().lower().replace("-", "_")
     if match := re.fullmatch(r"every_([1-9][0-9]{0,8})", key):
         return "full", int(match[1])
-    for mode in get_args(Checkpointing):
+    for mode in CHECKPOINT_MODES:
         if key == mode:
             return mode, 1
     near = f" Did you mean '{_MODES[key]}'?" if key in _MODES else did_you_mean(key, CHECKPOINTING)
     raise BadInput(
         f"There is no activation checkpointing {name!r}.{near} "
-        "Use none, selective, selective_half, full, or every_N for one block in N, such as every_2."
+        f"Use {', '.join(CHECKPOINT_MODES)}, or every_N for one block in N, such as every_2."
     )

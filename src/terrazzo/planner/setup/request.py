@@ -21,11 +21,24 @@ from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked, count_range
 from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.framework import TERRAZZO, Framework
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import optimizer
 from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking, Setup
 
-__all__ = ["CONTEXT", "Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
+__all__ = [
+    "CONTEXT",
+    "MICRO_BATCHES_PER_STAGE",
+    "OPTIMIZER",
+    "PRECISION",
+    "Request",
+    "build_cluster",
+    "build_setup",
+    "counts_of",
+    "precision_of",
+    "request_of",
+    "shape_of",
+]
 
 ModelSource = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
 
@@ -72,7 +85,8 @@ class Request:
         watts: that one device may draw, in place of its own. launch_s: host time for launching the kernels of one eager
             block, forward and backward; by default that of an A100 host of 2022.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
-        as_megatron: Megatron-core runs it, and not the engine.
+        framework: that is to run it, or its name, such as `fsdp2` or `deepspeed@0.18`: what is known to fail there is
+            refused. Of `megatron` all is counted as Megatron-core takes it, else as the engine does.
         pipeline, virtual_stages: the schedule and the stages of each rank, by default `1f1b` and 1; several stages
             interleave `1f1b`.
         lora, qlora: rank of adapters on a frozen base, and on one in 4 bits (16). freeze: globs of what is not trained.
@@ -109,7 +123,7 @@ class Request:
     loss: Loss | None = None
     prefetch: int = 1
     accumulate_locally: bool | None = None
-    as_megatron: bool = False
+    framework: str | Framework = TERRAZZO
     memory_bytes: float | None = None
     per_node: int | None = None
     peak_flops: float | None = None
@@ -136,12 +150,25 @@ class Request:
             object.__setattr__(self, name, value)
         if isinstance(self.strategy, str):
             object.__setattr__(self, "strategy", recipes.strategy(self.strategy))
+        if isinstance(self.framework, str):
+            object.__setattr__(self, "framework", Framework.parse(self.framework))
 
     @property
     def plan(self) -> Plan | None:
         """Its strategy, by whatever name that was given."""
         assert not isinstance(self.strategy, str)
         return self.strategy
+
+    @property
+    def runs_in(self) -> Framework:
+        """Its framework, by whatever name that was given."""
+        assert not isinstance(self.framework, str)
+        return self.framework
+
+    @property
+    def as_megatron(self) -> bool:
+        """As of `Setup`."""
+        return self.runs_in.name == "megatron"
 
 
 def build_setup(request: Request) -> Setup:
@@ -156,9 +183,10 @@ def build_setup(request: Request) -> Setup:
     named = precision_of(request, cluster.device)
     precision, matmul = recipes.precision(named)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
-    micro_batch, megatron = request.micro_batch or 1, request.as_megatron
+    micro_batch = request.micro_batch or 1
     recipe = optimizer(request.optimizer or OPTIMIZER)
     precision = recipes.as_decided(precision, named, recipe, request.qlora)
+    _check_accumulation(request, plan, mesh)
     return Setup(
         model=model,
         cluster=cluster,
@@ -175,76 +203,44 @@ def build_setup(request: Request) -> Setup:
         every=every,
         compile=request.compile,
         attention=attention_of(request.attention, model, cluster.device),
-        loss=request.loss or _loss(model, mesh, megatron),
+        loss=request.loss or _loss(model, mesh, request.as_megatron),
         prefetch=request.prefetch,
-        accumulate_locally=not plan.grad.axes if request.accumulate_locally is None else request.accumulate_locally,
+        accumulate_locally=bool(request.accumulate_locally),
         sequence_parallel=request.sequence_parallel,
         context=request.context or CONTEXT,
         virtual_stages=request.virtual_stages or 1,
         pipeline=request.pipeline or "1f1b",
-        as_megatron=megatron,
+        framework=request.runs_in,
         optimizer_kernel=request.optimizer_kernel,
         adapters=adapter_rank(request),
         freeze=globs(request.freeze),
     )
 
 
+def request_of(request: Request, setup: Setup) -> Request:
+    """`request` with all that a search has chosen in `setup`: `build_setup` makes `setup` of it again.
+
+    Shard groups that are those of hosts stay so on other numbers of devices.
+    """
+    chosen = replace(
+        request,
+        gpus=setup.cluster.count,
+        strategy=setup.plan,
+        checkpointing=setup.checkpointing_name,
+        micro_batch=setup.micro_batch,
+        context=setup.context,
+        pipeline=setup.pipeline,
+        virtual_stages=setup.virtual_stages,
+        **{axis: getattr(setup.mesh, axis) for axis in ("tp", "pp", "cp", "ep")},
+    )
+    in_hosts = _mesh(chosen, setup.cluster, setup.plan) == setup.mesh
+    return chosen if in_hosts else replace(chosen, dp_replicate=setup.mesh.dp_replicate)
+
+
 def precision_of(request: Request, device: Device) -> str:
     """The one that was named, or the default on that device, with the keys that were named alone."""
     default, named = "fp16" if device.lacks("bf16") else PRECISION, request.precision
     return named or default if not named or recipes.names_base(named) else f"{default},{named}"
-
-
-def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
-    """What was assumed because the request left it open, one sentence each."""
-    notes = []
-    if request.gpu is None and setup.model.layers:
-        notes.append(f"No GPU was named: {setup.cluster.device.name} is assumed (--gpu).")
-    if request.gpus is None:
-        notes.append(f"No number of GPUs was given: {setup.cluster.count} is assumed (--gpus).")
-    if request.sequence is None and setup.model.layers:
-        notes.append(f"No sequence length was given: {setup.sequence} tokens are assumed (--seq).")
-    if chosen := _defaults(request, setup):
-        notes.append(f"Assumed where nothing was said: {', '.join(chosen)}.")
-    if request.precision is None and precision_of(request, setup.cluster.device) != PRECISION:
-        notes.append(
-            f"{setup.cluster.device.name} has no bf16 units, which came with Ampere: fp16 is chosen, with a loss "
-            "scale; fp32 needs none (--precision)."
-        )
-    if request.attention is None and setup.attention == "math":
-        notes.append(
-            f"{setup.model.name} caps its attention scores, which torch's fused kernels cannot: eager attention is "
-            "counted, which keeps them all (--attention flash for a kernel with a soft cap)."
-        )
-    if request.micro_batches is None and request.global_batch is None and setup.mesh.pp > 1:
-        notes.append(
-            f"No batch was given: {setup.micro_batches} micro-batches per step, {MICRO_BATCHES_PER_STAGE} for each of "
-            f"{setup.mesh.pp} pipeline stages, are assumed (--global-batch)."
-        )
-    if setup.model.layers and setup.as_megatron:
-        fused = " and a fused loss" if request.loss is None else ""
-        notes.append(
-            f"Memory is counted as Megatron-core takes it: buffers of whole gradients that stay allocated, a fused "
-            f"optimizer update{fused}."
-        )
-    return tuple(notes)
-
-
-def _defaults(request: Request, setup: Setup) -> list[str]:
-    """Of the choices that have a name, those that were left open, each with the option that makes it."""
-    choices: list[tuple[object, str]] = [
-        (request.strategy, f"{setup.plan.name} (--strategy)"),
-        (request.precision, f"{precision_of(request, setup.cluster.device)} (--precision)"),
-        (request.optimizer, f"{OPTIMIZER} (--optimizer)"),
-    ]
-    if setup.model.layers:
-        choices += [
-            (request.micro_batch, f"micro-batch {setup.micro_batch} (--micro-batch)"),
-            (request.checkpointing, f"checkpointing {setup.checkpointing} (--ac)"),
-        ]
-    if setup.mesh.cp > 1:
-        choices.append((request.context, f"context mode {setup.context} (--context)"))
-    return [text for choice, text in choices if choice is None]
 
 
 def shape_of(model: ModelSource) -> ModelShape:
@@ -347,6 +343,16 @@ def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
             f"{data_ranks / replicas:.4g}. Use a divisor of {data_ranks}."
         )
     return replace(mesh, dp_replicate=replicas, dp_shard=data_ranks // replicas)
+
+
+def _check_accumulation(request: Request, plan: Plan, mesh: Mesh) -> None:
+    """Raises `BadInput` where every micro-batch is to be reduced, and gradients are not split or come in stages."""
+    if request.accumulate_locally is False and (not plan.grad.axes or (mesh.pp > 1 and not request.as_megatron)):
+        why = f"pp is {mesh.pp}, and stages" if plan.grad.axes else f"{plan.name} does not split gradients, and ranks"
+        raise BadInput(
+            f"accumulate_locally is False, which reduces every micro-batch, but {why} add them up by themselves until "
+            "the last. Leave it out."
+        )
 
 
 def _loss(model: ModelShape, mesh: Mesh, megatron: bool) -> Loss:

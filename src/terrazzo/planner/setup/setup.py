@@ -13,14 +13,15 @@ from terrazzo.parallel import Balance, Mode
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.framework import TERRAZZO, Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
+from terrazzo.words import CheckpointMode
 
 __all__ = ["Setup", "once_per_setup"]
 
 R = TypeVar("R")
 Rest = TypeVarTuple("Rest")
 
-Checkpointing = Literal["none", "selective", "selective_half", "full"]
 AttentionKernel = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
 PipelineOrder = Literal["1f1b", "gpipe", "zero_bubble"]
@@ -50,8 +51,7 @@ class Setup:
         context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`. balance: how
             sequences are cut for them; times are those of `head_tail`.
         virtual_stages: model chunks per pipeline rank (interleaved schedule).
-        as_megatron: Megatron-core runs it, as published runs had it, and not the engine: its stages, axes, and buffers
-            of whole gradients that stay allocated (NVIDIA/Megatron-LM param_and_grad_buffer.py).
+        framework: that runs it. What it takes is counted as the engine takes it, or Megatron-core.
         optimizer_kernel: `fused` updates without memory of its own, in one pass (torch's, NVIDIA/apex FusedAdam);
             `foreach`, torch's default on a GPU, takes a list of roots as large as the weights; `loop` one tensor after
             the other. None: `kernel` says what the engine takes.
@@ -74,7 +74,7 @@ class Setup:
     matmul: str = "fp32"
     row_scales: bool = False
     optimizer: OptimizerRecipe = OPTIMIZERS["adamw"]
-    checkpointing: Checkpointing = "none"
+    checkpointing: CheckpointMode = "none"
     every: int = 1
     compile: bool = False
     attention: AttentionKernel = "flash"
@@ -89,7 +89,7 @@ class Setup:
     offload: Offload = field(default_factory=Offload)
     offload_activations: bool = False
     coalesced: bool = True
-    as_megatron: bool = False
+    framework: Framework = TERRAZZO
     optimizer_kernel: Kernel | None = None
     adapters: int | None = None
     freeze: tuple[str, ...] = ()
@@ -106,6 +106,13 @@ class Setup:
         return self.accumulate_locally or self.staged or not self.plan.grad.among(self.axis_sizes)
 
     @property
+    def as_megatron(self) -> bool:
+        """Whether Megatron-core runs it, as published runs had it: its stages, axes, and buffers of whole gradients
+        that stay allocated (NVIDIA/Megatron-LM param_and_grad_buffer.py).
+        """
+        return self.framework.name == "megatron"
+
+    @property
     def axis_sizes(self) -> dict[str, int]:
         """Of the data axes that states are split and gradients summed over, as `Mesh.sizes`."""
         sizes = self.mesh.sizes()
@@ -117,6 +124,17 @@ class Setup:
         stays between forward and backward.
         """
         return self.mesh.pp > 1 and not self.as_megatron
+
+    @property
+    def checkpointing_name(self) -> str:
+        """As requests and configurations name it: `selective`, or `every_2`."""
+        return self.checkpointing if self.every == 1 else f"every_{self.every}"
+
+    @property
+    def checkpointed_share(self) -> float:
+        """Of all blocks those that are checkpointed: the first of each `every`, as in the engine."""
+        layers = self.model.layers
+        return 0.0 if self.checkpointing == "none" or not layers else -(-layers // self.every) / layers
 
     @property
     def kernel(self) -> Kernel:

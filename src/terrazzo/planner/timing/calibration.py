@@ -1,8 +1,8 @@
 """What a few measured steps say of one device and software version, kept beside the user's other caches.
 
 A record replaces guesses by measurements: the rate of the matrix products, the bandwidth of the collectives, what a
-step costs whatever its size, and the memory that no tensor of the plan accounts for. It holds for the device, the
-software, the number of ranks and the matrix format that it was measured with, and is ignored anywhere else.
+step costs whatever its size, and the memory that no tensor of the plan accounts for. It holds for the device and its
+figures, the software, the number of ranks and the matrix format that it was measured with, and is ignored elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import replace_file
 from terrazzo.planner.figures import MemoryFigures
+from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "MeasuredRun",
     "Software",
     "calibration_folder",
+    "figures_of",
     "find_calibration",
     "load_calibration",
     "measured_memory",
@@ -36,7 +38,7 @@ __all__ = [
     "run_of",
 ]
 
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 
 
 class Software(BaseModel):
@@ -59,44 +61,61 @@ class Software(BaseModel):
 
 
 class MeasuredRun(BaseModel):
-    """What was run: a measurement holds in full for the same model under the same plan."""
+    """What was run: a measurement holds in full for the same model, run in the same way.
+
+    Attributes:
+        model: its name; `parameters`, `trainable`: how many.
+        choices: everything else that a setup says, but for `OF_ANY_RUN`, by its fields.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
     parameters: int
+    trainable: int
     layers: int
     hidden: int
-    plan: str
-    mesh: dict[str, int]
-    precision: str
-    checkpointing: str
-    attention: str
-    compile: bool
+    choices: dict[str, str]
+
+
+OF_ANY_RUN = ("model", "adapters", "freeze", "cluster", "sequence", "micro_batch", "micro_batches")
+"""Fields of a setup by which a measurement is scaled or found. A model, and what of it is trained, its sizes tell."""
 
 
 def run_of(setup: Setup) -> MeasuredRun:
     """What a setup runs, whatever its batch and sequence length."""
     model, precision = setup.model, replace(setup.precision, loss_scaling=None)  # which follows the batch
+    offload = replace(setup.offload, path=None)  # wherever its files are
+    plan = " | ".join(f"{state} {place}" for state, place in setup.plan.places().items())  # by whatever name
+    optimizer = f"{setup.optimizer.torch_class or setup.optimizer.name}, {setup.optimizer.moments} moments"
+    resolved = {"precision": precision, "plan": plan, "offload": offload, "framework": setup.framework.name}
+    resolved |= {"optimizer": optimizer, "optimizer_kernel": setup.kernel}
+    choices = {field.name: getattr(setup, field.name) for field in fields(Setup) if field.name not in OF_ANY_RUN}
     return MeasuredRun(
         model=model.name,
         parameters=model.numel,
+        trainable=model.trainable_numel,
         layers=model.layers,
         hidden=model.hidden,
-        plan=" | ".join(f"{state} {place}" for state, place in setup.plan.places().items()),
-        mesh=asdict(setup.mesh),
-        precision=f"{precision}, matrices multiplied in {setup.matmul}",
-        checkpointing=f"{setup.checkpointing} {setup.every}",
-        attention=setup.attention,
-        compile=setup.compile,
+        choices={name: str(value) for name, value in (choices | resolved).items()},
     )
+
+
+OF_ANY_DEVICE = ("name", "kind", "memory_bytes", "per_node", "source", "notes")
+"""Fields of a device that no time of a step is computed from, or that only say which host it is in."""
+
+
+def figures_of(device: Device) -> dict[str, str]:
+    """Of a device, those that times are computed from: a pace is of these alone."""
+    return {field.name: str(getattr(device, field.name)) for field in fields(Device) if field.name not in OF_ANY_DEVICE}
 
 
 class Calibration(BaseModel):
     """One record, per rank. What follows from it for a step is in `terrazzo.planner.timing.measured`.
 
     Attributes:
-        device: name, as `devices.this_machine` gives it. `processor`: what it really is, as `processor` gives it.
+        device: name, as `devices.this_machine` gives it; `figures`: its own, as `figures_of` gives them, which `pace`
+            corrects. `processor`: what it really is, as `processor` gives it.
         world_size: ranks that were running.
         matmul: format of the matrix products, such as `bf16`.
         run: what was measured; None where that is not known.
@@ -113,8 +132,9 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[2] = FORMAT_VERSION
     device: str
+    figures: dict[str, str]
     processor: str
     software: Software
     world_size: int = Field(gt=0)
@@ -184,6 +204,8 @@ def find_calibration(setup: Setup, folder: Path | None = None) -> tuple[Calibrat
         return None, f"calibration not used: {path} was measured with {_shown(record.software)}, this is {_shown(here)}"
     if device.kind == "cpu" and record.processor != processor("cpu"):
         return None, f"calibration not used: {path} was measured on {record.processor}, this is {processor('cpu')}"
+    if other := [f"{name} {value}" for name, value in figures_of(device).items() if record.figures.get(name) != value]:
+        return None, f"calibration not used: {path} was measured with other figures of {device.name} than {other[0]}"
     return record, ""
 
 

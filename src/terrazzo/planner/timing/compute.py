@@ -55,7 +55,8 @@ class Seconds:
     """Of one block or the head, for one micro-batch on one rank.
 
     Attributes:
-        matmul, attention, memory: forward and backward.
+        matmul, attention, memory: forward and backward. matmul_flops: of these products, with what is lost to their
+            shapes counted as FLOPs.
         recompute: what activation checkpointing repeats.
         launch: in which the device waits for the host to launch kernels.
         forward_share: of attention, what forward takes; products_share: of matrix products, more than a third where
@@ -67,6 +68,7 @@ class Seconds:
     memory: float = 0.0
     recompute: float = 0.0
     launch: float = 0.0
+    matmul_flops: float = 0.0
     forward_share: float = 1 / 3
     products_share: float = 1 / 3
     rest_share: float = 1 / 3
@@ -79,9 +81,9 @@ class Seconds:
     @property
     def forward_alone(self) -> Seconds:
         """Without backward."""
-        products, rest = self.matmul * self.products_share, self.rest_share
-        attention, memory, launch = self.attention * self.forward_share, self.memory * rest, self.launch * rest
-        return Seconds(products, attention, memory, 0.0, launch, 1.0, 1.0, 1.0)
+        products, flops = (each * self.products_share for each in (self.matmul, self.matmul_flops))
+        attention, rest = self.attention * self.forward_share, self.rest_share
+        return Seconds(products, attention, self.memory * rest, 0.0, self.launch * rest, flops, 1.0, 1.0, 1.0)
 
     @property
     def total(self) -> float:
@@ -131,7 +133,7 @@ def repeated_flops_per_token(setup: Setup) -> float:
     model = setup.model
     products = 2 * (model.matmul_numel - model.forward_only_numel - model.logits * model.hidden)
     attention = _attention_flops(setup, backward=True)
-    return (products * shares.matmul + attention * shares.attention) / setup.every
+    return (products * shares.matmul + attention * shares.attention) * setup.checkpointed_share
 
 
 def step_flops(setup: Setup) -> float:
@@ -147,10 +149,10 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
     """One block and one micro-batch, forward and, where it has one, backward. The device's rates must be known."""
     block, device = unit.block, setup.cluster.device
     assert block is not None
-    matmul, products_share = _matmul_s(setup, unit, block)
+    work, rate, products_share = _products(setup, unit, block)
     attention = attention_seconds(setup, block)
     memory = _memory_bytes(setup, unit, block) / memory_rate(device)
-    seconds = Seconds(matmul, attention, memory, 0.0, 0.0, forward_share(setup), products_share)
+    seconds = Seconds(work / rate, attention, memory, 0.0, 0.0, work, forward_share(setup), products_share)
     launch, decoding = launch_seconds(setup, block), _decoded_bytes(setup, unit) / memory_rate(device)
     if unit.forward_only:
         seconds, launch = seconds.forward_alone, launch / 3
@@ -180,8 +182,8 @@ def _gaps(device: Device, launch: float, busy: float) -> float:
     return launch if device.kind == "cpu" else math.hypot(launch, busy) - busy
 
 
-def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, float]:
-    """Of forward and backward, and the share of forward: a third of what it would be if all of it were trained."""
+def _products(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, float, float]:
+    """FLOPs of products, FLOP/s, and the share of forward: a third of what they would be if all were trained."""
     rate = sustained_rate(setup.cluster.device, setup.matmul)
     assert rate is not None
     mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
@@ -191,7 +193,7 @@ def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, 
     in_tiles = setup.cluster.device.kind != "cpu"
     work = block_products(unit.tensors, block, shares, in_tiles)
     whole = block_products(_all_trained(unit.tensors), block, shares, in_tiles)
-    return work / rate, whole / 3 / work if work else 1 / 3
+    return work, rate, whole / 3 / work if work else 1 / 3
 
 
 @lru_cache(maxsize=4096)
@@ -267,7 +269,7 @@ def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int, whole_exper
 def _recompute_s(setup: Setup, cost: Seconds) -> float:
     shares = repeated_shares(setup)
     forward = cost.matmul * cost.products_share * shares.matmul + cost.memory * shares.memory / 3
-    return (forward + cost.attention * cost.forward_share * shares.attention) / setup.every
+    return (forward + cost.attention * cost.forward_share * shares.attention) * setup.checkpointed_share
 
 
 # -- the head and the optimizer --------------------------------------------------------------------------------
@@ -288,7 +290,8 @@ def head_seconds(setup: Setup) -> Seconds:
     )
     matmul, memory = work / rate, taken * each / memory_rate(device)
     gaps = _gaps(device, launch_seconds(setup), matmul + memory)
-    return Seconds(matmul=matmul, memory=memory, launch=gaps, products_share=whole / 3 / work if work else 1 / 3)
+    share = whole / 3 / work if work else 1 / 3
+    return Seconds(matmul=matmul, memory=memory, launch=gaps, matmul_flops=work, products_share=share)
 
 
 LOGIT_BYTES = 36

@@ -194,9 +194,9 @@ class Stage:
 
     def _compute_terms(self) -> list[Term]:
         pace, memory, counts = self._pace, self._sum("memory"), self._counts
-        sustained = sustained_rate(self._setup.cluster.device, self._setup.matmul) or 0.0
         bandwidth = memory_rate(self._setup.cluster.device)
-        matmul = {"flops": self._sum("matmul") / pace * sustained, "sustained_flops": sustained}
+        flops, products = self._sum("matmul_flops"), self._sum("matmul") / pace
+        matmul = {"flops": flops, "sustained_flops": flops / products if products else 0.0}  # the head's is another
         moved = {"bytes": memory / pace * bandwidth, "bandwidth": bandwidth}
         repeated, gaps = self._each("recompute") / pace, self._each("launch") / pace
         launch = {"gap_s": gaps, "launch_s": launch_seconds(self._setup)}

@@ -68,12 +68,6 @@ def _moves_of(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
         yield from _expert_moves(setup, block)
 
 
-def _repeated(setup: Setup) -> float:
-    """The share of blocks whose forward runs again in backward."""
-    layers = setup.model.layers
-    return 0.0 if setup.checkpointing == "none" else -(-layers // setup.every) / layers
-
-
 def _own_tokens(setup: Setup) -> int:
     """Of one micro-batch, what a rank has where sequences are shared."""
     return -(-setup.tokens // setup.mesh.cp)
@@ -95,7 +89,7 @@ class _TensorMoves:
 
         What is recomputed ends where nothing is kept of what follows: before the last sum.
         """
-        again = _repeated(self._setup)
+        again = self._setup.checkpointed_share
         yield from self._of_fused(unit, again)
         ends = sum(tensor.role == "matrix" and tensor.split == "row" for tensor in unit.tensors)
         regions = ends if block.experts and self._setup.whole_experts else 2
@@ -170,7 +164,7 @@ class _TensorMoves:
 def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     """Of the root where documents begin, of blocks keys and values, or heads."""
     group, tokens = group_of(setup.mesh, "cp"), _own_tokens(setup)
-    link, again = Network(setup.cluster.device).link(group), _repeated(setup)
+    link, again = Network(setup.cluster.device).link(group), setup.checkpointed_share
 
     def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> UnitTransfer:
         return UnitTransfer(kind, what, "context", when, sent * count, group, link, math.ceil(count))
@@ -221,7 +215,7 @@ def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
     apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
     once = _activation_bytes(setup) / apart * block.active_experts * (group.size - 1) / group.size
     link = Network(setup.cluster.device).link(group)
-    for when, count in (("forward", 2.0), ("backward", 2 + 2 * _repeated(setup))):
+    for when, count in (("forward", 2.0), ("backward", 2 + 2 * setup.checkpointed_share)):
         messages = 2 * math.ceil(count)  # ranks say how many rows they have before each
         yield UnitTransfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, messages)
 

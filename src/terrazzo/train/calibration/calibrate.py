@@ -12,7 +12,7 @@ from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exit_codes import BAD_INPUT
 from terrazzo.planner import Setup, TimeFigures
-from terrazzo.planner.timing.calibration import Calibration, Software, processor, run_of
+from terrazzo.planner.timing.calibration import Calibration, Software, figures_of, processor, run_of
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
@@ -78,6 +78,7 @@ def record_of(config: Config, ranks: int, trials: Sequence[Trial]) -> Calibratio
         rate, overhead_s = _line(work, busy)
     record = Calibration(
         device=setup.cluster.device.name,
+        figures=figures_of(setup.cluster.device),
         processor=processor(setup.cluster.device.kind),
         software=Software.here(),
         world_size=ranks,

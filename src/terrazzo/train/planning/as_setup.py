@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
+from terrazzo.planner import Cluster, Device, Framework, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
-from terrazzo.planner.setup.setup import Loss
+from terrazzo.planner.setup.setup import Kernel, Loss
 from terrazzo.planner.timing.compute import repeated_flops_per_token
 from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
@@ -64,6 +65,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         matmul=matmul_format(config),
         row_scales=config.precision.recipe == "rowwise",
         optimizer=optimizer_recipe(config),
+        optimizer_kernel=_kernel(config.optimizer.options),
         checkpointing=mode,
         every=every,
         compile=config.train.compile,
@@ -75,10 +77,18 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         pipeline=config.parallel.pipeline.schedule,
         virtual_stages=config.parallel.pipeline.chunks if mesh.pp > 1 else 1,
         prefetch=config.plan.prefetch,
+        framework=Framework(clip=config.train.clip is not None),
         offload=build_offload(config),
         diloco=build_diloco(config),
         offload_activations=config.offload.activations == "cpu",
     )
+
+
+def _kernel(options: Mapping[str, Any]) -> Kernel | None:
+    """The one that options of torch.optim choose; None where they say nothing of `fused` and `foreach`."""
+    chosen: tuple[Kernel, ...] = ("fused", "foreach")
+    named = next((name for name in chosen if options.get(name)), None)
+    return "loop" if named is None and any(options.get(name) is not None for name in chosen) else named
 
 
 def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
@@ -113,7 +123,10 @@ def _unrepeated_flops(setup: Setup) -> float:
     if setup.checkpointing != "full":
         return 0.0
     dense = (unit for unit in setup.model.blocks if unit.block and not unit.block.experts and unit.block.norms == 2)
-    return sum(2 * unit.count * unit.block.ffn * unit.block.hidden for unit in dense if unit.block) / setup.every
+    return (
+        sum(2 * unit.count * unit.block.ffn * unit.block.hidden for unit in dense if unit.block)
+        * setup.checkpointed_share
+    )
 
 
 def machine_of(config: Config) -> Cluster:

@@ -15,7 +15,7 @@ from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
-from terrazzo.planner import Framework, MemoryFigures, Setup, objections
+from terrazzo.planner import MemoryFigures, Setup, objections
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.states import STATE_OF
@@ -51,7 +51,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     setup = _setup(config, world_size)
     if setup is None:
         return ["plan: the architecture is not one that the planner knows, so its memory was not checked"]
-    problems = objections(setup, Framework(clip=config.train.clip is not None))
+    problems = objections(setup)
     refusal = next((str(objection) for objection in problems if objection.severity != "warn"), None)
     memory, there = memory_of(setup), available(config, world_size)
     refusal = refusal or _lacks_room(config, setup, memory, there)

@@ -1,4 +1,4 @@
-"""The frameworks whose limits are known, and what of one a setup does not say."""
+"""The frameworks that may run a setup, and how one is used."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["FRAMEWORKS", "Framework"]
+__all__ = ["FRAMEWORKS", "TERRAZZO", "Framework"]
 
 FRAMEWORKS = ("terrazzo", "deepspeed", "fsdp1", "fsdp2", "megatron", "torchao")
 
 
 @dataclass(frozen=True)
 class Framework:
-    """Which framework runs a setup, and what of it a `Setup` does not say.
+    """The framework that runs a setup, and what is known of its use.
 
     Attributes:
         name: one of `FRAMEWORKS`.
@@ -51,3 +51,6 @@ class Framework:
     def before(self, *version: int) -> bool:
         """Whether it is older than `version`."""
         return self.version is not None and self.version < version
+
+
+TERRAZZO = Framework()

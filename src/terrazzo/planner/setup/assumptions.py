@@ -1,0 +1,60 @@
+"""What was assumed because a request left it open, in sentences."""
+
+from __future__ import annotations
+
+from terrazzo.planner.setup.request import MICRO_BATCHES_PER_STAGE, OPTIMIZER, PRECISION, Request, precision_of
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["assumptions"]
+
+
+def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
+    """What was assumed because the request left it open, one sentence each."""
+    notes = []
+    if request.gpu is None and setup.model.layers:
+        notes.append(f"No GPU was named: {setup.cluster.device.name} is assumed (--gpu).")
+    if request.gpus is None:
+        notes.append(f"No number of GPUs was given: {setup.cluster.count} is assumed (--gpus).")
+    if request.sequence is None and setup.model.layers:
+        notes.append(f"No sequence length was given: {setup.sequence} tokens are assumed (--seq).")
+    if chosen := _defaults(request, setup):
+        notes.append(f"Assumed where nothing was said: {', '.join(chosen)}.")
+    if request.precision is None and precision_of(request, setup.cluster.device) != PRECISION:
+        notes.append(
+            f"{setup.cluster.device.name} has no bf16 units, which came with Ampere: fp16 is chosen, with a loss "
+            "scale; fp32 needs none (--precision)."
+        )
+    if request.attention is None and setup.attention == "math":
+        notes.append(
+            f"{setup.model.name} caps its attention scores, which torch's fused kernels cannot: eager attention is "
+            "counted, which keeps them all (--attention flash for a kernel with a soft cap)."
+        )
+    if request.micro_batches is None and request.global_batch is None and setup.mesh.pp > 1:
+        notes.append(
+            f"No batch was given: {setup.micro_batches} micro-batches per step, {MICRO_BATCHES_PER_STAGE} for each of "
+            f"{setup.mesh.pp} pipeline stages, are assumed (--global-batch)."
+        )
+    if setup.model.layers and setup.as_megatron:
+        fused = " and a fused loss" if request.loss is None else ""
+        notes.append(
+            f"Memory is counted as Megatron-core takes it: buffers of whole gradients that stay allocated, a fused "
+            f"optimizer update{fused}."
+        )
+    return tuple(notes)
+
+
+def _defaults(request: Request, setup: Setup) -> list[str]:
+    """Of the choices that have a name, those that were left open, each with the option that makes it."""
+    choices: list[tuple[object, str]] = [
+        (request.strategy, f"{setup.plan.name} (--strategy)"),
+        (request.precision, f"{precision_of(request, setup.cluster.device)} (--precision)"),
+        (request.optimizer, f"{OPTIMIZER} (--optimizer)"),
+    ]
+    if setup.model.layers:
+        choices += [
+            (request.micro_batch, f"micro-batch {setup.micro_batch} (--micro-batch)"),
+            (request.checkpointing, f"checkpointing {setup.checkpointing} (--ac)"),
+        ]
+    if setup.mesh.cp > 1:
+        choices.append((request.context, f"context mode {setup.context} (--context)"))
+    return [text for choice, text in choices if choice is None]
