@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from terrazzo.engine import Plan, Precision
 from terrazzo.planner.machine.devices import Cluster, Device
-from terrazzo.planner.memory.activations import block_activations, head_activations
+from terrazzo.planner.memory.activations import block_activations
+from terrazzo.planner.memory.logits import head_activations
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model.decoder import Block, DecoderConfig, RotaryTable

@@ -90,7 +90,7 @@ def _loss(setup: Setup) -> str:
         raise BadInput("loss parts is of ranks along tp, and tp is 1. Leave it out.")
     if setup.loss == "chunked":
         return "chunked"
-    logits = setup.tokens // setup.mesh.cp * setup.model.logits // setup.mesh.tp
+    logits = setup.rank_tokens * setup.model.logits // setup.mesh.tp
     return "full" if logits >= MANY_LOGITS else ""
 
 

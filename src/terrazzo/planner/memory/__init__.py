@@ -7,7 +7,8 @@ and the moment at which most is held is the answer. Read the modules in this ord
     placement      which ranks split each state and on which tier it lies; which stages stand for others
     buckets        a unit's tensors as the engine's own `BucketSpec`, with sizes alone
     states         weights, gradients, master weights and moments at rest
-    activations    what autograd keeps of a micro-batch, by formulas, and what each checkpointing policy computes again
+    activations    what autograd keeps of a block, by formulas, and what each checkpointing policy computes again
+    logits         what it keeps of logits and loss
     tiers          states away from the device: what stays on it for them, what host memory and disks hold
     unit_events    what a unit adds and takes off at each event of a step: the sum over its buckets
     step_settings  what a walk is asked, and its answer: `StepUnit`, `StepSettings`, `Peak`

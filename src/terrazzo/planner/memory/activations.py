@@ -1,4 +1,4 @@
-"""What autograd keeps of a micro-batch: bytes of activations per block, of what is recomputed, and of logits and loss.
+"""What autograd keeps of a micro-batch: bytes of activations per block, and of what is recomputed.
 
 Each coefficient counts the tensors that the operations of a pre-norm block save for backward: inputs of norms and
 matrices, queries, keys, values and the attention's output, inner tensors of the MLP, dropout masks. For the block of
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrazzo.nn.chunked_cross_entropy import PRODUCT_NUMEL, chunk_rows
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.model.shapes import BlockShape
 from terrazzo.planner.setup.setup import Setup
@@ -21,10 +20,8 @@ from terrazzo.words import CheckpointMode
 __all__ = [
     "FORMULAS",
     "BlockActivations",
-    "HeadActivations",
     "RepeatedShares",
     "block_activations",
-    "head_activations",
     "repeated_shares",
 ]
 
@@ -46,20 +43,9 @@ FORMULAS = {
         "parameter",
         "arXiv 2205.05198, section 5; order of operations in backward",
     ),
-    "memory.logits": Formula(
-        "tokens x vocabulary / tp x bytes per logit, and inputs of the last norm and the head. At the loss 12 bytes: "
-        "log-softmax in fp32, its gradient and that of the logits; of parts of the vocabulary or fused the "
-        "logits and one fp32 copy. Upper: 16, where the logits and their copy in fp32 are held on to. In the head's "
-        "backward the gradient of the logits alone. Chunked: 8 bytes per logit of one chunk, and kept until then the "
-        "gradients of the head's input and, in fp32, of its weight",
-        "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; 14 bytes measured of 256,000 logits (arXiv "
-        "2411.09009); NVIDIA/Megatron-LM cross_entropy.py; terrazzo.nn.linear_cross_entropy",
-    ),
 }
 
 FP32_BYTES = 4
-CHUNKED_BYTES = 8
-"""Per logit of a chunk: itself, an fp32 copy, and its gradient in 16 bits, or in fp32 in place of the copy."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +80,7 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
     """What a block keeps and needs under `setup`."""
     mesh = setup.mesh
     local = _Local(
-        tokens=setup.tokens / mesh.cp,
+        tokens=setup.rank_tokens,
         sequence=setup.sequence,
         cp=mesh.cp,
         context=setup.context,
@@ -116,7 +102,7 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
 class _Local:
     """What of a setup a block's activations depend on."""
 
-    tokens: float
+    tokens: int
     sequence: int
     cp: int
     context: str
@@ -142,11 +128,8 @@ class _Local:
 
 @lru_cache(maxsize=4096)
 def _block(local: _Local, block: BlockShape) -> BlockActivations:
-    share, everything, covered = (
-        local.share,
-        _everything(local, block),
-        POLICIES[local.checkpointing].saved(local, block),
-    )
+    everything, covered = _everything(local, block), POLICIES[local.checkpointing].saved(local, block)
+    share = local.share
     saved = share * covered + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
     recomputed, moved = (everything - covered if share else 0.0), local.moves * share * _input(local, block)
@@ -353,52 +336,3 @@ def _gradients(local: _Local, block: BlockShape) -> float:
     """Bytes of the gradients of activations that are there at once: of the block's output and of its widest tensors."""
     copies = 2 if block.gated else 1
     return local.tokens * local.itemsize * (2 * block.hidden + copies * _inner_width(block) / local.mlp_tp(block))
-
-
-@dataclass(frozen=True)
-class HeadActivations:
-    """Bytes on the last pipeline stage for one micro-batch.
-
-    Attributes:
-        loss: inputs of the last norm and the head, logits, and what the loss keeps and makes of them, at most. It is no
-            part of a block, so that compiled blocks change nothing of it.
-        loss_upper: the same where who wrote the loss holds on to what it is made of: the logits, their fp32 copy, its
-            log-softmax, and the gradients of both.
-        logits: of these, what is there in the head's backward: its inputs and the gradient of the logits.
-        saved: of these, what waits for a backward that does not follow at once.
-    """
-
-    loss: float
-    loss_upper: float
-    logits: float
-    saved: float
-
-
-def head_activations(setup: Setup) -> HeadActivations:
-    """What lies between the last block and the gradient of the logits."""
-    tokens, item = setup.tokens / setup.mesh.cp, setup.precision.compute.itemsize
-    parts = 1 if setup.puts_logits_together else setup.mesh.tp
-    inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)
-    if setup.loss == "chunked":
-        return _chunked(setup, int(tokens), inputs, parts)
-    logits = tokens * setup.model.logits / parts
-    copied, plain = item + FP32_BYTES, max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
-    usual = plain if setup.loss == "full" else copied
-    inputs += logits * item if setup.model.capped else 0.0  # the tanh of a soft cap
-    return HeadActivations(
-        loss=inputs + logits * usual,
-        loss_upper=inputs + logits * (2 * item + 3 * FP32_BYTES if setup.loss == "full" else copied),
-        logits=inputs + logits * item,
-        saved=inputs + logits * FP32_BYTES,
-    )
-
-
-def _chunked(setup: Setup, tokens: int, inputs: float, parts: int) -> HeadActivations:
-    """Without all logits. The head's weight is taken to be trained where all weights are."""
-    item, model = setup.precision.compute.itemsize, setup.model
-    weight = model.logits / parts * model.hidden if model.trainable_numel == model.numel else 0
-    product = 0 if item >= FP32_BYTES else FP32_BYTES if setup.cluster.device.kind == "cuda" else item
-    saved = inputs + tokens * model.hidden * item + weight * FP32_BYTES
-    chunk = min(tokens, chunk_rows(tokens, model.logits)) * model.logits / parts * CHUNKED_BYTES
-    loss = saved + chunk + min(weight, PRODUCT_NUMEL) * product
-    return HeadActivations(loss=loss, loss_upper=loss, logits=saved, saved=saved)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
-from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
+from terrazzo.planner.memory.activations import BlockActivations, block_activations
+from terrazzo.planner.memory.logits import head_activations
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.outer_memory import outer_held_bytes
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
@@ -178,7 +179,7 @@ def _messages(setup: Setup, stage: int) -> Iterator[Term]:
     if not setup.staged or not setup.model.computes:
         return
     chunks, ranks = setup.virtual_stages, setup.mesh.pp
-    one = setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
+    one = setup.residual_bytes
     onward = in_flight(setup, stage) * (chunks - (stage == ranks - 1))
     back = float(setup.micro_batches * (chunks - (stage == 0)))
     value = (onward + back + 2) * one
@@ -264,7 +265,7 @@ def _cast_bytes(setup: Setup, unit: UnitShape) -> float:
     """What a block needs to bring a product's operands to 8 bits: both codes, and eagerly one of them in fp32."""
     if setup.matmul != "fp8" or unit.block is None:
         return 0.0
-    rows, parts = setup.tokens / setup.mesh.cp, setup.mesh.tp
+    rows, parts = setup.rank_tokens, setup.mesh.tp
     matrices = [each for each in unit.tensors if each.role == "matrix"]
     return max((_operand_bytes(setup, each.shape, rows) / parts for each in matrices), default=0.0)
 
@@ -322,7 +323,7 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
 
 def _inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
     """The numbers behind a part of the peak."""
-    mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
+    mesh, tokens = setup.mesh, setup.rank_tokens
     if name == "logits":
         return {"tokens": tokens, "vocabulary": float(setup.model.logits), "tp": float(mesh.tp)}
     if name in ("activations", "working"):

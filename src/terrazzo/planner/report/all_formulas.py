@@ -5,33 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from terrazzo.planner.formulas import Formula
-from terrazzo.planner.memory import activations, overheads, peak, replay, states, tiers
+from terrazzo.planner.memory import activations, logits, overheads, peak, replay, states, tiers
 from terrazzo.planner.timing import bubble, step, update
 from terrazzo.planner.traffic import exchanges, outer_moves, volumes
 
 __all__ = ["FORMULAS"]
 
 _MODULES = (
-    *(states, activations, peak, tiers, overheads, replay),
+    *(states, activations, logits, peak, tiers, overheads, replay),
     *(exchanges, outer_moves, volumes),
     *(step, bubble, update),
 )
 
-FORMULAS: Mapping[str, Formula] = {
-    key: formula
-    for module in (
-        states,
-        activations,
-        peak,
-        tiers,
-        overheads,
-        replay,
-        exchanges,
-        outer_moves,
-        volumes,
-        step,
-        bubble,
-        update,
-    )
-    for key, formula in module.FORMULAS.items()
-}
+FORMULAS: Mapping[str, Formula] = {key: formula for each in _MODULES for key, formula in each.FORMULAS.items()}

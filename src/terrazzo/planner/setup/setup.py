@@ -164,6 +164,16 @@ class Setup:
         return self.sequence * self.micro_batch
 
     @property
+    def rank_tokens(self) -> int:
+        """Of one micro-batch on one rank, whose part of each sequence is one of cp."""
+        return -(-self.tokens // self.mesh.cp)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of the residual stream of one micro-batch on one rank, whole over tp: [rank_tokens, hidden] to compute in."""
+        return self.rank_tokens * self.model.hidden * self.precision.compute.itemsize
+
+    @property
     def global_batch(self) -> int:
         """Sequences of one optimizer step."""
         return self.micro_batch * self.micro_batches * self.mesh.batch_ranks

@@ -68,7 +68,7 @@ def attention_seconds(setup: Setup, block: BlockShape) -> float:
 
 def attention_flops(setup: Setup, block: BlockShape) -> float:
     """Of one block and micro-batch on one rank, forward and backward. Fused attention skips what is masked."""
-    each = 2 * _tokens(setup) * _heads(setup, block) * (block.head_dim + block.value_dim)
+    each = 2 * setup.rank_tokens * _heads(setup, block) * (block.head_dim + block.value_dim)
     if setup.attention == "math":
         return 3 * each * attended(setup, block)
     length = setup.sequence
@@ -80,7 +80,7 @@ def attention_flops(setup: Setup, block: BlockShape) -> float:
 def attention_bytes(setup: Setup, block: BlockShape) -> float:
     """Read and written beside the products: scores, if they are, and what puts tiles of shared sequences together."""
     per_score = SCORE_BYTES + (CAP_BYTES if block.soft_cap else 0)
-    scores = _tokens(setup) * attended(setup, block) * _heads(setup, block) * per_score
+    scores = setup.rank_tokens * attended(setup, block) * _heads(setup, block) * per_score
     return (scores if setup.attention == "math" else 0.0) + _tile_bytes(setup, block)
 
 
@@ -89,7 +89,7 @@ def _tile_bytes(setup: Setup, block: BlockShape) -> float:
     rank's keys are tiles of their own. With a share of the heads there is one tile, of whole sequences. Within a window
     each block of queries has three, of which the built-in decoder's layers are made on one rank too.
     """
-    ranks, tokens = setup.mesh.cp, _tokens(setup)
+    ranks, tokens = setup.mesh.cp, setup.rank_tokens
     queries = _heads(setup, block) * block.value_dim
     keys = max(1.0, block.kv_heads / _parts(setup, block)) * (block.head_dim + block.value_dim)
     slides = block.window is not None and block.window < setup.sequence
@@ -130,10 +130,6 @@ def _filled(setup: Setup, block: BlockShape) -> float:
     length, stack = float(attended(setup, block)), setup.micro_batch * _heads(setup, block)
     deep, wide = product(stack, length, length, block.head_dim), product(stack, length, block.head_dim, length)
     return 6 * 2 * stack * length * length * block.head_dim / (2 * deep + 4 * wide)
-
-
-def _tokens(setup: Setup) -> float:
-    return setup.tokens / setup.mesh.cp
 
 
 def _parts(setup: Setup, block: BlockShape) -> int:

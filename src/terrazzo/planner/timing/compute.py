@@ -186,7 +186,7 @@ def _products(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, 
     """FLOPs of products, FLOP/s, and the share of forward: a third of what they would be if all were trained."""
     rate = sustained_rate(setup.cluster.device, setup.matmul)
     assert rate is not None
-    mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
+    mesh, tokens = setup.mesh, setup.rank_tokens
     own = tokens / mesh.tp if setup.whole_experts and setup.sequence_parallel else tokens
     shares = Shares(tokens, own, mesh.tp, mesh.ep, 1 if setup.whole_experts else mesh.tp)
     rate *= ROW_SCALES_SHARE if setup.row_scales else 1.0
@@ -203,7 +203,7 @@ def _all_trained(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
 
 def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     """Read and written in one micro-batch by what is no matrix product, forward and backward."""
-    tokens, per_token = setup.tokens / setup.mesh.cp, 3 * _elements(setup, block) * setup.precision.compute.itemsize
+    tokens, per_token = setup.rank_tokens, 3 * _elements(setup, block) * setup.precision.compute.itemsize
     numel, width = _matrix_sums(unit.tensors, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
     weights = numel * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
     if setup.matmul == "fp8":
@@ -280,10 +280,10 @@ def head_seconds(setup: Setup) -> Seconds:
     model, device = setup.model, setup.cluster.device
     rate = sustained_rate(device, sixteen_bits(setup.matmul))
     assert rate is not None
-    logits, apart = setup.tokens / setup.mesh.cp * model.logits, setup.mesh.tp
+    rows, apart = setup.rank_tokens, setup.mesh.tp
+    logits = rows * model.logits
     taken = logits if setup.puts_logits_together else logits / apart  # for the loss
     each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile and setup.loss == "fused" else 1)
-    rows = setup.tokens / setup.mesh.cp
     work, whole = (
         products_of(1, rows, -(-model.logits // apart), model.hidden, trained, device.kind != "cpu")
         for trained in (model.trains_head, True)

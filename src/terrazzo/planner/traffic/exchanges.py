@@ -68,18 +68,13 @@ def _moves_of(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
         yield from _expert_moves(setup, block)
 
 
-def _own_tokens(setup: Setup) -> int:
-    """Of one micro-batch, what a rank has where sequences are shared."""
-    return -(-setup.tokens // setup.mesh.cp)
-
-
 class _TensorMoves:
     """Exchanges between `tp` ranks, each with its way back."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._group = setup, group_of(setup.mesh, "tp")
         self._link = Network(setup.cluster.device).link(self._group)
-        self._tokens, self._itemsize = _own_tokens(setup), setup.precision.compute.itemsize
+        self._tokens, self._itemsize = setup.rank_tokens, setup.precision.compute.itemsize
         self._residual = self._tokens * setup.model.hidden
 
     def of_block(self, unit: UnitShape, block: BlockShape) -> Iterator[UnitTransfer]:
@@ -163,7 +158,7 @@ class _TensorMoves:
 
 def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     """Of the root where documents begin, of blocks keys and values, or heads."""
-    group, tokens = group_of(setup.mesh, "cp"), _own_tokens(setup)
+    group, tokens = group_of(setup.mesh, "cp"), setup.rank_tokens
     link, again = Network(setup.cluster.device).link(group), setup.checkpointed_share
 
     def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> UnitTransfer:
@@ -213,16 +208,11 @@ def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
     mesh = setup.mesh
     group = RankGroup("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
     apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
-    once = _activation_bytes(setup) / apart * block.active_experts * (group.size - 1) / group.size
+    once = setup.residual_bytes / apart * block.active_experts * (group.size - 1) / group.size
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 2.0), ("backward", 2 + 2 * setup.checkpointed_share)):
         messages = 2 * math.ceil(count)  # ranks say how many rows they have before each
         yield UnitTransfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, messages)
-
-
-def _activation_bytes(setup: Setup) -> float:
-    """Of the residual stream of one micro-batch on one rank, whole over tensor-parallel ranks: [tokens, hidden]."""
-    return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
 
 
 def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
@@ -237,7 +227,7 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
     group = group_of(setup.mesh, "pp")
     neighbours = RankGroup("pp", 2, group.stride)
     parts, link = setup.mesh.tp if setup.as_megatron else 1, Network(setup.cluster.device).link(neighbours)
-    once = _activation_bytes(setup) / parts
+    once = setup.residual_bytes / parts
     shares = _TensorMoves(setup) if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged else None
     for when, count in (("forward", chunks - (stage == ranks - 1)), ("backward", chunks - (stage == 0))):
         if count:
