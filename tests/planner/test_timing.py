@@ -826,6 +826,24 @@ def test_the_flops_of_products_are_counted_and_not_made_of_their_seconds() -> No
     assert products.inputs["flops"] / products.inputs["sustained_flops"] == pytest.approx(products.value)
 
 
+def test_a_rank_of_more_than_there_are_key_heads_keeps_and_computes_one() -> None:
+    """Of 8 key heads of 128 channels 16 ranks along tp have one each, as 8 have: half a head there is none."""
+    eight, sixteen = (build_setup(Request("llama3-8b", 16, strategy="zero1", tp=tp)) for tp in (8, 16))
+    (block,) = (unit.block for unit in eight.model.blocks)
+    assert block is not None
+    item, tokens = 2, 4096
+    keys_and_values = tokens * 2 * 128 * item
+    halved = block_activations(replace(eight, sequence_parallel=True), block).saved - keys_and_values
+    assert block_activations(sixteen, block).saved == pytest.approx(halved / 2 + keys_and_values)
+    on_cpu = Device("a host", kind="cpu", peak_flops={"bf16": 1e12}, memory_bandwidth=1e11)
+    flops = [
+        block_seconds(replace(each, cluster=Cluster(on_cpu, 16)), each.model.blocks[0]).matmul_flops
+        for each in (eight, sixteen)
+    ]
+    keys = 6 * tokens * 2 * 128 * 4096
+    assert flops[1] == pytest.approx((flops[0] - keys) / 2 + keys)
+
+
 def test_one_block_in_n_is_the_first_of_each_n_in_time_memory_and_traffic() -> None:
     """Of 32 blocks and N = 5 seven, as the engine wraps them: 0, 5, 10 and so on."""
     none, full, fifth = (

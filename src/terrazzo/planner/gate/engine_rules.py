@@ -10,7 +10,7 @@ from terrazzo.planner.gate.rules import whole_model
 from terrazzo.planner.memory.buckets import is_packed
 from terrazzo.planner.memory.stages import stage_units, trains_everywhere
 from terrazzo.planner.model.families import FAMILIES
-from terrazzo.planner.model.shapes import BUILT_IN, TensorShape
+from terrazzo.planner.model.shapes import BUILT_IN, TensorShape, UnitShape, parts_along_tp
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["ENGINE_RULES"]
@@ -54,7 +54,7 @@ def _too_small_a_share(setup: Setup) -> bool:
 
 
 def _packs_nothing(setup: Setup) -> bool:
-    return setup.precision.frozen is not None and not _packed(setup)
+    return setup.precision.frozen is not None and not any(map(_packed_in, setup.model.units))
 
 
 def _cuts_blocks(setup: Setup) -> bool:
@@ -62,19 +62,18 @@ def _cuts_blocks(setup: Setup) -> bool:
     form, tp = setup.precision.frozen, setup.mesh.tp
     if form is None or tp == 1:
         return False
-    for tensor in _packed(setup):
-        rows, columns = tensor.shape
-        if tensor.split in ("row", "row_splits"):
-            cut = columns % form.blocks.numel or (columns // tp) % form.blocks.numel
-        else:
-            cut = tensor.split != "none" and (rows // tp) * columns % form.blocks.numel
-        if cut:
-            return True
+    for unit in setup.model.units:
+        for tensor in _packed_in(unit):
+            parts, (rows, columns) = parts_along_tp(tensor, unit.block, tp, setup.whole_experts), tensor.shape
+            by_columns = tensor.split in ("row", "row_splits")
+            each = [columns, columns // parts] if by_columns else [rows // parts * columns]
+            if parts > 1 and any(numel % form.blocks.numel for numel in each):
+                return True
     return False
 
 
-def _packed(setup: Setup) -> list[TensorShape]:
-    return [tensor for unit in setup.model.units for tensor in unit.tensors if is_packed(tensor, unit)]
+def _packed_in(unit: UnitShape) -> list[TensorShape]:
+    return [tensor for tensor in unit.tensors if is_packed(tensor, unit)]
 
 
 ENGINE_RULES = (

@@ -117,14 +117,6 @@ class _Local:
     cpu: bool
     moves: bool
 
-    def heads_tp(self, block: BlockShape) -> int:
-        """Tensor-parallel ranks that have a part each of what attention computes."""
-        return 1 if block.whole_attention else self.tp
-
-    def mlp_tp(self, block: BlockShape) -> int:
-        """Likewise inside the MLP."""
-        return 1 if block.whole_mlp else self.tp
-
 
 @lru_cache(maxsize=4096)
 def _block(local: _Local, block: BlockShape) -> BlockActivations:
@@ -140,7 +132,8 @@ def _block(local: _Local, block: BlockShape) -> BlockActivations:
 def _expanded(local: _Local, block: BlockShape) -> float:
     """Bytes more if keys and values are repeated for every query head before attention."""
     per_head = block.head_dim + block.value_dim
-    return local.tokens * (block.heads - block.kv_heads) * per_head * local.itemsize / local.heads_tp(block)
+    more = block.heads / block.attention_parts(local.tp) - block.key_heads(local.tp)
+    return local.tokens * more * per_head * local.itemsize
 
 
 CROWDING = 0.5
@@ -158,8 +151,7 @@ def _crowded(local: _Local, block: BlockShape) -> float:
 def _everything(local: _Local, block: BlockShape) -> float:
     """Without checkpointing."""
     between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
-    attention = _attention(block) * local.itemsize / local.heads_tp(block)
-    inside = attention + _mlp(local, block) / local.mlp_tp(block)
+    inside = _attention(local, block) * local.itemsize + _mlp(local, block) / block.mlp_parts(local.tp)
     return between + local.tokens * inside + _scores(local, block)
 
 
@@ -182,11 +174,11 @@ def _norm(local: _Local, block: BlockShape) -> float:
     return width * (2 * FP32_BYTES if block.wide_norm else FP32_BYTES + item)
 
 
-def _attention(block: BlockShape) -> float:
-    """Elements per token: queries, keys, values and output."""
-    queries, keys = block.heads * block.head_dim, block.kv_heads * block.head_dim
-    values, output = block.kv_heads * block.value_dim, block.heads * block.value_dim
-    return queries + keys + values + output + 2 * block.latent
+def _attention(local: _Local, block: BlockShape) -> float:
+    """Elements per token of a rank: queries and output, keys and values, and what they are compressed to."""
+    parts = block.attention_parts(local.tp)
+    each = block.heads / parts + block.key_heads(local.tp)
+    return each * (block.head_dim + block.value_dim) + 2 * block.latent / parts
 
 
 def _scores(local: _Local, block: BlockShape) -> float:
@@ -203,7 +195,7 @@ def _scores(local: _Local, block: BlockShape) -> float:
     else:
         per_score = FP32_BYTES + item if item < FP32_BYTES else item
     per_score += item if block.soft_cap else 0
-    return local.tokens * local.sequence * block.heads * per_score / local.heads_tp(block)
+    return local.tokens * local.sequence * block.heads * per_score / block.attention_parts(local.tp)
 
 
 def _mlp(local: _Local, block: BlockShape) -> float:
@@ -247,7 +239,7 @@ def _products(local: _Local, block: BlockShape) -> float:
     width, item = block.hidden, local.itemsize
     mlp = (2 if block.gated else 1) * _inner_width(block)
     whole = 2 * width + (block.active_experts * width if block.experts else 0)
-    split = local.tokens * (_attention(block) / local.heads_tp(block) + mlp / local.mlp_tp(block)) * item
+    split = local.tokens * (_attention(local, block) + mlp / block.mlp_parts(local.tp)) * item
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
 
 
@@ -256,11 +248,12 @@ def _half_of_products(local: _Local, block: BlockShape) -> float:
     output and up; without a gate, the queries, keys and values of one product and the wide one. Attention's own result
     is kept beside them, but not that of batched products. Of routed experts, whose products are grouped, nothing is.
     """
-    item, apart = local.itemsize, block.kv_heads * block.head_dim if block.gated else 0
-    attention = _attention(block) - apart - (block.heads * block.value_dim if local.math else 0)
+    item, apart = local.itemsize, block.key_heads(local.tp) * block.head_dim if block.gated else 0
+    outputs = block.heads * block.value_dim / block.attention_parts(local.tp) if local.math else 0
+    attention = _attention(local, block) - apart - outputs
     dense = 0 if block.experts and not block.shared_ffn else block.shared_ffn if block.experts else block.ffn
     down = block.hidden if block.gated and dense else 0
-    split = local.tokens * (attention / local.heads_tp(block) + dense / local.mlp_tp(block)) * item
+    split = local.tokens * (attention + dense / block.mlp_parts(local.tp)) * item
     return _input(local, block) + local.tokens * down * item / (local.tp if local.sequence_parallel else 1) + split
 
 
@@ -321,8 +314,8 @@ def _exchanged(local: _Local, block: BlockShape) -> float:
     """
     if local.cp == 1:
         return 0.0
-    both = (block.head_dim + block.value_dim) / local.heads_tp(block)
-    queries, keys = block.heads * both, block.kv_heads * both
+    both = block.head_dim + block.value_dim
+    queries, keys = block.heads * both / block.attention_parts(local.tp), block.key_heads(local.tp) * both
     wide = max(FP32_BYTES, local.itemsize)
     per_token = {
         "gather": local.cp * keys * (local.itemsize + 2 * wide) + queries * (local.itemsize + wide),
@@ -335,4 +328,4 @@ def _exchanged(local: _Local, block: BlockShape) -> float:
 def _gradients(local: _Local, block: BlockShape) -> float:
     """Bytes of the gradients of activations that are there at once: of the block's output and of its widest tensors."""
     copies = 2 if block.gated else 1
-    return local.tokens * local.itemsize * (2 * block.hidden + copies * _inner_width(block) / local.mlp_tp(block))
+    return local.tokens * local.itemsize * (2 * block.hidden + copies * _inner_width(block) / block.mlp_parts(local.tp))

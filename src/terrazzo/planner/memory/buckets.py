@@ -13,7 +13,7 @@ from terrazzo.engine.offload.needs import in_cells
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
 from terrazzo.planner.memory.placement import Placement
-from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
+from terrazzo.planner.model.shapes import TensorShape, UnitShape, parts_along_tp
 
 __all__ = ["MATRICES", "PlannedBucket", "buckets", "is_packed"]
 
@@ -39,7 +39,8 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
     groups: dict[tuple[bool, bool, bool, int, bool, bool], list[int]] = {}
     for place, tensor in enumerate(unit.tensors):
         dealt_out = placement.ep > 1 and tensor.role == "expert"
-        has_part = (dealt_out and placement.whole_experts) or _is_cut(tensor, unit.block, placement)
+        parts = parts_along_tp(tensor, unit.block, placement.tp, placement.whole_experts)
+        has_part = (dealt_out and placement.whole_experts) or parts > 1
         is_shared = placement.padded and placement.tp > 1 and not has_part
         packed = placement.precision.frozen is not None and is_packed(tensor, unit)
         in_blocks = placement.precision.sends_in_blocks(tensor.trainable)
@@ -53,15 +54,6 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
 def is_packed(tensor: TensorShape, unit: UnitShape) -> bool:
     """Whether it is kept in 4 bits where frozen matrices are: see `packed_members` of the engine."""
     return tensor.in_linear and not tensor.trainable and not unit.is_root and tensor.copies == 1
-
-
-def _is_cut(tensor: TensorShape, block: BlockShape | None, placement: Placement) -> bool:
-    """Whether each tensor-parallel rank has a part of it; of fewer key heads than ranks all have all."""
-    if tensor.role == "expert" and placement.whole_experts:
-        return False
-    if block is not None and block.kv_heads < placement.tp and tensor.of_key_heads:
-        return False
-    return tensor.split != "none"
 
 
 class RestingState(NamedTuple):
@@ -97,7 +89,7 @@ class PlannedBucket(BucketSpec):
         tensors = [unit.tensors[place] for place in places]
         self.places, self.tensors = places, tensors
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
-        self._whole_experts = placement.whole_experts
+        self._block, self._whole_experts = unit.block, placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         packed = precision.frozen if precision.frozen is not None and is_packed(tensors[0], unit) else None
         self.align = precision.align() if placement.diloco is None else max(precision.align(), placement.diloco.align)
@@ -136,9 +128,9 @@ class PlannedBucket(BucketSpec):
 
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it; of uneven parts the largest, the last rank's."""
-        if tensor.split == "none" or self.tp == 1 or tensor.role == "expert" or not self.padded:
-            is_whole = tensor.split == "none" or (tensor.role == "expert" and self._whole_experts)
-            return -(-tensor.numel // ((1 if is_whole else self.tp) * self.dealt))
+        parts = parts_along_tp(tensor, self._block, self.tp, self._whole_experts)
+        if parts == 1 or tensor.role == "expert" or not self.padded:
+            return -(-tensor.numel // (parts * self.dealt))
         whole = tensor.shape[-1 if tensor.split in ("row", "row_splits") else 0]
         return tensor.numel // whole * -(-whole // self.tp)
 
@@ -146,7 +138,7 @@ class PlannedBucket(BucketSpec):
         """The shape of a tensor on a rank: of uneven parts the largest."""
         if tensor.role == "expert" and self.dealt > 1:
             return (-(-tensor.shape[0] // self.dealt), *tensor.shape[1:])
-        if tensor.split == "none" or self.tp == 1 or tensor.role == "expert":
+        if parts_along_tp(tensor, self._block, self.tp, self._whole_experts) == 1 or tensor.role == "expert":
             return tensor.shape
         cut = len(tensor.shape) - 1 if tensor.split in ("row", "row_splits") else 0
         return tuple(-(-size // self.tp) if dim == cut else size for dim, size in enumerate(tensor.shape))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["BUILT_IN", "BlockShape", "MatrixSplit", "ModelShape", "Role", "TensorShape", "UnitShape"]
+__all__ = ["BUILT_IN", "BlockShape", "MatrixSplit", "ModelShape", "Role", "TensorShape", "UnitShape", "parts_along_tp"]
 
 BUILT_IN = "terrazzo"
 """The family of the built-in decoder."""
@@ -122,6 +122,18 @@ class BlockShape:
     def __post_init__(self) -> None:
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
+
+    def attention_parts(self, tp: int) -> int:
+        """Tensor-parallel ranks that have a part each of what attention computes."""
+        return 1 if self.whole_attention else tp
+
+    def key_heads(self, tp: int) -> float:
+        """Key-value heads that a tensor-parallel rank computes: of fewer of them than ranks each one."""
+        return max(1.0, self.kv_heads / self.attention_parts(tp))
+
+    def mlp_parts(self, tp: int) -> int:
+        """Likewise inside the MLP."""
+        return 1 if self.whole_mlp else tp
 
     def attended(self, sequence: int) -> int:
         """Tokens that one looks back on in sequences of that length, itself included, where there are so many."""
@@ -271,6 +283,16 @@ class ModelShape:
         for unit in self.units:
             for tensor in unit.tensors:
                 yield unit.count, tensor, unit.block
+
+
+def parts_along_tp(tensor: TensorShape, block: BlockShape | None, tp: int, whole_experts: bool) -> int:
+    """How many parts of a tensor `tp` ranks have, one each: `tp`, or 1 where each has it whole.
+
+    Of fewer key heads than ranks all have all, as of whole experts.
+    """
+    few_heads = block is not None and tensor.of_key_heads and block.kv_heads < tp
+    is_whole = tensor.split == "none" or few_heads or (tensor.role == "expert" and whole_experts)
+    return 1 if is_whole else tp
 
 
 def active_share(tensor: TensorShape, block: BlockShape | None) -> float:

@@ -91,7 +91,7 @@ def _tile_bytes(setup: Setup, block: BlockShape) -> float:
     """
     ranks, tokens = setup.mesh.cp, setup.rank_tokens
     queries = _heads(setup, block) * block.value_dim
-    keys = max(1.0, block.kv_heads / _parts(setup, block)) * (block.head_dim + block.value_dim)
+    keys = block.key_heads(setup.mesh.tp) * (block.head_dim + block.value_dim)
     slides = block.window is not None and block.window < setup.sequence
     if slides and (ranks > 1 or setup.model.family == BUILT_IN):
         times = (block.window or 0) / WINDOW_ROWS + 1
@@ -132,9 +132,5 @@ def _filled(setup: Setup, block: BlockShape) -> float:
     return 6 * 2 * stack * length * length * block.head_dim / (2 * deep + 4 * wide)
 
 
-def _parts(setup: Setup, block: BlockShape) -> int:
-    return 1 if block.whole_attention else setup.mesh.tp
-
-
 def _heads(setup: Setup, block: BlockShape) -> float:
-    return block.heads / _parts(setup, block)
+    return block.heads / block.attention_parts(setup.mesh.tp)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.activations import repeated_shares
 from terrazzo.planner.memory.buckets import is_packed
-from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
+from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, parts_along_tp
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attended, attention_seconds, forward_share
 from terrazzo.planner.timing.products import Shares, block_products, products_of
@@ -188,7 +188,7 @@ def _products(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, 
     assert rate is not None
     mesh, tokens = setup.mesh, setup.rank_tokens
     own = tokens / mesh.tp if setup.whole_experts and setup.sequence_parallel else tokens
-    shares = Shares(tokens, own, mesh.tp, mesh.ep, 1 if setup.whole_experts else mesh.tp)
+    shares = Shares(tokens, own, mesh.tp, mesh.ep, setup.whole_experts)
     rate *= ROW_SCALES_SHARE if setup.row_scales else 1.0
     in_tiles = setup.cluster.device.kind != "cpu"
     work = block_products(unit.tensors, block, shares, in_tiles)
@@ -204,7 +204,7 @@ def _all_trained(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
 def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     """Read and written in one micro-batch by what is no matrix product, forward and backward."""
     tokens, per_token = setup.rank_tokens, 3 * _elements(setup, block) * setup.precision.compute.itemsize
-    numel, width = _matrix_sums(unit.tensors, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
+    numel, width = _matrix_sums(unit.tensors, block, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
     weights = numel * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
     if setup.matmul == "fp8":
         per_token += width * CAST_BYTES
@@ -217,7 +217,8 @@ def _decoded_bytes(setup: Setup, unit: UnitShape) -> float:
     if setup.precision.frozen is None:
         return 0.0
     packed = [tensor for tensor in unit.tensors if is_packed(tensor, unit)]
-    return DECODED_BYTES * sum(each.numel / (1 if each.split == "none" else setup.mesh.tp) for each in packed)
+    tp, whole_experts = setup.mesh.tp, setup.whole_experts
+    return DECODED_BYTES * sum(each.numel / parts_along_tp(each, unit.block, tp, whole_experts) for each in packed)
 
 
 ROW_SCALES_SHARE = 0.83
@@ -248,21 +249,26 @@ def _elements(setup: Setup, block: BlockShape) -> float:
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
     written_out = block.plain_gelu and eager and not setup.as_megatron
     inner *= (5 if eager else 3) if block.gated else PLAIN_GELU if written_out else 2
-    rotated = (block.heads + block.kv_heads) * block.head_dim * (PLAIN_ROTATION if eager else 2) if block.gated else 0
-    inside = inner / (1 if block.whole_mlp else tp) + rotated / (1 if block.whole_attention else tp)
+    heads = block.heads / block.attention_parts(tp) + block.key_heads(tp)
+    rotated = heads * block.head_dim * (PLAIN_ROTATION if eager else 2) if block.gated else 0
+    inside = inner / block.mlp_parts(tp) + rotated
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
 
 
 @lru_cache(maxsize=4096)
-def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int, whole_experts: bool) -> tuple[float, float]:
-    """Trainable elements of one rank's matrices; and inputs and output gradients of all of them, per token."""
+def _matrix_sums(
+    tensors: tuple[TensorShape, ...], block: BlockShape, tp: int, ep: int, whole_experts: bool
+) -> tuple[float, float]:
+    """Trainable elements of one rank's matrices; and inputs and output gradients of all of them, per token of a block.
+
+    Of whole experts a rank has its own tokens, as many as these over tp.
+    """
     numel = width = 0.0
     for tensor in tensors:
         if tensor.role in ("matrix", "router", "expert"):
-            is_whole = tensor.split == "none" or (tensor.role == "expert" and whole_experts)
-            parts = (1 if is_whole else tp) * (ep if tensor.role == "expert" else 1)
-            numel += tensor.numel / parts if tensor.trainable else 0.0
-            width += (tensor.shape[-1] + tensor.shape[-2]) / (tp if tensor.split != "none" else 1)
+            parts, is_expert = parts_along_tp(tensor, block, tp, whole_experts), tensor.role == "expert"
+            numel += tensor.numel / parts / (ep if is_expert else 1) if tensor.trainable else 0.0
+            width += (tensor.shape[-1] + tensor.shape[-2]) / (tp if is_expert else parts)
     return numel, width
 
 

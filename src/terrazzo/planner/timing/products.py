@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrazzo.planner.model.shapes import BlockShape, TensorShape, active_share
+from terrazzo.planner.model.shapes import BlockShape, TensorShape, active_share, parts_along_tp
 
 __all__ = ["Shares", "block_products", "product", "products_of"]
 
@@ -35,14 +35,14 @@ class Shares(NamedTuple):
         tokens: that it meets in matrices of which ranks along tp have parts.
         own_tokens: in matrices that all of them have, and in the router.
         tp, ep: ranks along these axes.
-        expert_tp: those of tp that have parts of each expert; else each has whole ones, and its own tokens.
+        whole_experts: whether ranks along tp have whole experts, and each its own tokens for them.
     """
 
     tokens: float
     own_tokens: float
     tp: int
     ep: int
-    expert_tp: int
+    whole_experts: bool
 
 
 @lru_cache(maxsize=4096)
@@ -57,17 +57,24 @@ def block_products(tensors: tuple[TensorShape, ...], block: BlockShape, shares: 
         if tensor.role in ("matrix", "router"):
             apart = tensor.role == "router" or (block.experts and tensor.split == "none" and not block.latent)
             tokens = shares.own_tokens if apart else shares.tokens
-            work += _products(tensor, block.hidden, tokens, in_tiles, shares.tp)
+            work += _products(tensor, block, tokens, in_tiles, shares)
         elif tensor.role == "expert":
             tokens = shares.own_tokens * shares.ep  # from all expert ranks
             met = tokens * active_share(tensor, block)  # by each of this rank's experts
-            work += _products(tensor, block.hidden, met, in_tiles, shares.expert_tp, shares.ep)
+            work += _products(tensor, block, met, in_tiles, shares, shares.ep)
     return work
 
 
-def _products(tensor: TensorShape, hidden: int, tokens: float, in_tiles: bool, tp: int, ep: int = 1) -> float:
-    """Forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products."""
-    out, inner = map(float, _out_and_in(tensor, hidden))
+def _products(
+    tensor: TensorShape, block: BlockShape, tokens: float, in_tiles: bool, shares: Shares, ep: int = 1
+) -> float:
+    """Forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products.
+
+    Of fewer key heads than ranks along tp each rank has all, and computes one.
+    """
+    parts = parts_along_tp(tensor, block, shares.tp, shares.whole_experts)
+    tp = min(shares.tp, block.kv_heads) if tensor.of_key_heads else parts
+    out, inner = map(float, _out_and_in(tensor, block.hidden))
     stack = tensor.numel / (out * inner) / ep
     out, inner = out / (tp if tensor.split in _OUT else 1), inner / (tp if tensor.split in _INTO else 1)
     return products_of(stack, tokens, out, inner, tensor.trainable, in_tiles)
