@@ -101,6 +101,11 @@ class MemoryFigures:
         )
 
     @property
+    def overfull(self) -> tuple[Room, ...]:
+        """Places that are expected to hold more than they can."""
+        return tuple(room for room in self.rooms if room.capacity is not None and room.expected > room.capacity)
+
+    @property
     def overrun(self) -> float | None:
         """Of all places, the largest share of its capacity that is expected there; None where none is known."""
         shares = [room.expected / room.capacity for room in self.rooms if room.capacity is not None]

@@ -226,6 +226,21 @@ class Plan:
     def places(self) -> dict[str, Place]:
         return {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
 
+    @property
+    def resting_places(self) -> tuple[Place, Place, Place]:
+        """Of what is kept from step to step: weights, gradients' sums, and the optimizer's states."""
+        return self.weight, self.grad, self.optim
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether any state, of any unit, is away from the device."""
+        return any(place.offloaded for place in self.places().values())
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether any state, of any unit, is on a drive."""
+        return any("nvme" in place.shares for place in self.places().values())
+
     def over(self, axes: Container[str]) -> Plan:
         """This plan split over only these axes, symbols resolved: the others split nothing."""
         rows = {state: Place(place.among(axes), place.tier) for state, place in self.places().items()}

@@ -65,7 +65,6 @@ def meshes(request: Request) -> Iterator[Request]:
     model, domain = shape_of(request.model), max(build_cluster(request).device.scaleup_domain, 1)
     blocks = [unit.block for unit in model.blocks if unit.block]
     heads = min((block.kv_heads for block in blocks), default=1)
-    experts = _experts(model)
     most, named = _most_model_ranks(request, domain), (request.tp or 1) * (request.pp or 1)
     for tp in _sizes(request.tp, min(heads, domain)):
         for pp in _sizes(request.pp, min(model.layers, MOST_STAGES)):
@@ -74,7 +73,7 @@ def meshes(request: Request) -> Iterator[Request]:
             for cp in _sizes(request.cp, MOST_CONTEXT if (request.sequence or 0) >= LONG_SEQUENCE else 1):
                 if request.gpus % (tp * pp * cp) == 0:
                     ranks = request.gpus // (tp * pp if request.as_megatron else pp)
-                    for ep in _expert_sizes(request.ep, experts, ranks, domain):
+                    for ep in _expert_sizes(request.ep, model.experts, ranks, domain):
                         for context in _modes(request, model, tp, cp):
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
@@ -176,7 +175,7 @@ def _dividing(experts: int, ranks: int) -> tuple[int, ...]:
 
 def _other_experts(setup: Setup) -> Iterator[int]:
     """One size of `ep` more and one less of those that `meshes` leaves out."""
-    mesh, experts = setup.mesh, _experts(setup.model)
+    mesh, experts = setup.mesh, setup.model.experts
     ranks = mesh.world_size // (mesh.tp * mesh.pp if setup.as_megatron else mesh.pp)
     sizes = _dividing(experts, ranks)
     tried = _expert_sizes(None, experts, ranks, max(setup.cluster.device.scaleup_domain, 1))
@@ -184,7 +183,3 @@ def _other_experts(setup: Setup) -> Iterator[int]:
     for size in (*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]):
         if size not in tried:
             yield size
-
-
-def _experts(model: ModelShape) -> int:
-    return max((unit.block.experts for unit in model.blocks if unit.block), default=0)

@@ -217,7 +217,7 @@ def _is_preset(plan: Plan) -> bool:
 def _offload(setup: Setup) -> dict[str, Any]:
     """What a run needs to know beside the plan's tiers: a folder for swap files, and what goes to the host too."""
     section: dict[str, Any] = {}
-    if any("nvme" in place.shares for place in setup.plan.places().values()):
+    if setup.plan.on_disk:
         section["path"] = [str(folder) for folder in setup.offload.folders] or str(SWAP_FOLDER)
     if setup.offload_activations:
         section["activations"] = "cpu"

@@ -58,9 +58,8 @@ def _complexity(estimate: Estimate) -> tuple[int, ...]:
     """
     setup, mesh = estimate.setup, estimate.setup.mesh
     axes = sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep))
-    offloaded = any(place.offloaded for place in setup.plan.places().values())
     schedule = mesh.pp > 1 and (setup.pipeline != "1f1b" or setup.virtual_stages > 1)
-    return (offloaded, axes, setup.plan.groups, schedule, _again(setup))
+    return (setup.plan.offloaded, axes, setup.plan.groups, schedule, _again(setup))
 
 
 def _again(setup: Setup) -> int:

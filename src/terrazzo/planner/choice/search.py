@@ -222,8 +222,7 @@ def _too_large(setup: Setup, memory: MemoryFigures) -> str:
     """Why a setup does not fit on the device, its host or its disks; empty where it does."""
     if memory.fits is not False:
         return ""
-    rooms = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
-    full = max(rooms, key=lambda room: room.expected / (room.capacity or 1))
+    full = max(memory.overfull, key=lambda room: room.expected / (room.capacity or 1))
     numbers = f"{_gib(full.expected)} of {_gib(full.capacity or 0)} GiB"
     if full.name != "device":
         place, terms = {"host": ("host memory", memory.host), "disk": ("disks", memory.disk)}[full.name]

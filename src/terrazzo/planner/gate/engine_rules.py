@@ -23,13 +23,9 @@ def _no_tensor_plan(setup: Setup) -> bool:
     return setup.mesh.tp > 1 and not model.bare and known and model.family not in (BUILT_IN, *CUT_MATRICES)
 
 
-def _routes(setup: Setup) -> bool:
-    return any(unit.block.experts for unit in setup.model.blocks if unit.block)
-
-
 def _counts_tokens_again(setup: Setup) -> bool:
     """Where ranks along ep would be given them; without, each rank's experts have the same gradient of the same."""
-    shared = _routes(setup) and (setup.mesh.ep > 1 or setup.model.family == BUILT_IN)
+    shared = setup.model.experts > 0 and (setup.mesh.ep > 1 or setup.model.family == BUILT_IN)
     return shared and setup.mesh.tp > 1 and setup.whole_experts and not setup.sequence_parallel
 
 
@@ -78,225 +74,245 @@ def _packed_in(unit: UnitShape) -> list[TensorShape]:
 
 ENGINE_RULES = (
     Rule(
-        "no matrix for 4 bits",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: _packs_nothing(setup),
-        "Frozen matrices of linear layers inside of blocks are kept in 4 bits, and this model has none.",
-        "Plan with --lora, whose base is frozen and stays in 16 bits.",
-        "terrazzo.engine.sharding.packed_checks.check_packed",
+        name="no matrix for 4 bits",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: _packs_nothing(setup),
+        reason="Frozen matrices of linear layers inside of blocks are kept in 4 bits, and this model has none.",
+        alternative="Plan with --lora, whose base is frozen and stays in 16 bits.",
+        source="terrazzo.engine.sharding.packed_checks.check_packed",
     ),
     Rule(
-        "blocks of 4 bits that ranks along tp cut",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: _cuts_blocks(setup),
-        "Ranks along tp would cut blocks of 64 elements, whose scale they share.",
-        "Use fewer ranks along tp.",
-        "terrazzo.engine.sharding.packed_checks.check_packed",
+        name="blocks of 4 bits that ranks along tp cut",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: _cuts_blocks(setup),
+        reason="Ranks along tp would cut blocks of 64 elements, whose scale they share.",
+        alternative="Use fewer ranks along tp.",
+        source="terrazzo.engine.sharding.packed_checks.check_packed",
     ),
     Rule(
-        "4 bits that fp8 would round again",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: setup.precision.frozen is not None and setup.matmul == "fp8",
-        "Frozen matrices in 4 bits are decoded to 16 bits, which products in fp8 would round again.",
-        "Use precision bf16, or --lora, whose base stays in 16 bits.",
-        "terrazzo.config.sections.precision",
+        name="4 bits that fp8 would round again",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: setup.precision.frozen is not None and setup.matmul == "fp8",
+        reason="Frozen matrices in 4 bits are decoded to 16 bits, which products in fp8 would round again.",
+        alternative="Use precision bf16, or --lora, whose base stays in 16 bits.",
+        source="terrazzo.config.sections.precision",
     ),
     Rule(
-        "experts beside 4 bits",
-        ("terrazzo",),
-        "warn",
-        lambda setup: setup.precision.frozen is not None and _routes(setup),
-        "Experts' matrices are stacked, no linear layers: they stay in 16 bits, and have no adapters beside them.",
-        "Nothing has to change: these figures count it.",
-        "terrazzo.engine.plan.packed_members.packed_members",
+        name="experts beside 4 bits",
+        scope=("terrazzo",),
+        severity="warn",
+        applies=lambda setup: setup.precision.frozen is not None and setup.model.experts > 0,
+        reason=(
+            "Experts' matrices are stacked, no linear layers: they stay in 16 bits, and have no adapters beside them."
+        ),
+        alternative="Nothing has to change: these figures count it.",
+        source="terrazzo.engine.plan.packed_members.packed_members",
     ),
     Rule(
-        "share without a unit",
-        ("terrazzo",),
-        "warn",
-        lambda setup: _too_small_a_share(setup),
-        lambda it: (
+        name="share without a unit",
+        scope=("terrazzo",),
+        severity="warn",
+        applies=lambda setup: _too_small_a_share(setup),
+        reason=lambda it: (
             f"{it.plan} places {it.offloaded}: of {it.units} units one of these shares, or what is left on the "
             "device, has none."
         ),
-        lambda it: f"Use a share of 1/{it.units} or more, or smaller units.",
-        "terrazzo.engine.plan.place.Place.tier_of",
+        alternative=lambda it: f"Use a share of 1/{it.units} or more, or smaller units.",
+        source="terrazzo.engine.plan.place.Place.tier_of",
     ),
     Rule(
-        "gradients away from their optimizer",
-        ("terrazzo",),
-        "warn",
-        lambda setup: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
-        lambda it: (
+        name="gradients away from their optimizer",
+        scope=("terrazzo",),
+        severity="warn",
+        applies=lambda setup: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
+        reason=lambda it: (
             f"{it.plan} places gradients on {it.grad_tier} and the optimizer on the device: they go there and come "
             "back in every step."
         ),
-        "Offload the optimizer with them, or leave both on the device.",
-        "terrazzo.engine.buckets.gradients.gradient",
+        alternative="Offload the optimizer with them, or leave both on the device.",
+        source="terrazzo.engine.buckets.gradients.gradient",
     ),
     Rule(
-        "pipeline parallelism",
-        ("terrazzo",),
-        "planned",
-        lambda setup: setup.mesh.pp > 1 and setup.cluster.device.kind != "cpu",
-        lambda it: f"Pipelines have run on CPUs alone yet (pp {it.pp}).",
-        "Plan with it, but run with pp 1.",
-        "terrazzo.engine.plan.place",
+        name="pipeline parallelism",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: setup.mesh.pp > 1 and setup.cluster.device.kind != "cpu",
+        reason=lambda it: f"Pipelines have run on CPUs alone yet (pp {it.pp}).",
+        alternative="Plan with it, but run with pp 1.",
+        source="terrazzo.engine.plan.place",
     ),
     Rule(
-        "stages without a micro-batch",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
-        lambda it: f"{it.micro_batches} micro-batches do not fill {it.pp} stages, of which some would always wait.",
-        lambda it: f"Use {it.pp} micro-batches or more: a larger global batch, a smaller micro-batch, or a smaller pp.",
-        "terrazzo.parallel.pipeline.schedules.actions_of",
+        name="stages without a micro-batch",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
+        reason=lambda it: (
+            f"{it.micro_batches} micro-batches do not fill {it.pp} stages, of which some would always wait."
+        ),
+        alternative=lambda it: (
+            f"Use {it.pp} micro-batches or more: a larger global batch, a smaller micro-batch, or a smaller pp."
+        ),
+        source="terrazzo.parallel.pipeline.schedules.actions_of",
     ),
     Rule(
-        "stage that trains nothing",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: _trains_nothing_somewhere(setup),
-        lambda it: f"One of the stages (pp {it.pp}) has no parameter to train, from which on gradients come back.",
-        "Use fewer stages, or freeze less.",
-        "terrazzo.parallel.pipeline.cut_into_stages",
+        name="stage that trains nothing",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: _trains_nothing_somewhere(setup),
+        reason=lambda it: (
+            f"One of the stages (pp {it.pp}) has no parameter to train, from which on gradients come back."
+        ),
+        alternative="Use fewer stages, or freeze less.",
+        source="terrazzo.parallel.pipeline.cut_into_stages",
     ),
     Rule(
-        "stages of a model without a line",
-        ("terrazzo",),
-        "planned",
-        lambda setup: setup.mesh.pp > 1 and setup.model.family in NO_STAGES,
-        lambda it: (
+        name="stages of a model without a line",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: setup.mesh.pp > 1 and setup.model.family in NO_STAGES,
+        reason=lambda it: (
             f"Of {it.model} transformers does not say through which modules its values go (base_model_pp_plan): "
             f"terrazzo train cuts it into no stages (pp {it.pp})."
         ),
-        "Plan with it, but run with pp 1, or give tz.parallelize a tz.Pipeline(line=[...]) in a loop of your own.",
-        "terrazzo.parallel.pipeline.model_line.own_line",
+        alternative=(
+            "Plan with it, but run with pp 1, or give tz.parallelize a tz.Pipeline(line=[...]) in a loop of your own."
+        ),
+        source="terrazzo.parallel.pipeline.model_line.own_line",
     ),
     Rule(
-        "experts of tokens that ranks along tp share",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: _counts_tokens_again(setup),
-        lambda it: (
+        name="experts of tokens that ranks along tp share",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: _counts_tokens_again(setup),
+        reason=lambda it: (
             f"Without sequence parallelism the ranks along tp {it.tp} would all give experts the same tokens, and each "
             "would count as often."
         ),
-        "Use sequence parallelism, or tp 1.",
-        "terrazzo.parallel.parallelize_model",
+        alternative="Use sequence parallelism, or tp 1.",
+        source="terrazzo.parallel.parallelize_model",
     ),
     Rule(
-        "no plan of tensor parallelism",
-        ("terrazzo",),
-        "planned",
-        lambda setup: _no_tensor_plan(setup),
-        lambda it: (
+        name="no plan of tensor parallelism",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: _no_tensor_plan(setup),
+        reason=lambda it: (
             f"No plan of tensor parallelism is known of {it.model}, neither its own nor one of transformers that "
             f"Terrazzo carries out (tp {it.tp})."
         ),
-        "Run with tp 1, or give tz.parallelize or parallel.tensor.plan styles of its linear layers; these figures "
-        "assume the usual ones.",
-        "terrazzo.parallel.tensor.model_plans",
+        alternative=(
+            "Run with tp 1, or give tz.parallelize or parallel.tensor.plan styles of its linear layers; these figures"
+            " assume the usual ones."
+        ),
+        source="terrazzo.parallel.tensor.model_plans",
     ),
     Rule(
-        "attention that ranks cannot share",
-        ("terrazzo",),
-        "planned",
-        lambda setup: _no_context(setup),
-        lambda it: f"Terrazzo does not know of {it.model} that its tokens meet in attention alone (cp {it.cp}).",
-        "Plan with it, but run with cp 1.",
-        "terrazzo.parallel.transformers_support.SHARED_SEQUENCES",
+        name="attention that ranks cannot share",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: _no_context(setup),
+        reason=lambda it: f"Terrazzo does not know of {it.model} that its tokens meet in attention alone (cp {it.cp}).",
+        alternative="Plan with it, but run with cp 1.",
+        source="terrazzo.parallel.transformers_support.SHARED_SEQUENCES",
     ),
     Rule(
-        "experts beside fp8",
-        ("terrazzo",),
-        "warn",
-        lambda setup: setup.matmul == "fp8" and _routes(setup),
-        "Experts' matrices are stacked, and stay in bf16 where linear layers multiply in fp8: a step takes longer than "
-        "these figures say.",
-        "Plan with precision bf16 as well: time lies between both.",
-        "terrazzo.nn.float8_conversion",
+        name="experts beside fp8",
+        scope=("terrazzo",),
+        severity="warn",
+        applies=lambda setup: setup.matmul == "fp8" and setup.model.experts > 0,
+        reason=(
+            "Experts' matrices are stacked, and stay in bf16 where linear layers multiply in fp8: a step takes longer"
+            " than these figures say."
+        ),
+        alternative="Plan with precision bf16 as well: time lies between both.",
+        source="terrazzo.nn.float8_conversion",
     ),
     Rule(
-        "optimizer that sees whole matrices",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: not setup.optimizer.runs,
-        lambda it: (
+        name="optimizer that sees whole matrices",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: not setup.optimizer.runs,
+        reason=lambda it: (
             f"{it.optimizer} does not update each element from its own values alone, and the engine does not bring its "
             "matrices together."
         ),
-        "Use adamw, adam, lion, ademamix, rmsprop, adagrad, momentum or sgd; or muon, whose matrices it does.",
-        "terrazzo.engine.optim.elementwise.check_elementwise",
+        alternative=(
+            "Use adamw, adam, lion, ademamix, rmsprop, adagrad, momentum or sgd; or muon, whose matrices it does."
+        ),
+        source="terrazzo.engine.optim.elementwise.check_elementwise",
     ),
     Rule(
-        "optimizer that torch does not have",
-        ("terrazzo",),
-        "planned",
-        lambda setup: setup.optimizer.torch_class is None,
-        lambda it: f"`terrazzo train` takes optimizers of torch.optim and tz.optim, which have no {it.optimizer}.",
-        "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
-        "terrazzo.train.settings.optimizer.optimizer_class",
+        name="optimizer that torch does not have",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: setup.optimizer.torch_class is None,
+        reason=lambda it: (
+            f"`terrazzo train` takes optimizers of torch.optim and tz.optim, which have no {it.optimizer}."
+        ),
+        alternative="Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
+        source="terrazzo.train.settings.optimizer.optimizer_class",
     ),
     Rule(
-        "loss without all logits, in fp16",
-        ("terrazzo",),
-        "refuse",
-        lambda setup: setup.loss == "chunked" and setup.precision.compute == torch.float16,
-        "Under fp16 a chunk's gradients would be formed before their loss scale is known.",
-        "Plan with loss full, or with precision bf16.",
-        "terrazzo.nn.linear_cross_entropy",
+        name="loss without all logits, in fp16",
+        scope=("terrazzo",),
+        severity="refuse",
+        applies=lambda setup: setup.loss == "chunked" and setup.precision.compute == torch.float16,
+        reason="Under fp16 a chunk's gradients would be formed before their loss scale is known.",
+        alternative="Plan with loss full, or with precision bf16.",
+        source="terrazzo.nn.linear_cross_entropy",
     ),
     Rule(
-        "fused loss",
-        ("terrazzo",),
-        "planned",
-        lambda setup: setup.loss == "fused",
-        "`terrazzo train` takes torch's cross_entropy, which is not fused.",
-        "Plan with loss full, or use a fused loss in a loop of your own.",
-        "terrazzo.train.loop",
+        name="fused loss",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: setup.loss == "fused",
+        reason="`terrazzo train` takes torch's cross_entropy, which is not fused.",
+        alternative="Plan with loss full, or use a fused loss in a loop of your own.",
+        source="terrazzo.train.loop",
     ),
     Rule(
-        "attention that keeps its scores",
-        ("terrazzo",),
-        "planned",
-        lambda setup: setup.attention == "math" and not setup.model.soft_caps,
-        "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
-        "serves.",
-        "Plan with attention flash, or shard a model of your own with tz.shard.",
-        "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+        name="attention that keeps its scores",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: setup.attention == "math" and not setup.model.soft_caps,
+        reason=(
+            "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
+            "serves."
+        ),
+        alternative="Plan with attention flash, or shard a model of your own with tz.shard.",
+        source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
     ),
     Rule(
-        "kernel that no configuration names",
-        ("terrazzo",),
-        "planned",
-        lambda setup: setup.attention not in ("flash", "math") and not setup.model.soft_caps,
-        lambda it: f"`terrazzo train` takes torch's scaled_dot_product_attention, which is no {it.attention}.",
-        "Plan with attention flash, or call that kernel in a model of your own and give it to tz.shard.",
-        "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+        name="kernel that no configuration names",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: setup.attention not in ("flash", "math") and not setup.model.soft_caps,
+        reason=lambda it: f"`terrazzo train` takes torch's scaled_dot_product_attention, which is no {it.attention}.",
+        alternative="Plan with attention flash, or call that kernel in a model of your own and give it to tz.shard.",
+        source="terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
     ),
     Rule(
-        "kernel with a soft cap",
-        ("terrazzo",),
-        "planned",
-        lambda setup: setup.attention != "math" and setup.model.soft_caps,
-        lambda it: f"{it.model} caps its scores, which `terrazzo train` computes eagerly and keeps.",
-        "Leave the attention open, or take a kernel with a soft cap in a loop of your own.",
-        "transformers: attn_implementation eager where a model does not support sdpa (Gemma-2)",
+        name="kernel with a soft cap",
+        scope=("terrazzo",),
+        severity="planned",
+        applies=lambda setup: setup.attention != "math" and setup.model.soft_caps,
+        reason=lambda it: f"{it.model} caps its scores, which `terrazzo train` computes eagerly and keeps.",
+        alternative="Leave the attention open, or take a kernel with a soft cap in a loop of your own.",
+        source="transformers: attn_implementation eager where a model does not support sdpa (Gemma-2)",
     ),
     Rule(
-        "model in one unit",
-        ("terrazzo",),
-        "warn",
-        whole_model,
-        lambda it: (
+        name="model in one unit",
+        scope=("terrazzo",),
+        severity="warn",
+        applies=whole_model,
+        reason=lambda it: (
             f"{it.model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model "
             "again, and nothing can overlap."
         ),
-        "Leave it so where it fits, else make each repeated block a unit (plan.units).",
-        "terrazzo.engine.plan.partition",
+        alternative="Leave it so where it fits, else make each repeated block a unit (plan.units).",
+        source="terrazzo.engine.plan.partition",
     ),
 )

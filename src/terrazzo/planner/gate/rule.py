@@ -38,7 +38,7 @@ class Objection:
         return f"{self.reason} {self.alternative}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """One known-bad combination.
 

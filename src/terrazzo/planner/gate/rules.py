@@ -52,248 +52,262 @@ def _gathers_in_pipeline(setup: Setup) -> bool:
 
 RULES = (
     Rule(
-        "fp8 without the hardware",
-        (),
-        "refuse",
-        lambda setup: setup.matmul == "fp8" and setup.cluster.device.lacks("fp8"),
-        lambda it: f"{it.device} has no fp8 matrix units; they came with Ada and Hopper.",
-        "Use precision bf16 (fp16 before Ampere).",
-        "NVIDIA H100 and L4 data sheets; the table of devices",
+        name="fp8 without the hardware",
+        scope=(),
+        severity="refuse",
+        applies=lambda setup: setup.matmul == "fp8" and setup.cluster.device.lacks("fp8"),
+        reason=lambda it: f"{it.device} has no fp8 matrix units; they came with Ada and Hopper.",
+        alternative="Use precision bf16 (fp16 before Ampere).",
+        source="NVIDIA H100 and L4 data sheets; the table of devices",
     ),
     Rule(
-        "bf16 without the hardware",
-        (),
-        "warn",
-        lambda setup: setup.matmul == "bf16" and setup.cluster.device.lacks("bf16"),
-        lambda it: f"{it.device} has no bf16 matrix units: torch emulates bf16 at a fraction of the fp16 rate.",
-        "Use precision fp16, which scales the loss.",
-        "NVIDIA V100 and T4 data sheets; torch.cuda.is_bf16_supported(including_emulation=False)",
+        name="bf16 without the hardware",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: setup.matmul == "bf16" and setup.cluster.device.lacks("bf16"),
+        reason=lambda it: f"{it.device} has no bf16 matrix units: torch emulates bf16 at a fraction of the fp16 rate.",
+        alternative="Use precision fp16, which scales the loss.",
+        source="NVIDIA V100 and T4 data sheets; torch.cuda.is_bf16_supported(including_emulation=False)",
     ),
     Rule(
-        "fp16 without loss scaling",
-        (),
-        "refuse",
-        lambda setup: setup.precision.compute == torch.float16 and setup.precision.loss_scaling is None,
-        "fp16 gradients below 6e-8 become zero, and nothing scales the loss.",
-        "Use precision fp16, which scales it, or bf16.",
-        "arXiv 1710.03740, section 3.2",
+        name="fp16 without loss scaling",
+        scope=(),
+        severity="refuse",
+        applies=lambda setup: setup.precision.compute == torch.float16 and setup.precision.loss_scaling is None,
+        reason="fp16 gradients below 6e-8 become zero, and nothing scales the loss.",
+        alternative="Use precision fp16, which scales it, or bf16.",
+        source="arXiv 1710.03740, section 3.2",
     ),
     Rule(
-        "flash attention before Ampere",
-        (),
-        "warn",
-        lambda setup: setup.attention != "math" and setup.cluster.device.lacks("bf16"),
-        lambda it: (
+        name="flash attention before Ampere",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: setup.attention != "math" and setup.cluster.device.lacks("bf16"),
+        reason=lambda it: (
             f"FlashAttention-2 needs Ampere; on {it.device} torch takes its memory-efficient kernel, which is slower."
         ),
-        "Nothing has to change: the memory is the same.",
-        "Dao-AILab/flash-attention README; torch.nn.attention.SDPBackend",
+        alternative="Nothing has to change: the memory is the same.",
+        source="Dao-AILab/flash-attention README; torch.nn.attention.SDPBackend",
     ),
     Rule(
-        "16-bit master weights",
-        (),
-        "warn",
-        lambda setup: setup.precision.master in (torch.bfloat16, torch.float16) and not setup.precision.stochastic,
-        "Updates smaller than 1/256 of a weight are lost in 16-bit master weights.",
-        "Use precision bf16, whose master weights are fp32, or an optimizer that rounds stochastically.",
-        "arXiv 2010.06192; pytorch/ao torchao/optim README (bf16_stochastic_round)",
+        name="16-bit master weights",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: (
+            setup.precision.master in (torch.bfloat16, torch.float16) and not setup.precision.stochastic
+        ),
+        reason="Updates smaller than 1/256 of a weight are lost in 16-bit master weights.",
+        alternative="Use precision bf16, whose master weights are fp32, or an optimizer that rounds stochastically.",
+        source="arXiv 2010.06192; pytorch/ao torchao/optim README (bf16_stochastic_round)",
     ),
     Rule(
-        "nothing to shard",
-        (),
-        "warn",
-        lambda setup: _splits_nothing(setup) and setup.cluster.device.kind != "cpu",
-        lambda it: f"{it.plan} splits states over data ranks, but there is only one: nothing is saved.",
-        "Use more GPUs, activation checkpointing, a smaller micro-batch, or offload.",
-        "arXiv 1910.02054, table 1 with N = 1",
+        name="nothing to shard",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: _splits_nothing(setup) and setup.cluster.device.kind != "cpu",
+        reason=lambda it: f"{it.plan} splits states over data ranks, but there is only one: nothing is saved.",
+        alternative="Use more GPUs, activation checkpointing, a smaller micro-batch, or offload.",
+        source="arXiv 1910.02054, table 1 with N = 1",
     ),
     Rule(
-        "nothing to shard on a CPU",
-        (),
-        "warn",
-        lambda setup: _splits_nothing(setup) and setup.cluster.device.kind == "cpu",
-        lambda it: f"{it.plan} splits states over data ranks, but there is only one: no memory is saved.",
-        "Nothing has to change where it fits; else use activation checkpointing, a smaller micro-batch, offload to "
-        "nvme, or more hosts: ranks of one host share its memory.",
-        "arXiv 1910.02054, table 1 with N = 1",
+        name="nothing to shard on a CPU",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: _splits_nothing(setup) and setup.cluster.device.kind == "cpu",
+        reason=lambda it: f"{it.plan} splits states over data ranks, but there is only one: no memory is saved.",
+        alternative=(
+            "Nothing has to change where it fits; else use activation checkpointing, a smaller micro-batch, offload "
+            "to nvme, or more hosts: ranks of one host share its memory."
+        ),
+        source="arXiv 1910.02054, table 1 with N = 1",
     ),
     Rule(
-        "whole model in one unit",
-        OTHERS,
-        "refuse",
-        whole_model,
-        lambda it: (
+        name="whole model in one unit",
+        scope=OTHERS,
+        severity="refuse",
+        applies=whole_model,
+        reason=lambda it: (
             f"The whole model is one sharding unit: all weights of {it.model} are gathered at once, so the peak is "
             "the whole model again, and nothing can overlap."
         ),
-        "Make each transformer block a unit (units= or the wrap policy).",
-        "torch.distributed.fsdp.fully_shard, notes on calling it bottom-up; huggingface/accelerate#1943",
+        alternative="Make each transformer block a unit (units= or the wrap policy).",
+        source="torch.distributed.fsdp.fully_shard, notes on calling it bottom-up; huggingface/accelerate#1943",
     ),
     Rule(
-        "weights gathered without overlap",
-        (),
-        "warn",
-        lambda setup: zero_stage(setup) == 3 and setup.prefetch == 0 and setup.mesh.data_ranks > 1,
-        "With a prefetch of 0 every gather of weights is waited for.",
-        "Use a prefetch of 1; it holds one more unit.",
-        "arXiv 2304.11277, section 3.3",
+        name="weights gathered without overlap",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: zero_stage(setup) == 3 and setup.prefetch == 0 and setup.mesh.data_ranks > 1,
+        reason="With a prefetch of 0 every gather of weights is waited for.",
+        alternative="Use a prefetch of 1; it holds one more unit.",
+        source="arXiv 2304.11277, section 3.3",
     ),
     Rule(
-        "split weights in a pipeline",
-        (),
-        "warn",
-        lambda setup: _gathers_in_pipeline(setup),
-        lambda it: (
+        name="split weights in a pipeline",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: _gathers_in_pipeline(setup),
+        reason=lambda it: (
             f"{it.plan} gathers a stage's weights again for each of {it.micro_batches} micro-batches, in forward and "
             "in backward."
         ),
-        lambda it: (
+        alternative=lambda it: (
             f"Use zero1, or zero2 where its gradients must be split: pp {it.pp} has already divided the weights."
         ),
-        "pytorch/torchtitan docs (reshard_after_forward is off under pipeline parallelism); arXiv 2407.21783",
+        source="pytorch/torchtitan docs (reshard_after_forward is off under pipeline parallelism); arXiv 2407.21783",
     ),
     Rule(
-        "zero-bubble schedule elsewhere",
-        OTHERS,
-        "warn",
-        lambda setup: setup.mesh.pp > 1 and setup.pipeline == "zero_bubble",
-        "zero_bubble is ZB-H1 as Terrazzo runs it: waits of a third of 1F1B's are counted.",
-        "Use pipeline 1f1b, which other frameworks run as well, or look up which zero-bubble schedule they have.",
-        "arXiv 2401.10241, section 2.1",
+        name="zero-bubble schedule elsewhere",
+        scope=OTHERS,
+        severity="warn",
+        applies=lambda setup: setup.mesh.pp > 1 and setup.pipeline == "zero_bubble",
+        reason="zero_bubble is ZB-H1 as Terrazzo runs it: waits of a third of 1F1B's are counted.",
+        alternative=(
+            "Use pipeline 1f1b, which other frameworks run as well, or look up which zero-bubble schedule they have."
+        ),
+        source="arXiv 2401.10241, section 2.1",
     ),
     Rule(
-        "whole gradients kept under split gradients",
-        (),
-        "warn",
-        lambda setup: (
+        name="whole gradients kept under split gradients",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: (
             zero_stage(setup) >= 2
             and setup.accumulate_locally
             and setup.micro_batches > 1
             and setup.mesh.data_ranks > 1
         ),
-        lambda it: (
+        reason=lambda it: (
             f"Accumulating locally keeps whole gradients on every rank until the last of {it.micro_batches} "
             f"micro-batches: the memory that {it.plan} saves on gradients is gone."
         ),
-        "Reduce every micro-batch, or use zero1, which needs no more.",
-        "meta-pytorch/torchtune#1275; torch FSDPModule.set_requires_gradient_sync",
+        alternative="Reduce every micro-batch, or use zero1, which needs no more.",
+        source="meta-pytorch/torchtune#1275; torch FSDPModule.set_requires_gradient_sync",
     ),
     Rule(
-        "tensor parallelism across hosts",
-        (),
-        "warn",
-        lambda setup: setup.mesh.tp > 1 and (_crosses(setup, setup.mesh.tp) or _leaves_cpu_host(setup)),
-        lambda it: (
+        name="tensor parallelism across hosts",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: setup.mesh.tp > 1 and (_crosses(setup, setup.mesh.tp) or _leaves_cpu_host(setup)),
+        reason=lambda it: (
             f"tp {it.tp} is wider than the {it.fast_domain} ranks that fast links join: every block waits for the "
             f"network, {it.exchange_time} in each step."
         ),
-        lambda it: f"Use a tp of at most {it.fast_domain}, and pp or more sharding for the rest.",
-        "arXiv 2104.04473, section 3.2 and takeaway 1",
+        alternative=lambda it: f"Use a tp of at most {it.fast_domain}, and pp or more sharding for the rest.",
+        source="arXiv 2104.04473, section 3.2 and takeaway 1",
     ),
     Rule(
-        "shard group across hosts",
-        (),
-        "warn",
-        lambda setup: _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp),
-        lambda it: (
+        name="shard group across hosts",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp),
+        reason=lambda it: (
             f"A shard group of {it.shard_ranks} ranks (dp_shard × cp) reaches over {it.neighbours} neighbouring GPUs "
             f"(with tp), more than the {it.fast_domain} that fast links join, so {it.plan} gathers weights over the "
             "network and saves no traffic."
         ),
-        lambda it: f"Choose dp_replicate so that a shard group stays within {it.fast_domain} GPUs.",
-        "arXiv 2304.11277, section 3.2.2; arXiv 2205.00119",
+        alternative=lambda it: f"Choose dp_replicate so that a shard group stays within {it.fast_domain} GPUs.",
+        source="arXiv 2304.11277, section 3.2.2; arXiv 2205.00119",
     ),
     Rule(
-        "states on consumer disks",
-        (),
-        "warn",
-        lambda setup: host_writes(setup) > 0,
-        lambda it: (
+        name="states on consumer disks",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: host_writes(setup) > 0,
+        reason=lambda it: (
             f"Each step writes {it.written_per_step} to the disks of each host: one drive rated for 600 TB would last "
             f"{it.steps_of_a_drive} steps."
         ),
-        "Use drives made for it, more of them, or host memory where it suffices.",
-        "deepspeedai/DeepSpeed (warn_consumer_ssd_writes); every state on disk once in a step, arXiv 2104.07857",
+        alternative="Use drives made for it, more of them, or host memory where it suffices.",
+        source="deepspeedai/DeepSpeed (warn_consumer_ssd_writes); every state on disk once in a step, arXiv 2104.07857",
     ),
     Rule(
-        "fewer micro-batches than stages",
-        OTHERS,
-        "warn",
-        lambda setup: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
-        lambda it: (
+        name="fewer micro-batches than stages",
+        scope=OTHERS,
+        severity="warn",
+        applies=lambda setup: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
+        reason=lambda it: (
             f"{it.micro_batches} micro-batches cannot keep {it.pp} pipeline stages busy: the bubble is {it.bubble} of "
             "the work."
         ),
-        "Use 4 micro-batches per stage or more.",
-        "arXiv 2104.04473, section 2.2",
+        alternative="Use 4 micro-batches per stage or more.",
+        source="arXiv 2104.04473, section 2.2",
     ),
     Rule(
-        "uneven pipeline stages",
-        OTHERS,
-        "warn",
-        lambda setup: setup.mesh.pp > 1 and setup.model.layers % (setup.mesh.pp * setup.virtual_stages) > 0,
-        lambda it: f"{it.layers} layers do not divide evenly over {it.stages} stages: the others wait for the longest.",
-        lambda it: f"Use a pp, and virtual_stages, whose product divides {it.layers}.",
-        "arXiv 2104.04473, section 2.2",
+        name="uneven pipeline stages",
+        scope=OTHERS,
+        severity="warn",
+        applies=lambda setup: setup.mesh.pp > 1 and setup.model.layers % (setup.mesh.pp * setup.virtual_stages) > 0,
+        reason=lambda it: (
+            f"{it.layers} layers do not divide evenly over {it.stages} stages: the others wait for the longest."
+        ),
+        alternative=lambda it: f"Use a pp, and virtual_stages, whose product divides {it.layers}.",
+        source="arXiv 2104.04473, section 2.2",
     ),
     Rule(
-        "tied embeddings in a pipeline",
-        (),
-        "warn",
-        lambda setup: setup.mesh.pp > 1 and setup.model.tied,
-        lambda it: (
+        name="tied embeddings in a pipeline",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: setup.mesh.pp > 1 and setup.model.tied,
+        reason=lambda it: (
             f"The head of {it.model} is its embedding: the first and the last stage both hold it, and add its "
             "gradients."
         ),
-        "Expect one more copy of it with its states, and one more exchange, or untie them.",
-        "NVIDIA/Megatron-LM megatron/core/distributed/finalize_model_grads.py",
+        alternative="Expect one more copy of it with its states, and one more exchange, or untie them.",
+        source="NVIDIA/Megatron-LM megatron/core/distributed/finalize_model_grads.py",
     ),
     Rule(
-        "vocabulary does not divide",
-        OTHERS,
-        "warn",
-        lambda setup: setup.mesh.tp > 1 and setup.model.vocab % setup.mesh.tp > 0,
-        lambda it: (
+        name="vocabulary does not divide",
+        scope=OTHERS,
+        severity="warn",
+        applies=lambda setup: setup.mesh.tp > 1 and setup.model.vocab % setup.mesh.tp > 0,
+        reason=lambda it: (
             f"The vocabulary of {it.vocab} does not divide by tp {it.tp}: it has to be padded to {it.padded_vocab}."
         ),
-        "Pad the vocabulary, to a multiple of 128 × tp for speed.",
-        "NVIDIA/Megatron-LM --make-vocab-size-divisible-by",
+        alternative="Pad the vocabulary, to a multiple of 128 × tp for speed.",
+        source="NVIDIA/Megatron-LM --make-vocab-size-divisible-by",
     ),
     Rule(
-        "beyond the trained positions",
-        (),
-        "warn",
-        lambda setup: setup.model.positions is not None and setup.sequence > setup.model.positions,
-        lambda it: f"{it.sequence} tokens are more than the {it.positions} positions that {it.model} names.",
-        "Scale its rotary positions, or use a shorter sequence.",
-        "arXiv 2309.16039",
+        name="beyond the trained positions",
+        scope=(),
+        severity="warn",
+        applies=lambda setup: setup.model.positions is not None and setup.sequence > setup.model.positions,
+        reason=lambda it: f"{it.sequence} tokens are more than the {it.positions} positions that {it.model} names.",
+        alternative="Scale its rotary positions, or use a shorter sequence.",
+        source="arXiv 2309.16039",
     ),
     Rule(
-        "clipping with the optimizer in backward",
-        (),
-        "refuse",
-        lambda setup: setup.framework.clip and setup.framework.optimizer_in_backward,
-        "Clipping needs the norm of all gradients, but each weight is updated before the others' gradients exist.",
-        "Switch clipping off, or step after backward.",
-        "pytorch/torchtune docs (optimizer_in_bwd); pytorch/ao torchao/optim README",
+        name="clipping with the optimizer in backward",
+        scope=(),
+        severity="refuse",
+        applies=lambda setup: setup.framework.clip and setup.framework.optimizer_in_backward,
+        reason=(
+            "Clipping needs the norm of all gradients, but each weight is updated before the others' gradients exist."
+        ),
+        alternative="Switch clipping off, or step after backward.",
+        source="pytorch/torchtune docs (optimizer_in_bwd); pytorch/ao torchao/optim README",
     ),
     Rule(
-        "loss scaling with the optimizer in backward",
-        (),
-        "refuse",
-        lambda setup: setup.framework.optimizer_in_backward and setup.precision.loss_scaling is not None,
-        "A step with an infinite gradient must be skipped, but each weight is updated before the others' gradients "
-        "exist.",
-        "Use precision bf16, or step after backward.",
-        "arXiv 1710.03740, section 3.2; pytorch/torchtune docs (optimizer_in_bwd)",
+        name="loss scaling with the optimizer in backward",
+        scope=(),
+        severity="refuse",
+        applies=lambda setup: setup.framework.optimizer_in_backward and setup.precision.loss_scaling is not None,
+        reason=(
+            "A step with an infinite gradient must be skipped, but each weight is updated before the others' "
+            "gradients exist."
+        ),
+        alternative="Use precision bf16, or step after backward.",
+        source="arXiv 1710.03740, section 3.2; pytorch/torchtune docs (optimizer_in_bwd)",
     ),
     Rule(
-        "accumulation with the optimizer in backward",
-        OTHERS,
-        "refuse",
-        lambda setup: setup.framework.optimizer_in_backward and setup.micro_batches > 1,
-        lambda it: f"Each of {it.micro_batches} micro-batches would update the weights, so nothing is accumulated.",
-        "Use one larger micro-batch, or step after backward.",
-        "pytorch/torchtune docs (optimizer_in_bwd)",
+        name="accumulation with the optimizer in backward",
+        scope=OTHERS,
+        severity="refuse",
+        applies=lambda setup: setup.framework.optimizer_in_backward and setup.micro_batches > 1,
+        reason=lambda it: (
+            f"Each of {it.micro_batches} micro-batches would update the weights, so nothing is accumulated."
+        ),
+        alternative="Use one larger micro-batch, or step after backward.",
+        source="pytorch/torchtune docs (optimizer_in_bwd)",
     ),
 )

@@ -111,7 +111,7 @@ class PlannedBucket(BucketSpec):
             matrices=travels_in_blocks(tensors[0].shape),
             diloco=placement.diloco,
         )
-        each = precision.moments.itemsize if self.recipe.moment_bytes is None else self.recipe.moment_bytes
+        each = self.recipe.bytes_each(precision)
         self.moments = [each] * self.recipe.moments
         self.matrix_moments = [] if self.recipe.matrices is None else [each] * self.recipe.matrices.moments
         self._cell = placement.cell

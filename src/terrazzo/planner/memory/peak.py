@@ -109,8 +109,7 @@ def _kept_freed(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
     other moments than the fullest, and up to `MOST_KEPT` of what is held then too, since a thread's heap serves that
     thread alone (`python -m benchmarks.planner.resident`). Where states are on drives malloc gives all back.
     """
-    places = (setup.plan.weight, setup.plan.grad, setup.plan.optim)
-    if setup.cluster.device.kind != "cpu" or setup.model.bare or any("nvme" in place.tier for place in places):
+    if setup.cluster.device.kind != "cpu" or setup.model.bare or setup.plan.on_disk:
         return 0.0
     gradients = sum(term.value for term in on_device(setup, stage) if term.name == "gradients")
     freed = gradients + stage_peak(setup, stage, states_only=True).total

@@ -212,7 +212,7 @@ def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
     Where tiers have shares of the units, a row of equal units is cut where its tiers change.
     """
     plan, units = setup.plan, stage_units(setup, stage)
-    places = (plan.weight, plan.grad, plan.optim)
+    places = plan.resting_places
     if all(place.tier == "device" for place in places):
         placement = placement_of(setup)
         return tuple(PlacedUnit(unit, count, placement) for unit, count in units)
@@ -225,8 +225,7 @@ def stand_ins(setup: Setup, *alone: int) -> tuple[int, ...]:
     None stands for one before it, on which more micro-batches wait. The first and the last stand for themselves, the
     last with the head, and so do those that are to stand `alone`.
     """
-    places = (setup.plan.weight, setup.plan.grad, setup.plan.optim)
-    return _stand_ins(setup.model.units, setup.model.tied, cut_of(setup), places, alone)
+    return _stand_ins(setup.model.units, setup.model.tied, cut_of(setup), setup.plan.resting_places, alone)
 
 
 @lru_cache(maxsize=4096)

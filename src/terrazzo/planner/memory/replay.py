@@ -97,7 +97,7 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
 def planned_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:
     """The buckets of each unit of the model under the plan, whose ranks are all on one host."""
     shapes = [unit for unit in setup.model.units for _ in range(unit.count)]
-    places, host = (setup.plan.weight, setup.plan.grad, setup.plan.optim), setup.mesh.world_size
+    places, host = setup.plan.resting_places, setup.mesh.world_size
     tiers = [Tiers(*(place.tier_of(index, len(shapes)) for place in places)) for index in range(len(shapes))]
     placements = {one: placement_of(setup, one) for one in tiers}
     near = {one: replace(placement, host=placement.host and host) for one, placement in placements.items()}

@@ -128,12 +128,9 @@ def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
     numel, precision = setup.model.numel / (setup.mesh.tp * setup.mesh.pp), setup.precision
     placement = placement_of(setup)
     own, recipe = numel / placement.ranks(placement.plan.optim.axes), setup.optimizer
-    moment = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
+    moment = recipe.bytes_each(precision)
     same = precision.weight == precision.master
-    weight, grad, optim = (
-        1.0 if tier is None else place.shares.get(tier, 0.0)
-        for place in (setup.plan.weight, setup.plan.grad, setup.plan.optim)
-    )
+    weight, grad, optim = (1.0 if tier is None else place.shares.get(tier, 0.0) for place in setup.plan.resting_places)
     values = {
         "weights": weight * numel / placement.ranks(placement.plan.weight.axes) * precision.weight.itemsize,
         "gradients": grad * numel / placement.ranks(placement.plan.grad.axes) * precision.accumulate.itemsize,

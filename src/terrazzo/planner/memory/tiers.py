@@ -63,7 +63,7 @@ def on_device(setup: Setup, stage: int) -> tuple[Term, ...]:
 
 def tier_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """What a rank of `stage` keeps in host memory and on disks."""
-    if not any(place.offloaded for place in setup.plan.places().values()):
+    if not setup.plan.offloaded:
         return _activations(setup, stage), ()
     host = [_moved(term, "memory.host") for term in state_terms(setup, stage, "cpu") if term.value]
     disk = [_moved(term, "memory.disk") for term in state_terms(setup, stage, "nvme") if term.value]
@@ -79,7 +79,7 @@ def disk_writes(setup: Setup, stage: int) -> tuple[Term, ...]:
 
 def host_writes(setup: Setup) -> float:
     """Bytes that the ranks of one host write to its disks in one optimizer step, on the fullest pipeline stage."""
-    if not any("nvme" in place.shares for place in setup.plan.places().values()):
+    if not setup.plan.on_disk:
         return 0.0
     return setup.cluster.ranks_per_host * max(
         sum(term.value for term in disk_writes(setup, stage)) for stage in set(stand_ins(setup))

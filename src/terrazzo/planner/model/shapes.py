@@ -225,6 +225,11 @@ class ModelShape:
         return any(unit.block is not None and unit.block.soft_cap for unit in self.blocks)
 
     @cached_property
+    def experts(self) -> int:
+        """Routed experts of a block, at most; 0 of a model without."""
+        return max((unit.block.experts for unit in self.blocks if unit.block), default=0)
+
+    @cached_property
     def layers(self) -> int:
         return sum(unit.count for unit in self.blocks)
 

@@ -18,7 +18,7 @@ __all__ = ["alternatives"]
 def alternatives(chosen: Estimate, estimate: Callable[[Setup], Estimate]) -> list[Estimate]:
     """`chosen` among the plans of the table that are possible on its devices, all else being equal."""
     others, own = [], chosen.setup.plan
-    row = None if any(place.offloaded for place in own.places().values()) else own.row
+    row = None if own.offloaded else own.row
     for name in ROWS:
         if name == row:
             others.append(chosen)

@@ -226,14 +226,13 @@ def _check_experts(setup: Setup) -> None:
     model, mesh = setup.model, setup.mesh
     if mesh.ep == 1:
         return
-    experts = max((unit.block.experts for unit in model.blocks if unit.block), default=0)
     ranks = mesh.data_ranks if setup.as_megatron else mesh.shard_ranks * mesh.tp
-    if not experts:
+    if not model.experts:
         raise BadInput(f"ep {mesh.ep} spreads routed experts, but {model.name} has none. Leave ep out.")
-    if not shares_experts(experts, mesh.ep):
+    if not shares_experts(model.experts, mesh.ep):
         raise BadInput(
-            f"{experts} experts of {model.name} do not divide by ep {mesh.ep}: {experts / mesh.ep:.4g} on each rank. "
-            f"Use an ep that divides {experts}."
+            f"{model.experts} experts of {model.name} do not divide by ep {mesh.ep}: {model.experts / mesh.ep:.4g} on "
+            f"each rank. Use an ep that divides {model.experts}."
         )
     if ranks % mesh.ep:
         groups, beside = (f"dp_replicate {mesh.dp_replicate} × ", "") if setup.as_megatron else ("", f" × tp {mesh.tp}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.engine import StateFormat
+from terrazzo.engine import Precision, StateFormat
 from terrazzo.engine.optim.template import MatrixNeeds
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.optim import Muon
@@ -54,6 +54,10 @@ class OptimizerRecipe:
     elementwise: bool = True
     matrices: MatrixRecipe | None = None
     form: StateFormat | None = None
+
+    def bytes_each(self, precision: Precision) -> float:
+        """Bytes per element of each moment."""
+        return precision.moments.itemsize if self.moment_bytes is None else self.moment_bytes
 
     @property
     def runs(self) -> bool:

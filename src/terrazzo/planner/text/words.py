@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.recipes import precision_text
 from terrazzo.planner.setup.setup import Setup
@@ -143,7 +144,7 @@ def verdict(memory: MemoryFigures) -> str:
     """Whether it fits, in one line, with the numbers that say so."""
     device = memory.rooms[0]
     upper = f"upper {bytes_text(device.upper)}"
-    full = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
+    full = memory.overfull
     if device.capacity is None:
         expected = f"{bytes_text(device.expected)} expected ({upper})"
         numbers = f"{expected}; how much a device has is not known (--memory-gb)"
@@ -158,17 +159,16 @@ def verdict(memory: MemoryFigures) -> str:
 
 def blocker(memory: MemoryFigures) -> str:
     """Which state or buffer on which place is in the way of a setup, in one sentence; empty where it fits."""
-    full = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
-    if not full:
+    if not memory.overfull:
         return ""
-    room = max(full, key=lambda room: room.expected / (room.capacity or 1))
+    room = max(memory.overfull, key=lambda room: room.expected / (room.capacity or 1))
     ranks = 1 if room.name == "device" else memory.ranks_per_host
     terms = {"device": memory.terms, "host": memory.host, "disk": memory.disk}[room.name]
     offloaded = memory.host if room.name == "device" and memory.on_host else ()
     largest = max((*terms, *offloaded), key=lambda term: term.value)
     others = max(0.0, room.expected - ranks * largest.value)
     label, amount = LABELS.get(largest.name, largest.name), bytes_text(ranks * largest.value)
-    states = {name: sum(term.value for term in (*terms, *offloaded) if term.name == name) for name in STATES}
+    states = {name: sum(term.value for term in (*terms, *offloaded) if term.name == name) for name in STATE_OF}
     if room.name == "device" and (total := sum(states.values())) > (room.capacity or 0):
         named = [f"{bytes_text(value)} {LABELS.get(name, name)}" for name, value in states.items() if value]
         return (
@@ -184,7 +184,6 @@ def blocker(memory: MemoryFigures) -> str:
     )
 
 
-STATES = ("weights", "master", "moments", "outer", "residuals", "gradients")
 PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}
 
 
@@ -194,7 +193,7 @@ def room_text(room: Room) -> str:
     return f"{bytes_text(room.expected)}{of}"
 
 
-def _too_much(rooms: list[Room]) -> str:
+def _too_much(rooms: tuple[Room, ...]) -> str:
     """By how much each place is overrun."""
     excess = [(room, bytes_text(room.expected - (room.capacity or 0))) for room in rooms]
     return ", ".join(f"{amount} too much{PLACES[room.name]}" for room, amount in excess)

@@ -317,7 +317,7 @@ def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) 
         whole_numel: of these elements, those of matrices that are updated whole, and have other moments.
     """
     precision, recipe = setup.precision, setup.optimizer
-    each = recipe.moment_bytes or precision.moments.itemsize
+    each = recipe.bytes_each(precision)
     both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + recipe.moments * each)
     steps = 0 if setup.kernel == "fused" or not recipe.takes_root else STEPS * precision.master.itemsize
     of_matrices = recipe.moments if recipe.matrices is None else recipe.matrices.moments

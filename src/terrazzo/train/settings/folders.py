@@ -45,7 +45,7 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 def swap_folders(config: Config) -> tuple[Path, ...]:
     """Where swap files go; none where no state is on nvme. Raises: `BadInput` where one is and no folder is named."""
-    if not any("nvme" in place.shares for place in build_plan(config).places().values()):
+    if not build_plan(config).on_disk:
         return ()
     folders = build_offload(config).folders
     if not folders:
