@@ -136,6 +136,12 @@ class Network:
             return "scaleup"
         return "pcie" if group.span <= self.device.per_node else "internode"
 
+    def transfer(
+        self, group: RankGroup, kind: str, what: str, purpose: str, when: str, sent_bytes: float, messages: int = 1
+    ) -> UnitTransfer:
+        """A collective of `group`, over the link that it crosses. Arguments as of `UnitTransfer`."""
+        return UnitTransfer(kind, what, purpose, when, sent_bytes, group, self.link(group), messages)
+
     def bandwidth(self, group: RankGroup) -> float | None:
         """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.
 

@@ -15,7 +15,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
-from terrazzo.planner.timing.stage import PCIE_COPY_SHARE, Stage, slowest_stage
+from terrazzo.planner.timing.stage import Stage, copy_s, slowest_stage
 
 __all__ = ["computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_stage", "measured_terms"]
 
@@ -50,10 +50,10 @@ def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> li
     if setup.mesh.pp > 1:
         terms.append(bubble_term(setup, busy))
     if copied:
-        pcie_s = copied.get("pcie", 0.0) / ((setup.cluster.device.pcie_bandwidth or 1.0) * PCIE_COPY_SHARE)
-        disk_s = copied.get("disk", 0.0) * setup.cluster.ranks_per_host / (setup.cluster.disk_bandwidth or 1.0)
-        spent = {"pcie_s": pcie_s, "disk_s": disk_s}
-        terms.append(Term("copies to host and disk", pcie_s + disk_s, pcie_s + disk_s, "time.offload", spent, "s"))
+        spent = {"pcie_s": 0.0, "disk_s": 0.0}
+        spent |= {f"{link}_s": copy_s(setup.cluster, link, sent) for link, sent in copied.items()}
+        value = sum(spent.values())
+        terms.append(Term("copies to host and disk", value, value, "time.offload", spent, "s"))
     return terms
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
+from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.network import Network, UnitTransfer
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.matrices import MatrixUpdates, matrix_updates
@@ -31,7 +32,7 @@ from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_mo
 from terrazzo.planner.traffic.outer_moves import outer_moves
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
 
-__all__ = ["PCIE_COPY_SHARE", "Stage", "slowest_stage"]
+__all__ = ["PCIE_COPY_SHARE", "Stage", "copy_s", "slowest_stage"]
 
 TENSOR_HIDDEN = 0.5
 """Of tensor-parallel communication in backward, what the weight gradients' products hide where it runs beside them
@@ -44,6 +45,15 @@ thread 352186)."""
 HOST_ADAM = 3e9
 """Elements per second that the CPUs of one host update, all its ranks together: reported are 1.6 to 4 thousand million
 (ZeRO-Offload, arXiv 2101.06840, table 4; deepspeedai/DeepSpeed blogs/deepspeed-zenflow)."""
+
+
+def copy_s(cluster: Cluster, link: str, sent_bytes: float) -> float:
+    """Seconds of a rank's copies over `pcie`, or over `disk`, which the ranks of a host share. It must be known."""
+    if link == "pcie":
+        assert cluster.device.pcie_bandwidth is not None
+        return sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
+    assert cluster.disk_bandwidth is not None
+    return sent_bytes * cluster.ranks_per_host / cluster.disk_bandwidth
 
 
 @dataclass(frozen=True)
@@ -169,16 +179,10 @@ class Stage:
             seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
         for move in unit_copies(unit, placement):
             if move.when != "update":
-                seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
+                seconds[move.when] = seconds.get(move.when, 0.0) + copy_s(
+                    self._setup.cluster, move.link, move.sent_bytes
+                )
         return seconds
-
-    def _copy_s(self, move: UnitTransfer) -> float:
-        cluster = self._setup.cluster
-        if move.link == "pcie":
-            assert cluster.device.pcie_bandwidth is not None
-            return move.sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
-        assert cluster.disk_bandwidth is not None
-        return move.sent_bytes * self._setup.cluster.ranks_per_host / cluster.disk_bandwidth
 
     @property
     def work_s(self) -> float:
@@ -305,7 +309,7 @@ class Stage:
         copies = {"pcie": 0.0, "disk": 0.0}
         for move in unit_copies(unit, placement):
             if move.when == "update":
-                copies[move.link] += self._copy_s(move)
+                copies[move.link] += copy_s(self._setup.cluster, move.link, move.sent_bytes)
         elements = owned * self._setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), (0.0, 0.0))
         at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)

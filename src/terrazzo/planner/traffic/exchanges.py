@@ -73,7 +73,7 @@ class _TensorMoves:
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._group = setup, group_of(setup.mesh, "tp")
-        self._link = Network(setup.cluster.device).link(self._group)
+        self._network = Network(setup.cluster.device)
         self._tokens, self._itemsize = setup.rank_tokens, setup.precision.compute.itemsize
         self._residual = self._tokens * setup.model.hidden
 
@@ -153,16 +153,16 @@ class _TensorMoves:
 
     def _move(self, kind: str, when: str, sent: int, count: float, what: str = "activations") -> UnitTransfer:
         name, messages = f"tensor-parallel {what}", math.ceil(count)
-        return UnitTransfer(kind, name, "tensor", when, sent * count, self._group, self._link, messages)
+        return self._network.transfer(self._group, kind, name, "tensor", when, sent * count, messages)
 
 
 def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     """Of the root where documents begin, of blocks keys and values, or heads."""
     group, tokens = group_of(setup.mesh, "cp"), setup.rank_tokens
-    link, again = Network(setup.cluster.device).link(group), setup.checkpointed_share
+    network, again = Network(setup.cluster.device), setup.checkpointed_share
 
     def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> UnitTransfer:
-        return UnitTransfer(kind, what, "context", when, sent * count, group, link, math.ceil(count))
+        return network.transfer(group, kind, what, "context", when, sent * count, math.ceil(count))
 
     others, block = group.size - 1, unit.block
     if block is None:
@@ -209,10 +209,10 @@ def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
     group = RankGroup("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
     apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
     once = setup.residual_bytes / apart * block.active_experts * (group.size - 1) / group.size
-    link = Network(setup.cluster.device).link(group)
+    network = Network(setup.cluster.device)
     for when, count in (("forward", 2.0), ("backward", 2 + 2 * setup.checkpointed_share)):
         messages = 2 * math.ceil(count)  # ranks say how many rows they have before each
-        yield UnitTransfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, messages)
+        yield network.transfer(group, "all_to_all", "expert tokens", "expert", when, count * once, messages)
 
 
 def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
@@ -226,12 +226,12 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
         return
     group = group_of(setup.mesh, "pp")
     neighbours = RankGroup("pp", 2, group.stride)
-    parts, link = setup.mesh.tp if setup.as_megatron else 1, Network(setup.cluster.device).link(neighbours)
-    once = setup.residual_bytes / parts
+    once = setup.residual_bytes / (setup.mesh.tp if setup.as_megatron else 1)
     shares = _TensorMoves(setup) if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged else None
     for when, count in (("forward", chunks - (stage == ranks - 1)), ("backward", chunks - (stage == 0))):
         if count:
-            yield UnitTransfer("send", "pipeline activations", "pipeline", when, once * count, neighbours, link, count)
+            what, network = "pipeline activations", Network(setup.cluster.device)
+            yield network.transfer(neighbours, "send", what, "pipeline", when, once * count, count)
             if shares is not None:
                 yield shares.put_together(when, count)
 
@@ -239,5 +239,5 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
 def shared_gradients(setup: Setup, copied_bytes: int) -> UnitTransfer:
     """What a rank of a pipeline sends once in a step of parameters that another stage has, too."""
     group = group_of(setup.mesh, "pp")
-    link = Network(setup.cluster.device).link(group)
-    return UnitTransfer("send", "gradients that stages share", "data", "last", copied_bytes, group, link)
+    network = Network(setup.cluster.device)
+    return network.transfer(group, "send", "gradients that stages share", "data", "last", copied_bytes)

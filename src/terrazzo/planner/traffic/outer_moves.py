@@ -50,5 +50,4 @@ def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
 
 
 def _move(setup: Setup, kind: str, what: str, sent: float, group: RankGroup, messages: int = 1) -> UnitTransfer:
-    link = Network(setup.cluster.device).link(group)
-    return UnitTransfer(kind, what, "outer", "update", sent, group, link, messages)
+    return Network(setup.cluster.device).transfer(group, kind, what, "outer", "update", sent, messages)

@@ -155,10 +155,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
             for move in bucket.collectives(when):
                 group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
-                    link = network.link(group)
-                    moves.append(
-                        UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, link, messages)
-                    )
+                    moves.append(network.transfer(group, move.kind, move.what, "data", when, move.sent_bytes, messages))
     return tuple(moves)
 
 
@@ -167,8 +164,7 @@ def matrix_moves(setup: Setup, stage: int) -> tuple[UnitTransfer, ...]:
     network, moves = Network(setup.cluster.device), []
     for axis, size, sent_bytes, messages in matrix_updates(setup, stage).exchanged:
         group = part_of_group(setup.mesh, axis, size)
-        link = network.link(group)
-        moves.append(UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, link, messages))
+        moves.append(network.transfer(group, "all_to_all", "matrices", "data", "update", sent_bytes, messages))
     return tuple(moves)
 
 
