@@ -287,7 +287,7 @@ MUTATIONS = [
     # -- planner
     Mutation(
         "moments are billed for padding, too",
-        "planner/memory/buckets.py",
+        "planner/layout/buckets.py",
         "return min(self.end, self.numel(self.optim_axes))",
         "return self.numel(self.optim_axes)",
         "planner/test_memory_engine.py",

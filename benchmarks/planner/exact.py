@@ -13,10 +13,10 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.sizing import floor_gpus
+from terrazzo.planner.layout.stages import in_flight
 from terrazzo.planner.machine.devices import Cluster, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
-from terrazzo.planner.memory.stages import in_flight
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.setup.request import Request, build_setup, counts_of

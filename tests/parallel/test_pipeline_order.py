@@ -13,8 +13,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 import terrazzo as tz
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of, balanced, forwards_of
+from terrazzo.planner.layout.stages import in_flight
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.stages import in_flight
 from terrazzo.words import SCHEDULES
 
 

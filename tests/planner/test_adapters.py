@@ -10,9 +10,9 @@ from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate, Request, build_setup, estimate
 from terrazzo.planner.choice.emit import train_config
 from terrazzo.planner.gate.gate import objections
+from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.peak import memory_of, stage_terms
-from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.step_settings import WORKING, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.unit_events import unit_events
 from terrazzo.planner.memory.walk import peak_of

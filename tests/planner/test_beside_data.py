@@ -20,11 +20,11 @@ from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of,
 from terrazzo.parallel import TensorRanks, context_of
 from terrazzo.parallel.simulated_ranks import cut_simulated
 from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES
+from terrazzo.planner.layout.buckets import buckets
+from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.trace import traced_activations
 from terrazzo.planner.model.families import FAMILIES

@@ -185,7 +185,7 @@ def all_reduce_us(name: str, nodes: int, mib: int) -> float:
     group = group_of(Mesh(dp_replicate=ranks), "dp_replicate")
     link = Network(device(name)).link(group)
     sent = 2 * mib * 2**20 * (ranks - 1) / ranks
-    return 1e6 * Network(device(name)).move_s(UnitTransfer("all_reduce", "", "tensor", "", sent, group, link))
+    return 1e6 * Network(device(name)).move_s(UnitTransfer("all_reduce", "", "tensor", "", sent, group, link=link))
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.engine.optim.stock import choose_kernel
 from terrazzo.files import GIB
 from terrazzo.planner.api import ask
+from terrazzo.planner.layout.stages import in_flight, stage_units
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.devices import device as named
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
 from terrazzo.planner.memory.peak import memory_of, stage_terms
-from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.step_settings import StepSettings, StepUnit
 from terrazzo.planner.memory.walk import peak_of
@@ -465,7 +465,7 @@ def test_a_long_row_may_be_shortened(
 
 
 def _step_units(made: Setup, saved: int, host: int) -> list[StepUnit]:
-    from terrazzo.planner.memory.placement import placement_of
+    from terrazzo.planner.layout.placement import placement_of
     from terrazzo.planner.memory.unit_events import unit_events
 
     placement = replace(placement_of(made), host=host)

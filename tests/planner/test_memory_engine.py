@@ -21,11 +21,11 @@ from terrazzo.engine.plan import error_feedback, layout
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.partition import find_units, partition
 from terrazzo.engine.plan.place import OFFLOADS
+from terrazzo.planner.layout.buckets import buckets
+from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.loading import model_shape

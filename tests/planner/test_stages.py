@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from terrazzo.planner import ModelShape, Request, Setup, build_setup, model_shape
+from terrazzo.planner.layout.placement import placed_units, stand_ins
+from terrazzo.planner.layout.stages import stage_units
 from terrazzo.planner.memory.peak import memory_of, stage_terms
-from terrazzo.planner.memory.placement import placed_units, stand_ins
-from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import disk_writes, host_writes, on_device
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.timing.stage import Stage, slowest_stage

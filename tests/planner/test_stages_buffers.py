@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import terrazzo as tz
 from terrazzo.engine import Plan, engine_of, estimate
+from terrazzo.planner.layout.placement import PlannedAxis
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import PlannedAxis
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from tests.helpers.cover import in_turns

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, engine_of, stages_of
+from terrazzo.planner.layout.placement import PlannedAxis
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import PlannedAxis
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.checks import check

@@ -606,7 +606,7 @@ def test_mesh_axes_and_the_links_they_cross() -> None:
 def test_bus_bandwidths_of_large_messages(gpu: str, group: RankGroup, kind: str, busbw: float) -> None:
     """Measured with nccl-tests and torch on 16 GiB (stas00/ml-engineering, network/README.md and benchmarks)."""
     sent = 16 * 2**30 * (group.size - 1) / group.size * (2 if kind == "all_reduce" else 1)
-    seconds = Network(device(gpu)).move_s(UnitTransfer(kind, "", "data", "last", sent, group, ""))
+    seconds = Network(device(gpu)).move_s(UnitTransfer(kind, "", "data", "last", sent, group))
     assert sent / seconds == pytest.approx(busbw, rel=0.25)
 
 
@@ -620,7 +620,7 @@ def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
 def test_latency_of_a_ring_grows_with_its_length() -> None:
     network = Network(device("h100"))
     small = [
-        network.move_s(UnitTransfer("all_gather", "", "data", "forward", 1.0, RankGroup("dp_shard", n, 1), ""))
+        network.move_s(UnitTransfer("all_gather", "", "data", "forward", 1.0, RankGroup("dp_shard", n, 1)))
         for n in (64, 128, 512)
     ]
     assert (small[2] - small[0]) / (small[1] - small[0]) == pytest.approx((512 - 64) / (128 - 64))

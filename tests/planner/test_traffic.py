@@ -15,10 +15,10 @@ import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
 from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.planner.figures import TrafficFigures
+from terrazzo.planner.layout.buckets import buckets
+from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.buckets import buckets
-from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.model.adapters import with_ends, with_frozen
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape

@@ -21,10 +21,10 @@ from terrazzo.engine.dry_run.bill import memory_bill
 from terrazzo.engine.dry_run.step import StepSpec
 from terrazzo.engine.mesh import axes as engine_axes
 from terrazzo.engine.sharding.prepare import Options, prepare
+from terrazzo.planner.layout.placement import PlannedAxis
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import PlannedAxis
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig

@@ -39,7 +39,8 @@ INNER_LAYERS = {
     ),
     "engine.buckets": ("resting", "parameters", "gradients", "weights", CORE, ""),
     "planner": (
-        *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
+        *("formulas", "figures", "model", "machine", "setup", "layout", "memory", "traffic"),
+        *("timing", "gate", "text"),
         *("estimates", "assemble", "choice", "report", CORE, ""),
     ),
     "telemetry": ("log", "steps", "flight", "display", "watchdog", "profiling", CORE, ""),

@@ -6,6 +6,7 @@ read them in (docs/concepts/planner.md):
     model        a model's tensors by unit, from a preset, a config.json or modules
     machine      devices, links, and the mesh of ranks
     setup        what is asked, and the one way of running a model that it means
+    layout       which rank has what of the model
     memory       what the fullest rank holds
     traffic      what one rank sends
     timing       how long a step takes, and what was measured of it

@@ -25,7 +25,7 @@ from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.gate.rule import Objection
-from terrazzo.planner.memory.placement import stand_ins
+from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of

@@ -7,8 +7,8 @@ import torch
 from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.gate.rules import whole_model
-from terrazzo.planner.memory.buckets import is_packed
-from terrazzo.planner.memory.stages import stage_units, trains_everywhere
+from terrazzo.planner.layout.buckets import is_packed
+from terrazzo.planner.layout.stages import stage_units, trains_everywhere
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BUILT_IN, TensorShape, UnitShape, parts_along_tp
 from terrazzo.planner.setup.setup import Setup

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from terrazzo.planner.layout.stages import stage_units
 from terrazzo.planner.machine.network import Network, group_of
-from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import idle_share

@@ -95,8 +95,8 @@ class UnitTransfer(NamedTuple):
             one), `update` (after the optimizer's step).
         sent_bytes: by one rank, each time.
         group: the ranks; None for a copy.
-        link: that it crosses.
         messages: in how many collectives.
+        link: that it crosses; empty before `Network.routed`.
     """
 
     kind: str
@@ -105,8 +105,8 @@ class UnitTransfer(NamedTuple):
     when: str
     sent_bytes: float
     group: RankGroup | None
-    link: str
     messages: int = 1
+    link: str = ""
 
     @property
     def counts_as(self) -> str:
@@ -136,11 +136,10 @@ class Network:
             return "scaleup"
         return "pcie" if group.span <= self.device.per_node else "internode"
 
-    def transfer(
-        self, group: RankGroup, kind: str, what: str, purpose: str, when: str, sent_bytes: float, messages: int = 1
-    ) -> UnitTransfer:
-        """A collective of `group`, over the link that it crosses. Arguments as of `UnitTransfer`."""
-        return UnitTransfer(kind, what, purpose, when, sent_bytes, group, self.link(group), messages)
+    def routed(self, move: UnitTransfer) -> UnitTransfer:
+        """A collective with the link that its group crosses."""
+        assert move.group is not None
+        return move._replace(link=self.link(move.group))
 
     def bandwidth(self, group: RankGroup) -> float | None:
         """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.

@@ -3,9 +3,6 @@
 States at rest follow from places and dtypes. All else comes and goes within a step, so it is counted event by event,
 and the moment at which most is held is the answer. Read the modules in this order:
 
-    stages         which units the ranks of a pipeline stage hold, and how many micro-batches are in flight
-    placement      which ranks split each state and on which tier it lies; which stages stand for others
-    buckets        a unit's tensors as the engine's own `BucketSpec`, with sizes alone
     states         weights, gradients, master weights and moments at rest
     activations    what autograd keeps of a block, by formulas, and what each checkpointing policy computes again
     logits         what it keeps of logits and loss
@@ -23,12 +20,12 @@ and the moment at which most is held is the answer. Read the modules in this ord
 
 The gathered weights of a rank go through these functions:
 
-    memory_of                          every stage that stands for itself or others              peak, placement
+    memory_of                          every stage that stands for itself or others              peak, layout.placement
       stage_terms                      the terms of a rank of one stage                          peak
         stage_peak                     its units, and the settings of its step                   peak
-          placed_units                 which units it has, and how each is placed                placement, stages
+          placed_units                 which units it has, and how each is placed                layout
           unit_events                  once for each kind of unit                                unit_events
-            buckets                    `full_bytes`: a bucket's weights, whole                   buckets
+            buckets                    `full_bytes`: a bucket's weights, whole                   layout.buckets
             bucket_memory.gather       its event adds them, `rest_between` and `release` free    engine.plan
         peak_of                      gathers ahead, rests and releases, in the step's order    walk
             FullestMoment.apply        adds each change, and keeps the parts of the largest sum  walk_state

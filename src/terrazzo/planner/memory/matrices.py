@@ -22,8 +22,8 @@ from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.planner.memory.buckets import MATRICES, PlannedBucket, buckets
-from terrazzo.planner.memory.placement import PlacedUnit, Placement, placed_units
+from terrazzo.planner.layout.buckets import MATRICES, PlannedBucket, buckets
+from terrazzo.planner.layout.placement import PlacedUnit, Placement, placed_units
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.planner.setup.optimizers import MatrixRecipe
 from terrazzo.planner.setup.setup import Setup

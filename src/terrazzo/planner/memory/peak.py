@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.layout.buckets import trained_unit
+from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
+from terrazzo.planner.layout.stages import blocks_of_chunks, in_flight, last_turns, saving_blocks, stage_units
 from terrazzo.planner.memory.activations import BlockActivations, block_activations
 from terrazzo.planner.memory.logits import head_activations
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.outer_memory import outer_held_bytes
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
-from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
-from terrazzo.planner.memory.stages import blocks_of_chunks, in_flight, last_turns, saving_blocks, stage_units
-from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.step_settings import ACTIVATIONS, KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
 from terrazzo.planner.memory.unit_events import UNREDUCED, unit_events
@@ -215,7 +215,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     units = []
     for unit, count, own, chunk in rows:
         activations = _activations(setup, unit)
-        gradient = 0 if unit.is_root and not is_last else unit_states(unit, own).largest_grad
+        gradient = 0 if unit.is_root and not is_last else trained_unit(unit, own).largest_grad
         working = activations.working + gradient + _cast_bytes(setup, unit)
         events = unit_events(unit, own)
         units.append(StepUnit(events, count, activations.stays, working, chunk, unit.forward_only))
@@ -285,7 +285,7 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     if narrow is None and (setup.kernel == "fused" or not recipe.takes_root or recipe.moment_bytes is not None):
         return 0.0
     rows = placed_units(setup, stage)
-    numels = [(unit_states(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
+    numels = [(trained_unit(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
     if narrow is not None:
         largest = max((numel for numel, _ in numels), default=0)
         return float(narrow.blocks.scratch_bytes(largest, setup.cluster.device.kind))

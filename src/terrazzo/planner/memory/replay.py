@@ -20,10 +20,10 @@ from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
-from terrazzo.planner.memory.buckets import PlannedBucket, buckets
+from terrazzo.planner.layout.buckets import PlannedBucket, buckets
+from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.memory.outer_memory import outer_held_bytes
 from terrazzo.planner.memory.peak import fullest_memory
-from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.trace import ActivationTrace, TraceEvent
 from terrazzo.planner.setup.setup import Setup
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
-from terrazzo.engine.plan.bucket_memory import copied_bytes
-from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.planner.formulas import Formula, Term
-from terrazzo.planner.memory.buckets import buckets
-from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
-from terrazzo.planner.model.shapes import UnitShape
+from terrazzo.planner.layout.buckets import buckets
+from terrazzo.planner.layout.placement import Placement, placed_units, placement_of
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FORMULAS", "STATE_OF", "CountedState", "UnitStates", "state_terms", "unit_states"]
+__all__ = ["FORMULAS", "STATE_OF", "CountedState", "state_terms"]
 
 FORMULAS = {
     "memory.weights": Formula(
@@ -66,33 +61,6 @@ STATE_OF = {
     "residuals": CountedState("residuals", "grad"),
 }
 """By the names of their terms."""
-
-
-@dataclass(frozen=True)
-class UnitStates:
-    """Of one unit on one rank.
-
-    Attributes:
-        largest_grad: bytes of the gradient of a single parameter, as autograd makes it.
-        optim_numel: trainable elements that this rank updates.
-        copied: bytes of gradients that come from other stages which have the same parameters.
-    """
-
-    largest_grad: int
-    optim_numel: int
-    copied: int
-
-
-@lru_cache(maxsize=8192)
-def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
-    """Of one such unit."""
-    trained = [bucket for bucket in buckets(unit, placement) if bucket.trainable]
-    largest = max((bucket.share(tensor) for bucket in trained for tensor in bucket.tensors), default=0)
-    return UnitStates(
-        largest_grad=largest * placement.precision.compute.itemsize,
-        optim_numel=sum(bucket.numel(bucket.optim_axes) for bucket in trained),
-        copied=sum(copied_bytes(bucket, bucket.pending_bytes(Pass.ADDS)) for bucket in trained),
-    )
 
 
 # -- terms ---------------------------------------------------------------------------------------------------------

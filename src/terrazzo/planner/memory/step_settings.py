@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.planner.memory.stages import LastTurn
+from terrazzo.planner.layout.stages import LastTurn
 from terrazzo.planner.memory.unit_events import UnitEvents
 
 __all__ = ["ACTIVATIONS", "BUFFERS", "KINDS", "LOGITS", "WORKING", "Peak", "StepSettings", "StepUnit"]

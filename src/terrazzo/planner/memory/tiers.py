@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from terrazzo.engine.offload.needs import Need, host_bytes, host_sum_bytes, load_bytes, send_bytes, staging_bytes
 from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.layout.buckets import PlannedBucket, buckets
+from terrazzo.planner.layout.placement import placed_units, stand_ins
+from terrazzo.planner.layout.stages import in_flight, saving_blocks
 from terrazzo.planner.memory.activations import block_activations
-from terrazzo.planner.memory.buckets import PlannedBucket, buckets
-from terrazzo.planner.memory.placement import placed_units, stand_ins
-from terrazzo.planner.memory.stages import in_flight, saving_blocks
 from terrazzo.planner.memory.states import STATE_OF, state_terms
 from terrazzo.planner.setup.setup import Setup
 

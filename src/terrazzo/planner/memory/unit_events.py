@@ -15,8 +15,8 @@ from typing import NamedTuple
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import Pass
-from terrazzo.planner.memory.buckets import PlannedBucket, buckets
-from terrazzo.planner.memory.placement import Placement
+from terrazzo.planner.layout.buckets import PlannedBucket, buckets
+from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import UnitShape
 
 __all__ = [

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from terrazzo.planner.memory.stages import LastTurn
+from terrazzo.planner.layout.stages import LastTurn
 from terrazzo.planner.memory.step_settings import (
     ACTIVATIONS,
     BUFFERS,

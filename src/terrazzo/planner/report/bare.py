@@ -8,7 +8,7 @@ from functools import cached_property
 
 from terrazzo.engine import Plan
 from terrazzo.files import GIB
-from terrazzo.planner.memory.placement import placement_of
+from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bars import Chart, MemoryBar
 from terrazzo.planner.report.schema import PerRank, StatesReport, StatesRow

@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from terrazzo.planner.layout.buckets import is_packed
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.activations import repeated_shares
-from terrazzo.planner.memory.buckets import is_packed
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, parts_along_tp
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attended, attention_seconds, forward_share

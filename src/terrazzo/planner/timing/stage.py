@@ -8,12 +8,11 @@ from itertools import chain
 
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
+from terrazzo.planner.layout.buckets import buckets, trained_unit
+from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.network import Network, UnitTransfer
-from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.matrices import MatrixUpdates, matrix_updates
-from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
-from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attention_bytes, attention_flops, attention_rate, forward_share
@@ -271,9 +270,7 @@ class Stage:
         return sum(map(self._network.move_s, self._messages))
 
     def _update_terms(self) -> list[Term]:
-        rows = [
-            (unit, count, placement, unit_states(unit, placement).optim_numel) for unit, count, placement in self._units
-        ]
+        rows = [(unit, count, own, trained_unit(unit, own).optim_numel) for unit, count, own in self._units]
         here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
         moved, bandwidth = optimizer_bytes(self._setup, here, self._whole), memory_rate(self._setup.cluster.device)
         terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from terrazzo.planner.figures import TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Formula, Term
-from terrazzo.planner.memory.placement import stand_ins
+from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import flops_per_token

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
-from terrazzo.planner.memory.placement import stand_ins
+from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.stage import Stage
 

@@ -11,9 +11,9 @@ runs. Read the modules in this order:
 The gathered weights that a rank sends go through these functions:
 
     traffic_of                    the stage whose rank sends most                                volumes
-      placed_units                the units of a stage, and which ranks split them               memory.placement
+      placed_units                the units of a stage, and which ranks split them               layout.placement
       unit_moves                  the collectives of one unit                                    volumes
-        bucket.collectives        `all_gather weights`: elements x bytes x (n - 1) / n           memory.buckets
+        bucket.collectives        `all_gather weights`: elements x bytes x (n - 1) / n           layout.buckets
         Network.link              the link that these ranks cross                                machine.network
       repetitions                 once in each forward; in each backward if weights do not stay  volumes
       Sent                        bytes in a step, by link                                       figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.engine.plan.moves import MoveBytes
-from terrazzo.planner.memory.buckets import PlannedBucket
+from terrazzo.planner.layout.buckets import PlannedBucket
 from terrazzo.words import TIERS
 
 __all__ = ["copies"]

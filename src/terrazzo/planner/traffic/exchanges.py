@@ -153,7 +153,8 @@ class _TensorMoves:
 
     def _move(self, kind: str, when: str, sent: int, count: float, what: str = "activations") -> UnitTransfer:
         name, messages = f"tensor-parallel {what}", math.ceil(count)
-        return self._network.transfer(self._group, kind, name, "tensor", when, sent * count, messages)
+        move = UnitTransfer(kind, name, "tensor", when, sent * count, self._group, messages)
+        return self._network.routed(move)
 
 
 def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
@@ -162,7 +163,7 @@ def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     network, again = Network(setup.cluster.device), setup.checkpointed_share
 
     def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> UnitTransfer:
-        return network.transfer(group, kind, what, "context", when, sent * count, math.ceil(count))
+        return network.routed(UnitTransfer(kind, what, "context", when, sent * count, group, math.ceil(count)))
 
     others, block = group.size - 1, unit.block
     if block is None:
@@ -212,7 +213,8 @@ def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
     network = Network(setup.cluster.device)
     for when, count in (("forward", 2.0), ("backward", 2 + 2 * setup.checkpointed_share)):
         messages = 2 * math.ceil(count)  # ranks say how many rows they have before each
-        yield network.transfer(group, "all_to_all", "expert tokens", "expert", when, count * once, messages)
+        move = UnitTransfer("all_to_all", "expert tokens", "expert", when, count * once, group, messages)
+        yield network.routed(move)
 
 
 def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
@@ -231,7 +233,7 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
     for when, count in (("forward", chunks - (stage == ranks - 1)), ("backward", chunks - (stage == 0))):
         if count:
             what, network = "pipeline activations", Network(setup.cluster.device)
-            yield network.transfer(neighbours, "send", what, "pipeline", when, once * count, count)
+            yield network.routed(UnitTransfer("send", what, "pipeline", when, once * count, neighbours, count))
             if shares is not None:
                 yield shares.put_together(when, count)
 
@@ -240,4 +242,4 @@ def shared_gradients(setup: Setup, copied_bytes: int) -> UnitTransfer:
     """What a rank of a pipeline sends once in a step of parameters that another stage has, too."""
     group = group_of(setup.mesh, "pp")
     network = Network(setup.cluster.device)
-    return network.transfer(group, "send", "gradients that stages share", "data", "last", copied_bytes)
+    return network.routed(UnitTransfer("send", "gradients that stages share", "data", "last", copied_bytes, group))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from terrazzo.engine.mesh.family import REPLICAS
 from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.planner.formulas import Formula
+from terrazzo.planner.layout.buckets import PlannedBucket, buckets
+from terrazzo.planner.layout.placement import placed_units
 from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of, part_of_group
-from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.outer_memory import outer_numel
-from terrazzo.planner.memory.placement import placed_units
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "outer_moves"]
@@ -50,4 +50,5 @@ def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
 
 
 def _move(setup: Setup, kind: str, what: str, sent: float, group: RankGroup, messages: int = 1) -> UnitTransfer:
-    return Network(setup.cluster.device).transfer(group, kind, what, "outer", "update", sent, messages)
+    move = UnitTransfer(kind, what, "outer", "update", sent, group, messages)
+    return Network(setup.cluster.device).routed(move)

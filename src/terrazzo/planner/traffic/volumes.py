@@ -12,11 +12,10 @@ from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import Sent, TrafficFigures
 from terrazzo.planner.formulas import Formula
+from terrazzo.planner.layout.buckets import buckets, trained_unit
+from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.machine.network import Network, UnitTransfer, part_of_group
-from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.matrices import matrix_updates
-from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
-from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
@@ -119,7 +118,7 @@ def _collect(setup: Setup, stage: int) -> dict[str, _MoveSum]:
             add(move, count * repeats[move.when])
         for move in model_parallel_moves(setup, unit):
             add(move, count * setup.micro_batches)
-        if copied_bytes := unit_states(unit, placement).copied:
+        if copied_bytes := trained_unit(unit, placement).copied:
             add(shared_gradients(setup, copied_bytes), count)
     for move in pipeline_moves(setup, stage):
         add(move, setup.micro_batches)
@@ -155,7 +154,8 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
             for move in bucket.collectives(when):
                 group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
-                    moves.append(network.transfer(group, move.kind, move.what, "data", when, move.sent_bytes, messages))
+                    sent = UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, messages)
+                    moves.append(network.routed(sent))
     return tuple(moves)
 
 
@@ -164,7 +164,8 @@ def matrix_moves(setup: Setup, stage: int) -> tuple[UnitTransfer, ...]:
     network, moves = Network(setup.cluster.device), []
     for axis, size, sent_bytes, messages in matrix_updates(setup, stage).exchanged:
         group = part_of_group(setup.mesh, axis, size)
-        moves.append(network.transfer(group, "all_to_all", "matrices", "data", "update", sent_bytes, messages))
+        sent = UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, messages)
+        moves.append(network.routed(sent))
     return tuple(moves)
 
 
@@ -176,7 +177,7 @@ def unit_copies(unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ..
     if placement.tiers == ON_DEVICE:
         return ()
     return tuple(
-        UnitTransfer(move.kind, move.what, "offload", when, move.sent_bytes, None, move.over)
+        UnitTransfer(move.kind, move.what, "offload", when, move.sent_bytes, None, link=move.over)
         for bucket in buckets(unit, placement)
         for when in When
         for move in copies(bucket, when, each_is_reduced=bool(placement.plan.grad.axes))

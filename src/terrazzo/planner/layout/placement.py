@@ -14,9 +14,9 @@ from terrazzo.engine import DiLoCo, Place, Plan, Precision
 from terrazzo.engine.comm.host.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
+from terrazzo.planner.layout.stages import Cut, cut_of, stage_units, units_of_stage
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import RankGroup
-from terrazzo.planner.memory.stages import Cut, cut_of, stage_units, units_of_stage
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.setup import Setup, once_per_setup

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from terrazzo.engine.offload.needs import in_cells
-from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.bucket_memory import copied_bytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
-from terrazzo.planner.memory.placement import Placement
+from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import TensorShape, UnitShape, parts_along_tp
 
-__all__ = ["MATRICES", "PlannedBucket", "buckets", "is_packed"]
+__all__ = ["MATRICES", "PlannedBucket", "TrainedUnit", "buckets", "is_packed", "trained_unit"]
 
 MATRICES, OTHER_MATRICES, VECTORS = range(3)
 """Param groups, in their order in a bucket: matrices that are updated whole, others of two dims or more, the rest."""
@@ -216,3 +218,30 @@ class PlannedBucket(BucketSpec):
             counts = sum(run > 0 for run in elementwise) * self.recipe.fixed_bytes if self.padded else 0
             resting["moments"] = RestingState("device", self.moments_bytes + counts)
         return resting
+
+
+@dataclass(frozen=True)
+class TrainedUnit:
+    """What one rank trains of one unit.
+
+    Attributes:
+        largest_grad: bytes of the gradient of a single parameter, as autograd makes it.
+        optim_numel: trainable elements that this rank updates.
+        copied: bytes of gradients that come from other stages which have the same parameters.
+    """
+
+    largest_grad: int
+    optim_numel: int
+    copied: int
+
+
+@lru_cache(maxsize=8192)
+def trained_unit(unit: UnitShape, placement: Placement) -> TrainedUnit:
+    """What the first rank trains of one such unit."""
+    trained = [bucket for bucket in buckets(unit, placement) if bucket.trainable]
+    largest = max((bucket.share(tensor) for bucket in trained for tensor in bucket.tensors), default=0)
+    return TrainedUnit(
+        largest_grad=largest * placement.precision.compute.itemsize,
+        optim_numel=sum(bucket.numel(bucket.optim_axes) for bucket in trained),
+        copied=sum(copied_bytes(bucket, bucket.pending_bytes(Pass.ADDS)) for bucket in trained),
+    )
