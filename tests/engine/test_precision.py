@@ -14,7 +14,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT
 from terrazzo.dialects.formats.terrazzo.read import read
 from terrazzo.engine.plan.precision import PRECISIONS, LossScaling, Precision
 from terrazzo.errors import BadInput
-from terrazzo.planner.setup.recipes import precision as planned
+from terrazzo.planner.setup.choice_names import precision as planned
 from terrazzo.words import PRECISION_SPELLINGS
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -19,7 +19,7 @@ from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
-from terrazzo.planner.setup.recipes import KEYS, RECIPES, precision, strategy
+from terrazzo.planner.setup.choice_names import KEYS, PRECISION_PRESETS, precision, strategy
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.words import precision_name
@@ -228,7 +228,7 @@ def test_the_number_of_gpus_may_be_text() -> None:
     ],
 )
 def test_precisions_are_known_by_other_spellings(spelling: str, name: str) -> None:
-    assert precision(spelling) == RECIPES[name]
+    assert precision(spelling) == PRECISION_PRESETS[name]
 
 
 def test_a_number_of_gpus_that_was_not_given_is_noted() -> None:

@@ -24,7 +24,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.planning.as_setup import optimizer_recipe, setup_of
+from terrazzo.train.planning.as_setup import optimizer_spec, setup_of
 from terrazzo.train.preflight.offload_room import check_folders
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.settings.folders import swap_folders
@@ -160,7 +160,7 @@ def test_an_optimizer_is_emitted_as_one_that_the_engine_takes_or_refused(name: s
     if OPTIMIZERS[name].torch_class and OPTIMIZERS[name].runs:
         config, named = emitted(tmp_path, optimizer=name)[0], OPTIMIZERS[name]
         check_settings(config.optimizer)
-        trained = optimizer_recipe(config)
+        trained = optimizer_spec(config)
         kept = [(each.moments, each.matrices, each.fixed_bytes) for each in (trained, named)]
         assert kept[0] == kept[1]
     else:
@@ -360,7 +360,7 @@ def test_what_is_emitted_is_read_back_as_it_was_planned_or_refused(asked: dict[s
         idle = {ONLY_ALONG[axis] for axis in ONLY_ALONG if getattr(planned.mesh, axis) == 1}
         compared = [field.name for field in fields(Setup) if field.name not in {*NAMES_ALONE, *idle}]
         assert not [each for each in compared if getattr(read, each) != getattr(planned, each)], (name, value)
-        means = [(each.kernel, each.optimizer.moments, each.sums_locally) for each in (read, planned)]
+        means = [(each.update_kernel, each.optimizer.moments, each.sums_locally) for each in (read, planned)]
         assert means[0] == means[1], (name, value)
     assert {value for name, value in left if name in ("loss", "attention")} == refused
     assert {name for name, _ in left} <= {"loss", "attention", "accumulate_locally", "optimizer_kernel"}

@@ -25,7 +25,7 @@ from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.adapters import with_ends, with_frozen
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.setup.recipes import strategy
+from terrazzo.planner.setup.choice_names import strategy
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model.causal_lm import build_model

@@ -29,7 +29,7 @@ from terrazzo.planner.memory.walk import peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
+from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from tests.helpers.calls import calls_of
@@ -152,22 +152,22 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
 @pytest.mark.parametrize(
     "recipe", [each for each in OPTIMIZERS.values() if each.torch_class], ids=lambda each: each.name
 )
-def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: OptimizerRecipe) -> None:
+def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: OptimizerSpec) -> None:
     home = tz.optim if hasattr(tz.optim, str(recipe.torch_class)) else torch.optim
     matrix, vector = torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
     parameters = ([matrix], [vector]) if recipe.matrices else ([matrix],)
     optimizer = getattr(home, str(recipe.torch_class))(*parameters, lr=0.1)
     choose_kernel(optimizer)
-    planned = build_setup(Request("llama3-8b", 8, strategy="zero1", optimizer=recipe.name)).kernel == "fused"
+    planned = build_setup(Request("llama3-8b", 8, strategy="zero1", optimizer=recipe.name)).update_kernel == "fused"
     assert planned is bool(optimizer.param_groups[-1].get("fused"))
 
 
 def test_a_request_means_the_engine_unless_megatron_is_asked_for_and_that_is_said() -> None:
     meshes: list[dict[str, Any]] = [{"pp": 2, "framework": "megatron"}, {"tp": 2}, {"pp": 2}]
     made, cut, staged = (build_setup(Request("llama3-8b", 8, strategy="zero1", **axes)) for axes in meshes)
-    assert (made.as_megatron, made.kernel, made.loss) == (True, "fused", "fused")
-    assert (cut.as_megatron, cut.kernel, cut.loss) == (False, "fused", "parts")
-    assert (staged.as_megatron, staged.kernel, staged.loss) == (False, "fused", "full")
+    assert (made.as_megatron, made.update_kernel, made.loss) == (True, "fused", "fused")
+    assert (cut.as_megatron, cut.update_kernel, cut.loss) == (False, "fused", "parts")
+    assert (staged.as_megatron, staged.update_kernel, staged.loss) == (False, "fused", "full")
     asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full", framework="megatron")
     assert build_setup(asked).loss == "full"
     said = [note for note in ask(asked).best.warnings if "Megatron-core" in note]
@@ -426,7 +426,7 @@ def test_experts_are_split_over_their_own_ranks() -> None:
 @pytest.mark.parametrize(("recipe", "expected"), [(("adamw", 2, None), 8), (("sgd", 0, None), 0), (("q", 2, 1), 2)])
 def test_moments_follow_the_optimizer(recipe: tuple[str, int, float | None], expected: int) -> None:
     model = llama(2, 512, 1408, 8, 2, 32_000)
-    made = setup(model, "zero0", optimizer=OptimizerRecipe(*recipe, fixed_bytes=0))
+    made = setup(model, "zero0", optimizer=OptimizerSpec(*recipe, fixed_bytes=0))
     moments = {term.name: term.value for term in state_terms(made)}["moments"]
     assert moments == expected * model.numel
 

@@ -264,7 +264,7 @@ def _kernel(setup: Setup) -> dict[str, bool]:
     kind = getattr(torch.optim, setup.optimizer.torch_class or "", None)
     known = inspect.signature(kind).parameters if kind else {}
     options = {name: name == asked for name in ("foreach", "fused") if name in known}
-    if asked is None or (asked not in options and asked == replace(setup, optimizer_kernel=None).kernel):
+    if asked is None or (asked not in options and asked == replace(setup, optimizer_kernel=None).update_kernel):
         return {}
     if asked not in (*options, "loop") or not options:
         raise BadInput(f"optimizer_kernel {asked}: {setup.optimizer.torch_class} has none of that name. Leave it out.")

@@ -76,7 +76,7 @@ class PlannedBucket(BucketSpec):
         tp: ranks along `tp` that have a part of each, or 1.
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: as the engine pads; a bare number of parameters is not.
-        recipe: of the optimizer.
+        optimizer: what it keeps.
         end: elements of the flat space up to the padding at its end.
         moments: bytes per element of each state that the optimizer keeps for every element; `matrix_moments`: of those
             that it updates as whole matrices.
@@ -85,8 +85,8 @@ class PlannedBucket(BucketSpec):
     def __init__(
         self, unit: UnitShape, places: Sequence[int], placement: Placement, shared: bool, keep: bool | None
     ) -> None:
-        self.recipe, precision = placement.optimizer, placement.precision
-        if self.recipe.matrices is not None:
+        self.optimizer, precision = placement.optimizer, placement.precision
+        if self.optimizer.matrices is not None:
             places = sorted(places, key=lambda place: self.group_of(unit.tensors[place]))
         tensors = [unit.tensors[place] for place in places]
         self.places, self.tensors = places, tensors
@@ -113,14 +113,14 @@ class PlannedBucket(BucketSpec):
             matrices=travels_in_blocks(tensors[0].shape),
             diloco=placement.diloco,
         )
-        each = self.recipe.bytes_each(precision)
-        self.moments = [each] * self.recipe.moments
-        self.matrix_moments = [] if self.recipe.matrices is None else [each] * self.recipe.matrices.moments
+        each = self.optimizer.bytes_each(precision)
+        self.moments = [each] * self.optimizer.moments
+        self.matrix_moments = [] if self.optimizer.matrices is None else [each] * self.optimizer.matrices.moments
         self._cell = placement.cell
 
     def group_of(self, tensor: TensorShape) -> int:
         """The param group."""
-        if self.recipe.matrices is not None and tensor.is_matrix:
+        if self.optimizer.matrices is not None and tensor.is_matrix:
             return MATRICES
         return OTHER_MATRICES if len(tensor.shape) >= 2 else VECTORS
 
@@ -172,7 +172,9 @@ class PlannedBucket(BucketSpec):
     @property
     def matrix_wire_bytes(self) -> int:
         """Of matrices that are updated whole, what the first rank has, as it is exchanged."""
-        return 0 if self.recipe.matrices is None else self.runs.matrices * self.recipe.matrices.needs.wire.itemsize
+        return (
+            0 if self.optimizer.matrices is None else self.runs.matrices * self.optimizer.matrices.needs.wire.itemsize
+        )
 
     @property
     def apart_moments(self) -> list[float]:
@@ -191,7 +193,7 @@ class PlannedBucket(BucketSpec):
         Away from the device those of matrices that are updated whole have room of their own, on drives in whole cells.
         """
         owned = Range(0, self.numel(self.optim_axes))
-        if not (self.recipe.matrices is not None and self.updated_off_device and self.precision.narrow is None):
+        if not (self.optimizer.matrices is not None and self.updated_off_device and self.precision.narrow is None):
             return [(owned, each) for each in self.moments]
         end = self._end_of(MATRICES)
         has_others = self.end > end
@@ -215,7 +217,7 @@ class PlannedBucket(BucketSpec):
             resting[state] = RestingState(tier, before + (nbytes if tier == "device" else padded_bytes(nbytes)))
         if self.trainable and not self.updated_off_device:
             _, *elementwise = self.runs
-            counts = sum(run > 0 for run in elementwise) * self.recipe.fixed_bytes if self.padded else 0
+            counts = sum(run > 0 for run in elementwise) * self.optimizer.fixed_bytes if self.padded else 0
             resting["moments"] = RestingState("device", self.moments_bytes + counts)
         return resting
 

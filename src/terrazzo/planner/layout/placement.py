@@ -18,7 +18,7 @@ from terrazzo.planner.layout.stages import Cut, cut_of, stage_units, units_of_st
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import RankGroup
 from terrazzo.planner.model.shapes import UnitShape
-from terrazzo.planner.setup.optimizers import OptimizerRecipe
+from terrazzo.planner.setup.optimizers import OptimizerSpec
 from terrazzo.planner.setup.setup import Setup, once_per_setup
 
 __all__ = ["Placement", "placed_units", "placement_of", "stand_ins"]
@@ -43,7 +43,7 @@ class Placement:
     sizes: tuple[tuple[str, int], ...]
     tiers: Tiers
     precision: Precision
-    optimizer: OptimizerRecipe
+    optimizer: OptimizerSpec
     tp: int
     ep: int
     padded: bool
@@ -143,7 +143,7 @@ class _PlacedBy(NamedTuple):
     tiers: Tiers
     mesh: Mesh
     precision: Precision
-    optimizer: OptimizerRecipe
+    optimizer: OptimizerSpec
     padded: bool
     host: int
     cell: int

@@ -25,7 +25,7 @@ from terrazzo.engine.plan.precision import Precision
 from terrazzo.planner.layout.buckets import MATRICES, PlannedBucket, buckets
 from terrazzo.planner.layout.placement import PlacedUnit, Placement, placed_units
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
-from terrazzo.planner.setup.optimizers import MatrixRecipe
+from terrazzo.planner.setup.optimizers import MatrixSpec
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["MatrixUpdates", "matrix_updates"]
@@ -63,16 +63,16 @@ def matrix_updates(setup: Setup, stage: int) -> MatrixUpdates:
 
 
 @lru_cache(maxsize=512)
-def _updates(units: tuple[PlacedUnit, ...], recipe: MatrixRecipe) -> MatrixUpdates:
+def _updates(units: tuple[PlacedUnit, ...], spec: MatrixSpec) -> MatrixUpdates:
     sized = [bucket for unit, count, placement in units for bucket in _sized_buckets(unit, count, placement)]
     tally, along = Tally(), dict[str, Traffic]()
-    dry_run_matrices(sized, {MATRICES: recipe.needs}, tally, lambda axis: along.setdefault(axis, Traffic()))
+    dry_run_matrices(sized, {MATRICES: spec.needs}, tally, lambda axis: along.setdefault(axis, Traffic()))
     sizes = {axis: bucket.coordinate(axis)[1] for bucket in sized for axis in (*bucket.ranks, CUT)}
     exchanged = tuple(
         Exchanged(axis.removeprefix(_DEALT), sizes[axis], traffic.bytes["all_to_all"], traffic.count["all_to_all"])
         for axis, traffic in along.items()
     )
-    flops = sum(_slowest(owners, recipe.iterations) for owners in owners_of(sized, {MATRICES}))
+    flops = sum(_slowest(owners, spec.iterations) for owners in owners_of(sized, {MATRICES}))
     return MatrixUpdates(exchanged, tally.ledger.peak_bytes, flops)
 
 

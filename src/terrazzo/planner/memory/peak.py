@@ -280,16 +280,16 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     `foreach` updates all tensors at once and so holds a root for each; `loop` one after the other, with a quotient
     beside the root. Matrices that are updated whole are apart: see `matrix_updates`.
     """
-    recipe, precision = setup.optimizer, setup.precision
+    spec, precision = setup.optimizer, setup.precision
     narrow = precision.narrow
-    if narrow is None and (setup.kernel == "fused" or not recipe.takes_root or recipe.moment_bytes is not None):
+    if narrow is None and (setup.update_kernel == "fused" or not spec.takes_root or spec.moment_bytes is not None):
         return 0.0
     rows = placed_units(setup, stage)
     numels = [(trained_unit(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
     if narrow is not None:
         largest = max((numel for numel, _ in numels), default=0)
         return float(narrow.blocks.scratch_bytes(largest, setup.cluster.device.kind))
-    at_once = setup.kernel == "foreach" and precision.moments == precision.master
+    at_once = setup.update_kernel == "foreach" and precision.moments == precision.master
     if at_once:
         return float(sum(numel * count for numel, count in numels) * precision.master.itemsize)
     return float(2 * max((numel for numel, _ in numels), default=0) * precision.master.itemsize)

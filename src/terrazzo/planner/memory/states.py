@@ -95,15 +95,15 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
 def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
     numel, precision = setup.model.numel / (setup.mesh.tp * setup.mesh.pp), setup.precision
     placement = placement_of(setup)
-    own, recipe = numel / placement.ranks(placement.plan.optim.axes), setup.optimizer
-    moment = recipe.bytes_each(precision)
+    own, spec = numel / placement.ranks(placement.plan.optim.axes), setup.optimizer
+    moment = spec.bytes_each(precision)
     same = precision.weight == precision.master
     weight, grad, optim = (1.0 if tier is None else place.shares.get(tier, 0.0) for place in setup.plan.resting_places)
     values = {
         "weights": weight * numel / placement.ranks(placement.plan.weight.axes) * precision.weight.itemsize,
         "gradients": grad * numel / placement.ranks(placement.plan.grad.axes) * precision.accumulate.itemsize,
         "master": 0.0 if same else optim * own * precision.master.itemsize,
-        "moments": optim * own * moment * recipe.moments,
+        "moments": optim * own * moment * spec.moments,
     }
     return tuple(_term(name, value, numel, placement) for name, value in values.items())
 

@@ -6,7 +6,7 @@ A `Request` leaves open what nobody named; a `Setup` has a value for everything.
     framework     what runs a setup: Terrazzo, or another whose limits are known
     setup         `Setup`: one way of running a model
     kernels       which attention kernel runs
-    recipes       names of strategies, precisions and activation checkpointing
+    choice_names  names of strategies, precisions and activation checkpointing
     checks        what cannot be, whatever the hardware
     arguments     the kind and range of every field of a request
     request       `Request`, and the setup that it means: `build_setup`

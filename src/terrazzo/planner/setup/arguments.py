@@ -12,7 +12,7 @@ from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking
+from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, UpdateKernel
 
 __all__ = ["MOST_DEVICES", "checked", "count_range"]
 
@@ -33,7 +33,7 @@ NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer", "framewor
 CHOICES: Mapping[str, Any] = {
     "attention": AttentionKernel,
     "loss": Loss,
-    "optimizer_kernel": Kernel,
+    "optimizer_kernel": UpdateKernel,
     "pipeline": PipelineOrder,
     "rank": Ranking,
     "context": Mode,

@@ -9,15 +9,15 @@ from terrazzo.engine.optim.template import MatrixNeeds
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.optim import Muon
 
-__all__ = ["OPTIMIZERS", "MatrixRecipe", "OptimizerRecipe", "optimizer"]
+__all__ = ["OPTIMIZERS", "MatrixSpec", "OptimizerSpec", "optimizer"]
 
 
 @dataclass(frozen=True)
-class MatrixRecipe:
+class MatrixSpec:
     """How an optimizer updates whole matrices.
 
     Attributes:
-        moments: as of `OptimizerRecipe`, of these matrices.
+        moments: as of `OptimizerSpec`, of these matrices.
         needs: dtype in which the engine exchanges them, and memory of an update.
         iterations: of Newton-Schulz in the update of each.
     """
@@ -28,7 +28,7 @@ class MatrixRecipe:
 
 
 @dataclass(frozen=True)
-class OptimizerRecipe:
+class OptimizerSpec:
     """What an optimizer keeps per trainable element, beside the master weight.
 
     Attributes:
@@ -52,7 +52,7 @@ class OptimizerRecipe:
     fused: bool = False
     takes_root: bool = False
     elementwise: bool = True
-    matrices: MatrixRecipe | None = None
+    matrices: MatrixSpec | None = None
     form: StateFormat | None = None
 
     def bytes_each(self, precision: Precision) -> float:
@@ -65,35 +65,35 @@ class OptimizerRecipe:
         return self.elementwise or self.matrices is not None
 
 
-_MUON = MatrixRecipe(moments=1, needs=MatrixNeeds(Muon.wire, Muon.workspace_bytes), iterations=5)
+_MUON = MatrixSpec(moments=1, needs=MatrixNeeds(Muon.wire, Muon.workspace_bytes), iterations=5)
 
 _ROWS = (
-    OptimizerRecipe("adamw", 2, torch_class="AdamW", fused=True, takes_root=True),
-    OptimizerRecipe("adam", 2, torch_class="Adam", fused=True, takes_root=True),
-    OptimizerRecipe("nadam", 2, torch_class="NAdam", takes_root=True, fixed_bytes=8),
-    OptimizerRecipe("radam", 2, torch_class="RAdam", takes_root=True),
-    OptimizerRecipe("adamax", 2, torch_class="Adamax"),
-    OptimizerRecipe("adagrad", 1, torch_class="Adagrad", takes_root=True),
-    OptimizerRecipe("adadelta", 2, torch_class="Adadelta", takes_root=True),
-    OptimizerRecipe("rmsprop", 1, torch_class="RMSprop", takes_root=True),
-    OptimizerRecipe("rprop", 2, torch_class="Rprop"),
-    OptimizerRecipe("asgd", 1, torch_class="ASGD", fixed_bytes=12),
-    OptimizerRecipe("momentum", 1, torch_class="SGD", options=(("momentum", 0.9),), fixed_bytes=0),
-    OptimizerRecipe("sgd", 0, torch_class="SGD", fixed_bytes=0),
-    OptimizerRecipe("lion", 1, torch_class="Lion", fixed_bytes=0),
-    OptimizerRecipe("ademamix", 3, torch_class="AdEMAMix", takes_root=True),
-    OptimizerRecipe("adafactor", 0, torch_class="Adafactor", elementwise=False),
-    OptimizerRecipe("muon", 2, torch_class="Muon", fused=True, takes_root=True, elementwise=False, matrices=_MUON),
-    OptimizerRecipe("adamw-8bit", 2, torch_class="AdamW", fused=True, takes_root=True, form=StateFormat.INT8),
-    OptimizerRecipe("adamw-4bit", 2, 0.5 + 4 / 128),
+    OptimizerSpec("adamw", 2, torch_class="AdamW", fused=True, takes_root=True),
+    OptimizerSpec("adam", 2, torch_class="Adam", fused=True, takes_root=True),
+    OptimizerSpec("nadam", 2, torch_class="NAdam", takes_root=True, fixed_bytes=8),
+    OptimizerSpec("radam", 2, torch_class="RAdam", takes_root=True),
+    OptimizerSpec("adamax", 2, torch_class="Adamax"),
+    OptimizerSpec("adagrad", 1, torch_class="Adagrad", takes_root=True),
+    OptimizerSpec("adadelta", 2, torch_class="Adadelta", takes_root=True),
+    OptimizerSpec("rmsprop", 1, torch_class="RMSprop", takes_root=True),
+    OptimizerSpec("rprop", 2, torch_class="Rprop"),
+    OptimizerSpec("asgd", 1, torch_class="ASGD", fixed_bytes=12),
+    OptimizerSpec("momentum", 1, torch_class="SGD", options=(("momentum", 0.9),), fixed_bytes=0),
+    OptimizerSpec("sgd", 0, torch_class="SGD", fixed_bytes=0),
+    OptimizerSpec("lion", 1, torch_class="Lion", fixed_bytes=0),
+    OptimizerSpec("ademamix", 3, torch_class="AdEMAMix", takes_root=True),
+    OptimizerSpec("adafactor", 0, torch_class="Adafactor", elementwise=False),
+    OptimizerSpec("muon", 2, torch_class="Muon", fused=True, takes_root=True, elementwise=False, matrices=_MUON),
+    OptimizerSpec("adamw-8bit", 2, torch_class="AdamW", fused=True, takes_root=True, form=StateFormat.INT8),
+    OptimizerSpec("adamw-4bit", 2, 0.5 + 4 / 128),
 )
 """Of torch's own, what torch/optim/*.py keeps. Adafactor's rows and columns are too small to count; quantised moments
 carry one fp32 scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim)."""
 
-OPTIMIZERS = {recipe.name: recipe for recipe in _ROWS}
+OPTIMIZERS = {spec.name: spec for spec in _ROWS}
 
 
-def optimizer(name: str) -> OptimizerRecipe:
+def optimizer(name: str) -> OptimizerSpec:
     """What the optimizer of that name keeps. Raises: `BadInput` with the nearest name."""
     key = name.lower().replace("_", "-")
     if key not in OPTIMIZERS:

@@ -18,13 +18,13 @@ from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.adapters import adapter_rank, globs, trained
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.setup import recipes
+from terrazzo.planner.setup import choice_names
 from terrazzo.planner.setup.arguments import checked, count_range
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.framework import TERRAZZO, Framework
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import optimizer
-from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking, Setup
+from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, Setup, UpdateKernel
 
 __all__ = [
     "CONTEXT",
@@ -74,7 +74,7 @@ class Request:
             vocabulary, as in `terrazzo train`; `fused` as in Megatron-core.
         checkpointing: of activations: `none` (default), `selective`, `selective_half`, `full`, `every_N`.
         optimizer_kernel: `fused`, `foreach` or `loop`, by default what the engine takes: `fused` for Adam and AdamW.
-        precision: `NAME[,KEY=VALUE]…` with a name and keys of `recipes`, by default `bf16`, or `fp16` on a GPU
+        precision: `NAME[,KEY=VALUE]…` with a name and keys of `choice_names`, by default `bf16`, or `fp16` on a GPU
             without bf16.
         optimizer: name in `optimizers`, by default `adamw`.
         attention: `flash` by default, or `math` of a model whose scores have a soft cap.
@@ -108,7 +108,7 @@ class Request:
     checkpointing: str | None = None
     precision: str | None = None
     optimizer: str | None = None
-    optimizer_kernel: Kernel | None = None
+    optimizer_kernel: UpdateKernel | None = None
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
@@ -149,7 +149,7 @@ class Request:
         for name, value in checked(vars(self), optional).items():
             object.__setattr__(self, name, value)
         if isinstance(self.strategy, str):
-            object.__setattr__(self, "strategy", recipes.strategy(self.strategy))
+            object.__setattr__(self, "strategy", choice_names.strategy(self.strategy))
         if isinstance(self.framework, str):
             object.__setattr__(self, "framework", Framework.parse(self.framework))
 
@@ -178,14 +178,12 @@ def build_setup(request: Request) -> Setup:
         BadInput: unknown names, or ranks or batches that do not factor.
     """
     model, cluster = trained(request, shape_of(request.model)), build_cluster(request)
-    plan = request.plan or recipes.strategy(STRATEGY)
+    plan = request.plan or choice_names.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
-    named = precision_of(request, cluster.device)
-    precision, matmul = recipes.precision(named)
-    mode, every = recipes.checkpointing(request.checkpointing or "none")
+    mode, every = choice_names.checkpointing(request.checkpointing or "none")
     micro_batch = request.micro_batch or 1
-    recipe = optimizer(request.optimizer or OPTIMIZER)
-    precision = recipes.as_decided(precision, named, recipe, request.qlora)
+    spec = optimizer(request.optimizer or OPTIMIZER)
+    precision = choice_names.precision(precision_of(request, cluster.device), spec, request.qlora)
     _check_accumulation(request, plan, mesh)
     return Setup(
         model=model,
@@ -195,10 +193,10 @@ def build_setup(request: Request) -> Setup:
         sequence=_sequence(request, model),
         micro_batch=micro_batch,
         micro_batches=_micro_batches(request, mesh, micro_batch),
-        precision=precision,
-        matmul=matmul,
-        row_scales=recipes.has_row_scales(named),
-        optimizer=recipe,
+        precision=precision.states,
+        matmul=precision.matmul,
+        row_scales=precision.row_scales,
+        optimizer=spec,
         checkpointing=mode,
         every=every,
         compile=request.compile,
@@ -240,7 +238,7 @@ def request_of(request: Request, setup: Setup) -> Request:
 def precision_of(request: Request, device: Device) -> str:
     """The one that was named, or the default on that device, with the keys that were named alone."""
     default, named = "fp16" if device.lacks("bf16") else PRECISION, request.precision
-    return named or default if not named or recipes.names_base(named) else f"{default},{named}"
+    return named or default if not named or choice_names.names_base(named) else f"{default},{named}"
 
 
 def shape_of(model: ModelSource) -> ModelShape:

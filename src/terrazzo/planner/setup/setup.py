@@ -14,7 +14,7 @@ from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.framework import TERRAZZO, Framework
-from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
+from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.words import CheckpointMode
 
 __all__ = ["Setup", "once_per_setup"]
@@ -25,7 +25,7 @@ Rest = TypeVarTuple("Rest")
 AttentionKernel = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
 PipelineOrder = Literal["1f1b", "gpipe", "zero_bubble"]
-Kernel = Literal["fused", "foreach", "loop"]
+UpdateKernel = Literal["fused", "foreach", "loop"]
 Ranking = Literal["throughput", "gpus", "cost"]
 
 
@@ -54,7 +54,7 @@ class Setup:
         framework: that runs it. What it takes is counted as the engine takes it, or Megatron-core.
         optimizer_kernel: `fused` updates without memory of its own, in one pass (torch's, NVIDIA/apex FusedAdam);
             `foreach`, torch's default on a GPU, takes a list of roots as large as the weights; `loop` one tensor after
-            the other. None: `kernel` says what the engine takes.
+            the other. None: `update_kernel` says what the engine takes.
         offload: how states that the plan has put on other tiers are kept and updated. offload_activations: what
             checkpointing keeps of a block goes to host memory.
         adapters: rank of the LoRA adapters that the model has; `freeze`: globs by which tensors of it are frozen.
@@ -73,7 +73,7 @@ class Setup:
     precision: Precision = field(default_factory=Precision)
     matmul: str = "fp32"
     row_scales: bool = False
-    optimizer: OptimizerRecipe = OPTIMIZERS["adamw"]
+    optimizer: OptimizerSpec = OPTIMIZERS["adamw"]
     checkpointing: CheckpointMode = "none"
     every: int = 1
     compile: bool = False
@@ -90,7 +90,7 @@ class Setup:
     offload_activations: bool = False
     coalesced: bool = True
     framework: Framework = TERRAZZO
-    optimizer_kernel: Kernel | None = None
+    optimizer_kernel: UpdateKernel | None = None
     adapters: int | None = None
     freeze: tuple[str, ...] = ()
     diloco: DiLoCo | None = None
@@ -137,7 +137,7 @@ class Setup:
         return 0.0 if self.checkpointing == "none" or not layers else -(-layers // self.every) / layers
 
     @property
-    def kernel(self) -> Kernel:
+    def update_kernel(self) -> UpdateKernel:
         """Of the optimizer: the one that was named, or the engine's; Megatron-core's is fused."""
         if self.optimizer_kernel is not None:
             return self.optimizer_kernel

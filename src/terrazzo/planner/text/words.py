@@ -9,7 +9,7 @@ from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.shapes import ModelShape
-from terrazzo.planner.setup.recipes import precision_text
+from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
@@ -95,7 +95,7 @@ def axes_text(setup: Setup) -> str:
 
 def precision_name(setup: Setup) -> str:
     """The name that `--precision` knows it by: `bf16`, `bf16,moments=int8`."""
-    return precision_text(setup.precision, setup.matmul, setup.row_scales)
+    return precision_text(MatmulPrecision(setup.precision, setup.matmul, setup.row_scales))
 
 
 def checkpointing_text(setup: Setup) -> str:

@@ -89,7 +89,7 @@ def run_of(setup: Setup) -> MeasuredRun:
     plan = " | ".join(f"{state} {place}" for state, place in setup.plan.places().items())  # by whatever name
     optimizer = f"{setup.optimizer.torch_class or setup.optimizer.name}, {setup.optimizer.moments} moments"
     resolved = {"precision": precision, "plan": plan, "offload": offload, "framework": setup.framework.name}
-    resolved |= {"optimizer": optimizer, "optimizer_kernel": setup.kernel}
+    resolved |= {"optimizer": optimizer, "optimizer_kernel": setup.update_kernel}
     choices = {field.name: getattr(setup, field.name) for field in fields(Setup) if field.name not in OF_ANY_RUN}
     return MeasuredRun(
         model=model.name,

@@ -316,12 +316,12 @@ def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) 
     Args:
         whole_numel: of these elements, those of matrices that are updated whole, and have other moments.
     """
-    precision, recipe = setup.precision, setup.optimizer
-    each = recipe.bytes_each(precision)
-    both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + recipe.moments * each)
-    steps = 0 if setup.kernel == "fused" or not recipe.takes_root else STEPS * precision.master.itemsize
-    of_matrices = recipe.moments if recipe.matrices is None else recipe.matrices.moments
-    less = 2 * whole_numel * (recipe.moments - of_matrices) * each
+    precision, spec = setup.precision, setup.optimizer
+    each = spec.bytes_each(precision)
+    both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + spec.moments * each)
+    steps = 0 if setup.update_kernel == "fused" or not spec.takes_root else STEPS * precision.master.itemsize
+    of_matrices = spec.moments if spec.matrices is None else spec.matrices.moments
+    less = 2 * whole_numel * (spec.moments - of_matrices) * each
     return owned_numel * (both_ways + precision.weight.itemsize + steps) - less
 
 

@@ -15,8 +15,8 @@ from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.kernels import attention_of
-from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
-from terrazzo.planner.setup.setup import Kernel, Loss
+from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
+from terrazzo.planner.setup.setup import Loss, UpdateKernel
 from terrazzo.planner.timing.compute import repeated_flops_per_token
 from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
@@ -64,7 +64,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         precision=precision,
         matmul=matmul_format(config),
         row_scales=config.precision.recipe == "rowwise",
-        optimizer=optimizer_recipe(config),
+        optimizer=optimizer_spec(config),
         optimizer_kernel=_kernel(config.optimizer.options),
         checkpointing=mode,
         every=every,
@@ -84,9 +84,9 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     )
 
 
-def _kernel(options: Mapping[str, Any]) -> Kernel | None:
+def _kernel(options: Mapping[str, Any]) -> UpdateKernel | None:
     """The one that options of torch.optim choose; None where they say nothing of `fused` and `foreach`."""
-    chosen: tuple[Kernel, ...] = ("fused", "foreach")
+    chosen: tuple[UpdateKernel, ...] = ("fused", "foreach")
     named = next((name for name in chosen if options.get(name)), None)
     return "loop" if named is None and any(options.get(name) is not None for name in chosen) else named
 
@@ -214,7 +214,7 @@ def matmul_format(config: Config) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(build_precision(config).compute, "fp32")
 
 
-def optimizer_recipe(config: Config) -> OptimizerRecipe:
+def optimizer_spec(config: Config) -> OptimizerSpec:
     """What the chosen class keeps for each element.
 
     From a table: a class's first step, which would tell as well, imports torch's compiler, and that takes a second.

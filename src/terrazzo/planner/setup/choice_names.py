@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from terrazzo.engine import MOMENTS_NAMES, PLANS, PRECISIONS, FrozenFormat, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.setup.optimizers import OptimizerRecipe
+from terrazzo.planner.setup.optimizers import OptimizerSpec
 from terrazzo.words import CHECKPOINT_MODES, DTYPE_FIELDS, PRECISION_SPELLINGS, CheckpointMode, preset_named
 
 __all__ = [
     "CHECKPOINTING",
     "KEYS",
-    "RECIPES",
+    "PRECISION_PRESETS",
     "STRATEGIES",
-    "as_decided",
+    "MatmulPrecision",
     "checkpointing",
-    "has_row_scales",
     "names_base",
     "precision",
     "precision_text",
@@ -30,19 +29,27 @@ __all__ = [
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
-RECIPES: dict[str, tuple[Precision, str]] = {
-    "fp32": (PRECISIONS["fp32"], "fp32"),
-    "bf16": (PRECISIONS["bf16"], "bf16"),
-    "bf16-pure": (PRECISIONS["bf16-pure"], "bf16"),
-    "fp16": (PRECISIONS["fp16"], "fp16"),
-    "fp8": (PRECISIONS["bf16"], "fp8"),
-    "fp8-rowwise": (PRECISIONS["bf16"], "fp8"),
-    "fsdp2": (Precision(weight=_FP32, compute=_BF16, reduce=_FP32), "bf16"),
-    "zero": (Precision(_BF16, _BF16, _BF16, _BF16, _FP32, _FP32), "bf16"),
+
+class MatmulPrecision(NamedTuple):
+    """Dtypes of all states, the format of matrix products, and whether in fp8 each row of a matrix has its scale."""
+
+    states: Precision
+    matmul: str
+    row_scales: bool = False
+
+
+PRECISION_PRESETS = {
+    "fp32": MatmulPrecision(PRECISIONS["fp32"], "fp32"),
+    "bf16": MatmulPrecision(PRECISIONS["bf16"], "bf16"),
+    "bf16-pure": MatmulPrecision(PRECISIONS["bf16-pure"], "bf16"),
+    "fp16": MatmulPrecision(PRECISIONS["fp16"], "fp16"),
+    "fp8": MatmulPrecision(PRECISIONS["bf16"], "fp8"),
+    "fp8-rowwise": MatmulPrecision(PRECISIONS["bf16"], "fp8", row_scales=True),
+    "fsdp2": MatmulPrecision(Precision(weight=_FP32, compute=_BF16, reduce=_FP32), "bf16"),
+    "zero": MatmulPrecision(Precision(_BF16, _BF16, _BF16, _BF16, _FP32, _FP32), "bf16"),
 }
-"""Dtypes of all states, and the format of matrix products. `fp8`, with one scale for each
-matrix or for each row of one, keeps the states of `bf16`; `fsdp2` shards fp32
-weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
+"""By name. `fp8`, with one scale for each matrix or for each row of one, keeps the states of `bf16`; `fsdp2` shards
+fp32 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
 1910.02054)."""
 
 FIELDS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "error_feedback")
@@ -54,7 +61,7 @@ KEYS = (*FIELDS, "linears")
 _KEYS_ARE = f"Keys are {', '.join(KEYS)}, as in bf16,gather=int8."
 
 LINEARS = {"fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-rowwise"}
-"""The names of recipes whose linear layers multiply in 8 bits, by the values of the key `linears`."""
+"""The presets whose linear layers multiply in 8 bits, by the values of the key `linears`."""
 
 _PLAIN_LINEARS = "compute"
 
@@ -92,53 +99,41 @@ def strategy(name: str) -> Plan:
     return Plan.named(f"{base}{at}{offload}")
 
 
-def precision(name: str) -> tuple[Precision, str]:
-    """Dtypes, and the format of matrix products, of a name, and of what follows it: `bf16,gather=int8,moments=int8`.
-
-    Raises: `BadInput` with the nearest name or key, and for a value that a key cannot have.
-    """
-    base, own = _parts(name)
-    recipe, matmul = RECIPES[base]
-    if not own:
-        return recipe, matmul
-    linears = own.pop("linears", "")
-    values = {key: _MEANINGS.get(key, {}).get(word, word) for key, word in own.items()}
-    changed = replace(recipe, **values)
-    plain = matmul != "fp8" if not linears else linears not in LINEARS
-    return changed, _FORMATS.get(changed.compute, "fp32") if plain else "fp8"
-
-
-def has_row_scales(name: str) -> bool:
-    """Whether the precision of that name scales each row of a matrix by itself."""
-    base, own = _parts(name)
-    return LINEARS.get(own["linears"]) == "fp8-rowwise" if "linears" in own else base == "fp8-rowwise"
-
-
-def as_decided(precision: Precision, name: str, recipe: OptimizerRecipe, qlora: bool) -> Precision:
-    """With what an optimizer and `qlora` decide of it.
+def precision(name: str, optimizer: OptimizerSpec | None = None, qlora: bool = False) -> MatmulPrecision:
+    """What a name means with what follows it: `bf16,gather=int8,moments=int8`; and what else is decided of it.
 
     Args:
-        name: of this precision, with the keys that were named.
+        optimizer: which may keep its moments in a form of its own.
+        qlora: keep frozen matrices in 4 bits.
 
-    Raises:
-        BadInput: one of these keys was named with another value.
+    Raises: `BadInput` with the nearest name or key, for a value that a key cannot have, and for one that is decided.
     """
-    keys = _parts(name)[1]
-    if recipe.form is not None:
-        if "moments" in keys and precision.moments != recipe.form:
+    base, keys = _parts(name)
+    preset, linears = PRECISION_PRESETS[base], keys.pop("linears", "")
+    values = {key: _MEANINGS.get(key, {}).get(word, word) for key, word in keys.items()}
+    states = replace(preset.states, **values) if values else preset.states
+    in_fp8 = PRECISION_PRESETS[LINEARS[linears]] if linears in LINEARS else preset
+    if in_fp8.matmul != "fp8" or linears == _PLAIN_LINEARS:
+        in_fp8 = MatmulPrecision(states, _FORMATS.get(states.compute, "fp32"))
+    return in_fp8._replace(states=_as_decided(states, keys, optimizer, qlora))
+
+
+def _as_decided(states: Precision, keys: Mapping[str, Any], optimizer: OptimizerSpec | None, qlora: bool) -> Precision:
+    if optimizer is not None and optimizer.form is not None:
+        if "moments" in keys and states.moments != optimizer.form:
             raise BadInput(
-                f"optimizer {recipe.name} keeps its moments in {recipe.form}, and precision names another moments=. "
-                f"Leave moments out of precision, or take optimizer adamw."
+                f"optimizer {optimizer.name} keeps its moments in {optimizer.form}, and precision names another "
+                "moments=. Leave moments out of precision, or take optimizer adamw."
             )
-        precision = replace(precision, moments=recipe.form)
-    if qlora and precision.frozen is None:
+        states = replace(states, moments=optimizer.form)
+    if qlora and states.frozen is None:
         if "frozen" in keys:
             raise BadInput(
                 "qlora keeps a frozen base in 4 bits, and precision has frozen=none. Leave frozen out of precision, or "
                 "take lora, whose base stays in 16 bits."
             )
-        precision = replace(precision, frozen=FrozenFormat.NF4)
-    return precision
+        states = replace(states, frozen=FrozenFormat.NF4)
+    return states
 
 
 def names_base(name: str) -> bool:
@@ -146,31 +141,37 @@ def names_base(name: str) -> bool:
     return "=" not in name.partition(",")[0]
 
 
-def precision_text(chosen: Precision, matmul: str, row_scales: bool) -> str:
+def precision_text(chosen: MatmulPrecision) -> str:
     """A name of `precision` that means this: of those with the fewest keys behind them, the first."""
-    in_fp8 = (matmul == "fp8", row_scales)
-    alike = [name for name, (_, products) in RECIPES.items() if (products == "fp8", name == "fp8-rowwise") == in_fp8]
-    scaled = [name for name in alike if bool(RECIPES[name][0].loss_scaling) == bool(chosen.loss_scaling)]
-    return min((",".join([name, *_own(chosen, name)]) for name in scaled or alike), key=lambda text: text.count("="))
+    in_fp8 = (chosen.matmul == "fp8", chosen.row_scales)
+    alike = [
+        name for name, preset in PRECISION_PRESETS.items() if (preset.matmul == "fp8", preset.row_scales) == in_fp8
+    ]
+    scales = bool(chosen.states.loss_scaling)
+    scaled = [name for name in alike if bool(PRECISION_PRESETS[name].states.loss_scaling) == scales]
+    texts = (",".join([name, *_own(chosen.states, PRECISION_PRESETS[name].states)]) for name in scaled or alike)
+    return min(texts, key=lambda text: text.count("="))
 
 
-def _own(chosen: Precision, base: str) -> Iterator[str]:
+def _own(chosen: Precision, preset: Precision) -> Iterator[str]:
     for key in FIELDS:
         value = getattr(chosen, key)
-        if value != getattr(RECIPES[base][0], key):
+        if value != getattr(preset, key):
             words = {meaning: word for word, meaning in _MEANINGS.get(key, {}).items()}
             yield f"{key}={words.get(value) or MOMENTS_NAMES.get(value, value)}"
 
 
 def _parts(name: str) -> tuple[str, dict[str, Any]]:
-    """The name of a recipe, and the values of the keys behind it."""
+    """The name of a preset, and the values of the keys behind it."""
     first, *rest = (part.strip() for part in name.split(","))
     key, own = _key(first), dict[str, Any]()
-    if key not in RECIPES:
+    if key not in PRECISION_PRESETS:
         spelled = {spelling: preset for preset, each in PRECISION_SPELLINGS.items() for spelling in each}
-        near = did_you_mean(key, (*RECIPES, *spelled))
+        near = did_you_mean(key, (*PRECISION_PRESETS, *spelled))
         synonyms = ", ".join(f"{spelling} = {preset}" for spelling, preset in spelled.items())
-        raise BadInput(f"There is no precision {first!r}.{near} Precisions are {', '.join(RECIPES)}; {synonyms}.")
+        raise BadInput(
+            f"There is no precision {first!r}.{near} Precisions are {', '.join(PRECISION_PRESETS)}; {synonyms}."
+        )
     for part in rest:
         field, _, value = (word.strip().lower() for word in part.partition("="))
         if field not in KEYS:
@@ -187,7 +188,7 @@ def _parts(name: str) -> tuple[str, dict[str, Any]]:
 
 def _key(name: str) -> str:
     key = name.strip().lower().replace("_", "-")
-    return key if key in RECIPES else preset_named(name)
+    return key if key in PRECISION_PRESETS else preset_named(name)
 
 
 def checkpointing(name: str) -> tuple[CheckpointMode, int]:
