@@ -9,7 +9,7 @@ import pytest
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate, Request, build_setup, estimate
 from terrazzo.planner.choice.emit import train_config
-from terrazzo.planner.gate.gate import objections
+from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.peak import memory_of, stage_terms
@@ -131,7 +131,7 @@ def test_tensors_are_frozen_by_name() -> None:
 
 def test_what_cannot_be_kept_in_4_bits_is_refused() -> None:
     def rules(request: Request) -> set[str]:
-        return {found.rule for found in objections(build_setup(request)) if found.severity == "refuse"}
+        return {found.rule for found in findings(build_setup(request)) if found.severity == "refuse"}
 
     assert "no matrix for 4 bits" in rules(Request("gpt2", gpus=1, qlora=True))
     assert "no matrix for 4 bits" not in rules(Request("gpt2", gpus=1, lora=8))
@@ -145,10 +145,10 @@ def test_what_cannot_be_kept_in_4_bits_is_refused() -> None:
 def test_experts_stay_in_16_bits_and_the_plan_says_so() -> None:
     request = Request("mixtral-8x7b", gpus=8, qlora=True)
     setup = build_setup(request)
-    assert "experts beside 4 bits" in {found.rule for found in objections(setup) if found.severity == "warn"}
+    assert "experts beside 4 bits" in {found.rule for found in findings(setup) if found.severity == "warn"}
     experts = 32 * 8 * 3 * 4096 * 14336
     assert experts * 2 / 8 < weights_of(request) < experts * 2.2 / 8
-    assert "experts beside 4 bits" not in {found.rule for found in objections(build_setup(asked(qlora=True)))}
+    assert "experts beside 4 bits" not in {found.rule for found in findings(build_setup(asked(qlora=True)))}
 
 
 def test_a_plan_with_adapters_is_written_for_terrazzo_train() -> None:

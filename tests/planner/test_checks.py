@@ -233,7 +233,7 @@ def test_precisions_are_known_by_other_spellings(spelling: str, name: str) -> No
 
 def test_a_number_of_gpus_that_was_not_given_is_noted() -> None:
     def notes(**options: Any) -> str:
-        return " ".join(plan("llama3-8b", strategy="zero3", gpu="h100", sequence=512, **options).warnings)
+        return " ".join(plan("llama3-8b", strategy="zero3", gpu="h100", sequence=512, **options).notes)
 
     assert "No number of GPUs was given: 1 is assumed" in notes()
     assert "No number of GPUs was given: 4 is assumed" in notes(tp=4)

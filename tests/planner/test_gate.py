@@ -17,7 +17,7 @@ from terrazzo.engine.plan.place import OFFLOADS
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.gate.facts import Facts
-from terrazzo.planner.gate.gate import ALL_RULES, objections, runnable
+from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
 from terrazzo.planner.gate.rule import Sentence, as_text
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
@@ -258,7 +258,7 @@ def framework_of(text: str) -> Framework:
 
 
 def rules_found(text: str, options: dict[str, Any]) -> set[str]:
-    return {objection.rule for objection in objections(replace(setup_of(options), framework=framework_of(text)))}
+    return {finding.rule for finding in findings(replace(setup_of(options), framework=framework_of(text)))}
 
 
 def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
@@ -278,10 +278,10 @@ def test_a_rule_fires_on_its_combination_and_not_on_its_neighbour(rule: str) -> 
 def test_a_finding_is_whole_sentences_with_a_source(rule: Any) -> None:
     framework, options, _, _ = CASES[rule.name]
     setup = replace(setup_of(options), framework=framework_of(framework))
-    objection = next(found for found in objections(setup) if found.rule == rule.name)
-    assert objection.source
+    finding = next(found for found in findings(setup) if found.rule == rule.name)
+    assert finding.source
     assert set(rule.scope) <= set(FRAMEWORKS)
-    for text in (objection.reason, objection.alternative):
+    for text in (finding.reason, finding.alternative):
         assert text.endswith(".")
         assert "{" not in text and "None" not in text
 
@@ -328,15 +328,15 @@ def test_the_whole_model_as_one_unit_can_be_said_of_any_model() -> None:
 
 
 def test_numbers_stand_in_the_reasons() -> None:
-    found = objections(setup_of({"pp": 4, "micro_batches": 3, "strategy": "zero1", "framework": "megatron"}))
-    text = next(str(objection) for objection in found if objection.rule == "fewer micro-batches than stages")
+    found = findings(setup_of({"pp": 4, "micro_batches": 3, "strategy": "zero1", "framework": "megatron"}))
+    text = next(str(finding) for finding in found if finding.rule == "fewer micro-batches than stages")
     assert text.startswith("3 micro-batches cannot keep 4 pipeline stages busy: the bubble is 100% of the work.")
 
 
 def test_stages_are_counted_and_not_ranks_where_layers_do_not_divide() -> None:
     """32 layers over 4 ranks of 3 stages each; over 4 alone they would."""
     asked = {"pp": 4, "virtual_stages": 3, "micro_batches": 4, "strategy": "zero1", "framework": "megatron"}
-    (text,) = (str(each) for each in objections(setup_of(asked)) if each.rule == "uneven pipeline stages")
+    (text,) = (str(each) for each in findings(setup_of(asked)) if each.rule == "uneven pipeline stages")
     assert text.startswith("32 layers do not divide evenly over 12 stages")
 
 
@@ -353,7 +353,7 @@ def test_a_70b_model_wears_a_consumer_disk_out_in_about_700_steps(
     options: dict[str, Any], written: str, steps: str
 ) -> None:
     setup = setup_of({"model": 70e9, "gpus": 8, "strategy": "zero3@nvme", **options})
-    text = next(str(objection) for objection in objections(setup) if objection.rule == "states on consumer disks")
+    text = next(str(finding) for finding in findings(setup) if finding.rule == "states on consumer disks")
     assert f"writes {written} TB to the disks of each host" in text
     assert f"would last {steps} steps" in text
 
@@ -374,12 +374,12 @@ def test_a_model_of_one_block_is_warned_of_and_not_refused() -> None:
     """It trains: its one unit is gathered at once. FSDP wrapped so is a mistake that its docs warn of."""
     setup = setup_of({"model": ONE_UNIT})
     assert runnable(setup)
-    assert "refuse" in {objection.severity for objection in objections(replace(setup, framework=Framework("fsdp2")))}
+    assert "refuse" in {finding.severity for finding in findings(replace(setup, framework=Framework("fsdp2")))}
 
 
 def test_refusals_come_before_warnings() -> None:
-    found = objections(setup_of({"precision": "fp8", "gpu": "a100", "model": "falcon-7b", "cp": 2, "prefetch": 0}))
-    assert [objection.severity for objection in found] == ["refuse", "planned", "warn"]
+    found = findings(setup_of({"precision": "fp8", "gpu": "a100", "model": "falcon-7b", "cp": 2, "prefetch": 0}))
+    assert [finding.severity for finding in found] == ["refuse", "planned", "warn"]
 
 
 def test_what_the_engine_runs_is_runnable_and_what_it_only_plans_is_not() -> None:
@@ -391,14 +391,14 @@ def test_what_the_engine_runs_is_runnable_and_what_it_only_plans_is_not() -> Non
 
 
 def test_a_healthy_setup_has_no_findings() -> None:
-    assert objections(setup_of({"gpus": 64, "model": "llama3-70b"})) == ()
+    assert findings(setup_of({"gpus": 64, "model": "llama3-70b"})) == ()
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "fsdp2", "megatron"])
 def test_what_each_peer_is_made_for_passes(framework: str) -> None:
     strategy = "zero1" if framework == "megatron" else "zero3"
-    found = objections(setup_of({"strategy": strategy, "framework": framework}))
-    assert [objection.rule for objection in found if objection.severity != "warn"] == []
+    found = findings(setup_of({"strategy": strategy, "framework": framework}))
+    assert [finding.rule for finding in found if finding.severity != "warn"] == []
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ def test_an_unknown_framework_or_version_is_refused(text: str, message: str) -> 
 def test_a_16_bit_dtype_is_what_makes_16_bit_masters() -> None:
     setup = setup_of({})
     half = replace(setup, precision=replace(setup.precision, master=torch.float16))
-    assert "16-bit master weights" in {objection.rule for objection in objections(half)}
+    assert "16-bit master weights" in {finding.rule for finding in findings(half)}
 
 
 def test_16_bit_masters_that_are_rounded_stochastically_lose_no_updates() -> None:
@@ -421,14 +421,14 @@ def test_16_bit_masters_that_are_rounded_stochastically_lose_no_updates() -> Non
     precision = replace(setup.precision, moments="int8")
     for rounding, warned in (("nearest", True), ("stochastic", False)):
         rounded = replace(setup, precision=replace(precision, rounding=rounding))
-        assert ("16-bit master weights" in {objection.rule for objection in objections(rounded)}) is warned
+        assert ("16-bit master weights" in {finding.rule for finding in findings(rounded)}) is warned
 
 
 def test_a_finding_is_no_warning_too_in_the_json() -> None:
     found = estimate(setup_of({"pp": 2, "strategy": "zero1", "global_batch": 64, "model": OURS}))
     report = Answer(found, estimate).report()
     assert [each.rule for each in report.findings] == ["pipeline parallelism"]
-    assert not set(report.warnings) & set(map(str, found.objections))
+    assert not set(report.warnings) & set(map(str, found.findings))
     assert str(found).count("Pipelines have run on CPUs alone") == 1
 
 

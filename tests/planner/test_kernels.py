@@ -22,14 +22,14 @@ def test_before_ampere_fp16_is_chosen_and_said(gpu: str) -> None:
     assert found.setup.matmul == "fp16"
     assert found.setup.precision.loss_scaling is not None
     assert any("no bf16" in note and "fp16" in note and "fp32" in note for note in found.notes)
-    assert not any("bf16" in str(objection) for objection in found.objections)
+    assert not any("bf16" in str(finding) for finding in found.findings)
     assert "fp16 (--precision)" in str(found)
 
 
 def test_bf16_that_is_asked_for_there_is_warned_of_with_the_edit() -> None:
     found = ask(Request("llama3.2-1b", 8, gpu="V100", strategy="zero3", sequence=512, precision="bf16")).best
-    (objection,) = [each for each in found.objections if "bf16" in str(each)]
-    assert "Use precision fp16" in str(objection)
+    (finding,) = [each for each in found.findings if "bf16" in str(each)]
+    assert "Use precision fp16" in str(finding)
 
 
 def test_a_search_there_plans_fp16_too() -> None:
@@ -73,9 +73,9 @@ def test_capped_scores_are_kept_unless_a_kernel_with_a_cap_is_named() -> None:
 
 def test_what_a_run_does_is_not_refused_and_the_other_is() -> None:
     """A run in transformers computes them eagerly."""
-    assert not [each for each in ask(GEMMA).best.objections if each.severity != "warn"]
+    assert not [each for each in ask(GEMMA).best.findings if each.severity != "warn"]
     named = ask(Request("gemma2-9b", 8, strategy="zero3", attention="flash")).best
-    assert any("eagerly" in str(each) for each in named.objections if each.severity == "planned")
+    assert any("eagerly" in str(each) for each in named.findings if each.severity == "planned")
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "triton"])

@@ -170,10 +170,10 @@ def test_a_request_means_the_engine_unless_megatron_is_asked_for_and_that_is_sai
     assert (staged.as_megatron, staged.update_kernel, staged.loss) == (False, "fused", "full")
     asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full", framework="megatron")
     assert build_setup(asked).loss == "full"
-    said = [note for note in ask(asked).best.warnings if "Megatron-core" in note]
+    said = [note for note in ask(asked).best.notes if "Megatron-core" in note]
     assert len(said) == 1
     assert "fused loss" not in said[0]
-    assert not any("Megatron" in note for note in ask(replace(asked, framework="terrazzo")).best.warnings)
+    assert not any("Megatron" in note for note in ask(replace(asked, framework="terrazzo")).best.notes)
 
 
 def test_megatrons_buffers_of_whole_gradients_are_there_whatever_the_mesh() -> None:

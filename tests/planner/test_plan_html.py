@@ -93,11 +93,11 @@ def test_what_is_known_against_a_place_is_there_too() -> None:
     data = data_of(page(ask(asked).best, asked, None, lambda setup: estimate(setup)))
     (slider,) = (each for each in data["sliders"] if each["name"].startswith("tokens"))
     longer = [index for index, value in enumerate(slider["values"]) if value > 131_072]
-    beyond = [number for number, text in enumerate(data["objections"]) if "131072 positions" in text]
+    beyond = [number for number, text in enumerate(data["findings"]) if "131072 positions" in text]
     after = [len(each["values"]) for each in data["sliders"][data["sliders"].index(slider) + 1 :]]
     for index, cell in enumerate(data["grid"]):
         at = index // prod(after) % len(slider["values"])
-        assert "problem" in cell or bool(set(beyond) & set(cell["objections"])) == (at in longer)
+        assert "problem" in cell or bool(set(beyond) & set(cell["findings"])) == (at in longer)
 
 
 def test_text_of_a_strangers_config_cannot_end_the_script() -> None:

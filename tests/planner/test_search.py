@@ -284,7 +284,7 @@ def test_only_what_the_engine_runs_is_tried_unless_asked() -> None:
     assert {answer.setup.mesh.tp for answer in more.ranked} >= {2, 4, 8}
     assert {answer.setup.mesh.pp for answer in more.ranked} >= {2, 4}
     planned = next(answer for answer in more.ranked if answer.setup.mesh.pp > 1)
-    assert any("Pipelines have run on CPUs alone" in warning for warning in planned.warnings)
+    assert any("Pipelines have run on CPUs alone" in str(finding) for finding in planned.findings)
 
 
 def test_long_sequences_try_context_parallelism_and_experts_expert_parallelism() -> None:
@@ -552,13 +552,13 @@ def test_an_option_about_an_axis_that_has_one_rank_is_refused(option: dict[str, 
 def test_what_was_assumed_is_said() -> None:
     answer = plan("llama3-8b", 16, strategy="zero1", pp=2)
     assert isinstance(answer, Estimate)
-    text = " ".join(answer.warnings)
+    text = " ".join(answer.notes)
     assert "No GPU was named: H100" in text
     assert "No sequence length was given: 4096" in text
     assert "16 micro-batches per step, 8 for each of 2 pipeline stages" in text
     said = plan("llama3-8b", 16, strategy="zero1", pp=2, gpu="h100", sequence=4096, micro_batches=4)
     assert isinstance(said, Estimate)
-    assert not any("was given" in warning or "was named" in warning for warning in said.warnings)
+    assert not any("was given" in warning or "was named" in warning for warning in said.notes)
 
 
 def test_a_bare_number_of_parameters_has_states_and_no_time() -> None:

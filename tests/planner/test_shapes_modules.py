@@ -283,8 +283,8 @@ def test_a_module_that_cannot_be_read_is_not_said_to_fit_without_a_word() -> Non
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     found = tz.plan(model, gpus=2, gpu="h100-sxm", strategy="zero3", sequence=128)
     assert isinstance(found, Estimate)
-    assert any("activations and logits are not counted" in warning for warning in found.warnings)
+    assert any("activations and logits are not counted" in warning for warning in found.notes)
     searched = tz.plan(model, gpus=2, gpu="h100-sxm", sequence=128)
     assert isinstance(searched, Frontier)
     assert searched.best
-    assert any("activations and logits are not counted" in warning for warning in searched.best.warnings)
+    assert any("activations and logits are not counted" in warning for warning in searched.best.notes)

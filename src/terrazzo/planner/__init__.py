@@ -33,7 +33,7 @@ A question on its way, `terrazzo plan --model llama3-8b --gpus 8`:
     ask             a strategy and a number of devices: one estimate; else a search     api
     search          candidates for all that is open                                     choice.search
       build_setup   each as a `Setup`, with a value for everything                      setup.request
-      assemble      its memory, traffic, time and objections: an `Estimate`             assemble, estimates
+      assemble      its memory, traffic, time and findings: an `Estimate`             assemble, estimates
     Answer          the best, the others, and what was refused: text, JSON, pictures    report.answer
 
 Open to other packages:
@@ -58,8 +58,8 @@ from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.estimates import Edit, Estimate
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
-from terrazzo.planner.gate.gate import objections, runnable
-from terrazzo.planner.gate.rule import Objection
+from terrazzo.planner.gate.gate import findings, runnable
+from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
@@ -78,7 +78,7 @@ __all__ = [
     "MemoryFigures",
     "Mesh",
     "ModelShape",
-    "Objection",
+    "PlanFinding",
     "Request",
     "Setup",
     "Sizing",
@@ -89,9 +89,9 @@ __all__ = [
     "compare",
     "device",
     "estimate",
+    "findings",
     "min_gpus",
     "model_shape",
-    "objections",
     "plan",
     "runnable",
     "search",

@@ -17,7 +17,7 @@ from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.estimates import Edit, Estimate
-from terrazzo.planner.gate.gate import objections
+from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.framework import Framework
@@ -38,7 +38,7 @@ OF_AXES = {"context": "cp", "pipeline": "pp", "sequence_parallel": "tp"}
 
 
 def ask(request: Request, *, fewest: bool = False) -> Answer:
-    """What a request takes, with what `terrazzo plan --calibrate` measured on such devices before.
+    """What a request takes; on one number of devices with what `terrazzo plan --calibrate` measured on as many before.
 
     One plan where the strategy and the number of devices are named; else all choices that are open are compared.
 
@@ -62,8 +62,8 @@ def ask(request: Request, *, fewest: bool = False) -> Answer:
 
 def in_framework(answer: Answer, framework: Framework) -> Answer:
     """With what is known in that framework against `best`, which was made for another."""
-    known = objections(replace(answer.best.setup, framework=framework))
-    return replace(answer, best=replace(answer.best, objections=known))
+    known = findings(replace(answer.best.setup, framework=framework))
+    return replace(answer, best=replace(answer.best, findings=known))
 
 
 def compare(request: Request) -> Frontier:
@@ -91,7 +91,7 @@ def plan(
             choices that are open are compared: a `Frontier`.
         options: further fields of `Request`: `gpu`, `sequence`, `micro_batch`, `checkpointing`, `tp`, ...
 
-    What `terrazzo plan --calibrate` measured on such devices before counts.
+    On one number of devices, what `terrazzo plan --calibrate` measured on as many such before counts.
 
     Raises:
         BadInput: unknown options, impossible input, and options that say nothing of what is asked.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.gate.gate import objections
-from terrazzo.planner.gate.rule import Objection
+from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
@@ -25,9 +25,9 @@ def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
     """Memory, traffic and time of one setup, with what the gate knows against it.
 
     Raises:
-        BadInput: a setup that cannot be. What the gate refuses is estimated all the same: see `gate.objections`.
+        BadInput: a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
     """
-    return assemble(setup, memory_under(setup, calibration), calibration, objections(setup))
+    return assemble(setup, memory_under(setup, calibration), calibration, findings(setup))
 
 
 def memory_under(setup: Setup, calibration: Calibration | None) -> MemoryFigures:
@@ -38,7 +38,7 @@ def memory_under(setup: Setup, calibration: Calibration | None) -> MemoryFigures
 
 
 def assemble(
-    setup: Setup, memory: MemoryFigures, calibration: Calibration | None, known: tuple[Objection, ...]
+    setup: Setup, memory: MemoryFigures, calibration: Calibration | None, known: tuple[PlanFinding, ...]
 ) -> Estimate:
     """Traffic and time of a checked setup beside its memory and what is `known` against it."""
     traffic = traffic_of(setup)

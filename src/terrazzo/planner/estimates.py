@@ -1,4 +1,4 @@
-"""What is said of one setup: memory, traffic, time and objections, and how they read."""
+"""What is said of one setup: memory, traffic, time and findings, and how they read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
-from terrazzo.planner.gate.rule import Objection
+from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
 from terrazzo.planner.text.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
@@ -23,7 +23,7 @@ class Estimate:
 
     Attributes:
         time: None with `no_time` saying why, where nothing can be said.
-        objections: what is known against the setup in the framework that is to run it, by default Terrazzo.
+        findings: what is known against the setup in the framework that is to run it, by default Terrazzo.
         notes: what was assumed, what the figures leave out, and what they count of frozen parts.
         edits: of what does not fit, the nearest changes with which it does, if they were looked for.
     """
@@ -33,14 +33,9 @@ class Estimate:
     traffic: TrafficFigures
     time: TimeFigures | None = None
     no_time: str = ""
-    objections: tuple[Objection, ...] = ()
+    findings: tuple[PlanFinding, ...] = ()
     notes: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Notes and objections in words."""
-        return (*self.notes, *map(str, self.objections))
 
     def __str__(self) -> str:
         """The report that `terrazzo plan` prints."""
@@ -49,8 +44,8 @@ class Estimate:
     def blocks(self) -> list[TextBlock]:
         """The whole of it: what cannot run, or not yet, stands above everything."""
         above = {"refuse": "bold red", "planned": "bold yellow"}
-        halting = [one for severity in above for one in self.objections if one.severity == severity]
-        others = [one for one in self.objections if one.severity not in above]
+        halting = [one for severity in above for one in self.findings if one.severity == severity]
+        others = [one for one in self.findings if one.severity not in above]
         blocks: list[TextBlock] = [
             TextLine(f"{SEVERITIES[one.severity]}: {one}", above[one.severity]) for one in halting
         ]

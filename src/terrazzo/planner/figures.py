@@ -137,7 +137,7 @@ class Sent(Term):
 
     Attributes:
         links: bytes by link.
-        purpose: what needs it, as of a `Transfer` (`terrazzo.planner.machine.network`).
+        purpose: what needs it, as of a `UnitTransfer` (`terrazzo.planner.machine.network`).
     """
 
     links: Mapping[str, float] = field(default_factory=dict)

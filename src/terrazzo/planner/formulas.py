@@ -11,7 +11,7 @@ __all__ = ["Formula", "Term"]
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula as text. The names in it are the keys of a term's inputs."""
+    """A formula as text. Where a name in it is a key of the term's inputs, it is that input."""
 
     text: str
     source: str

@@ -101,7 +101,7 @@ def _first(changes: Iterator[tuple[str, T]], misfit: Estimate, estimate: Callabl
             other = estimate(changed)
         except BadInput:  # such as a batch that does not factor on so many ranks
             continue
-        if not other.memory.fits or any(each.severity == "refuse" for each in other.objections):
+        if not other.memory.fits or any(each.severity == "refuse" for each in other.findings):
             continue
         edit = Edit(options, other, cost_of(other, misfit))
         if other.memory.fits_surely:

@@ -15,7 +15,7 @@ from torch import nn
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
-from terrazzo.planner.gate.gate import objections
+from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.request import ModelSource
@@ -100,7 +100,7 @@ def _check_runnable(setup: Setup) -> None:
             "This is what Megatron-core takes, and `terrazzo train` runs it otherwise. Leave --framework megatron out."
         )
     here = replace(setup, framework=TERRAZZO)
-    if blocking := [each for each in objections(here) if each.severity != "warn"]:
+    if blocking := [each for each in findings(here) if each.severity != "warn"]:
         raise BadInput(f"This plan is planned, not runnable yet: {' '.join(map(str, blocking))}")
     if setup.freeze:
         raise BadInput(

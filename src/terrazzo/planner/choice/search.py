@@ -23,8 +23,8 @@ from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.choice.ranking import pareto, rank_key, simplest_first, tokens_per_s
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.gate.gate import objections
-from terrazzo.planner.gate.rule import Objection
+from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.setup.checks import check
@@ -67,7 +67,7 @@ def _estimated(miss: Refusal | None, calibration: Calibration | None) -> Estimat
     """All that is said of a setup that memory refused."""
     if miss is None or miss.setup is None or miss.memory is None:
         return None
-    return assemble(miss.setup, miss.memory, calibration, objections(miss.setup))
+    return assemble(miss.setup, miss.memory, calibration, findings(miss.setup))
 
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class _Tried:
             return self._refuse(choice, str(error), untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
-            if reason := _refusal(objections(leanest)):  # then it is not what comes nearest
+            if reason := _refusal(findings(leanest)):  # then it is not what comes nearest
                 return self._refuse(choice, reason, untried)
             reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             return self._refuse(choice, reason, untried, leanest)
@@ -165,7 +165,7 @@ class _Tried:
             except BadInput as error:
                 self._refuse(choice, str(error), 0)
                 continue
-            known = objections(setup)
+            known = findings(setup)
             if reason := _refusal(known):
                 self._refuse(choice, reason, 0)
                 continue
@@ -209,7 +209,7 @@ class _Tried:
         self.refusals[strategy, choice.gpus] = refusal
 
 
-def _refusal(known: Sequence[Objection]) -> str:
+def _refusal(known: Sequence[PlanFinding]) -> str:
     return next((str(each) for each in known if each.severity == "refuse"), "")
 
 

@@ -142,7 +142,7 @@ ENGINE_RULES = (
         applies=lambda setup: setup.mesh.pp > 1 and setup.cluster.device.kind != "cpu",
         reason=lambda it: f"Pipelines have run on CPUs alone yet (pp {it.pp}).",
         alternative="Plan with it, but run with pp 1.",
-        source="terrazzo.engine.plan.place",
+        source="terrazzo.parallel.pipeline",
     ),
     Rule(
         name="stages without a micro-batch",
@@ -271,7 +271,7 @@ ENGINE_RULES = (
         applies=lambda setup: setup.loss == "fused",
         reason="`terrazzo train` takes torch's cross_entropy, which is not fused.",
         alternative="Plan with loss full, or use a fused loss in a loop of your own.",
-        source="terrazzo.train.loop",
+        source="terrazzo.train.model.head_loss",
     ),
     Rule(
         name="attention that keeps its scores",

@@ -6,23 +6,23 @@ from dataclasses import replace
 
 from terrazzo.planner.gate.engine_rules import ENGINE_RULES
 from terrazzo.planner.gate.peer_rules import PEER_RULES
-from terrazzo.planner.gate.rule import Objection
+from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.gate.rules import RULES
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["ALL_RULES", "objections", "runnable"]
+__all__ = ["ALL_RULES", "findings", "runnable"]
 
 ALL_RULES = RULES + ENGINE_RULES + PEER_RULES
 
 
-def objections(setup: Setup) -> tuple[Objection, ...]:
+def findings(setup: Setup) -> tuple[PlanFinding, ...]:
     """What is known against a setup in the framework that runs it: refusals first, then warnings."""
-    raised = [objection for rule in ALL_RULES if (objection := rule.objection(setup)) is not None]
-    return tuple(sorted(raised, key=lambda objection: ("refuse", "planned", "warn").index(objection.severity)))
+    raised = [finding for rule in ALL_RULES if (finding := rule.finding(setup)) is not None]
+    return tuple(sorted(raised, key=lambda finding: ("refuse", "planned", "warn").index(finding.severity)))
 
 
 def runnable(setup: Setup) -> bool:
     """Whether nothing but warnings speaks against running a setup with this version of Terrazzo."""
     here = setup if setup.framework.name == TERRAZZO.name else replace(setup, framework=TERRAZZO)
-    return all(objection.severity == "warn" for objection in objections(here))
+    return all(finding.severity == "warn" for finding in findings(here))

@@ -9,7 +9,7 @@ from typing import Literal
 from terrazzo.planner.gate.facts import Facts
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Objection", "Rule", "Sentence", "as_text"]
+__all__ = ["PlanFinding", "Rule", "Sentence", "as_text"]
 
 Severity = Literal["refuse", "planned", "warn"]
 """`refuse`: it fails, or trains something else. `planned`: sound, but this version of Terrazzo cannot run it yet.
@@ -25,7 +25,7 @@ def as_text(sentence: Sentence, facts: Facts) -> str:
 
 
 @dataclass(frozen=True)
-class Objection:
+class PlanFinding:
     """What is wrong with a combination, and what to do instead."""
 
     rule: str
@@ -58,11 +58,11 @@ class Rule:
     alternative: Sentence
     source: str
 
-    def objection(self, setup: Setup) -> Objection | None:
+    def finding(self, setup: Setup) -> PlanFinding | None:
         """What the rule says of a setup in its framework, or None where it does not apply."""
         if (self.scope and setup.framework.name not in self.scope) or not self.applies(setup):
             return None
         facts = Facts(setup)
-        return Objection(
+        return PlanFinding(
             self.name, self.severity, as_text(self.reason, facts), as_text(self.alternative, facts), self.source
         )

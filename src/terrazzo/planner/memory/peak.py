@@ -66,7 +66,7 @@ MOST_KEPT = 2**31
 
 def memory_of(setup: Setup) -> MemoryFigures:
     """The memory of the fullest rank of `setup`, in bytes, at the fullest moment of a step."""
-    stand = stand_ins(setup, 1)
+    stand = stand_ins(setup, 1)  # the second without the embeddings, which the first would count for all behind it
     stages = {stage: stage_terms(setup, stage) for stage in sorted(set(stand))}
     totals = {stage: sum(term.value for term in terms) for stage, (terms, _) in stages.items()}
     fullest = max(totals, key=lambda stage: totals[stage])

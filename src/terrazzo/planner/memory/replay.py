@@ -69,7 +69,7 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Trace
 
     Args:
         trace: of one micro-batch, its units in the order of `setup.model`.
-        update_bytes: what the optimizer needs while it steps, see `optimizer_temporaries`.
+        update_bytes: what the optimizer needs while it steps.
     """
     units = planned_units(setup)
     states, grads = _states([bucket for unit in units for bucket in unit])

@@ -207,7 +207,7 @@ PRESETS: Mapping[str, PresetConfig] = {
     "gpt3-1.3b": _gpt2(2048, 24, 16, n_positions=2048),
     "gpt3-2.7b": _gpt2(2560, 32, 32, n_positions=2048),
     "gpt3-6.7b": _gpt2(4096, 32, 32, n_positions=2048),
-    "gpt3-13b": _gpt2(5120, 40, 40, n_positions=2048),
+    "gpt3-13b": _gpt2(5120, 40, 40, n_positions=2048),  # the paper prints 5140, which 40 heads do not make
     "gpt3-175b": _gpt2(12288, 96, 96, n_positions=2048),
     "pythia-160m": _neox(768, 12, 12, 50304),
     "pythia-1.4b": _neox(2048, 24, 16, 50304),

@@ -42,7 +42,7 @@ def report_of(estimate: Estimate) -> PlanReport:
         warnings=estimate.notes,
         blocker=blocker(memory),
         edits=tuple(EditRow.of(edit, plan=frontier_row(edit.estimate)) for edit in estimate.edits),
-        findings=tuple(map(FindingReport.of, estimate.objections)),
+        findings=tuple(map(FindingReport.of, estimate.findings)),
     )
 
 

@@ -91,7 +91,7 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
         "tokens": count_text(TOKENS_PER_PARAMETER * setup.model.numel).replace(" ", ""),
         "price": request.price_per_hour,
     }
-    _number_objections(document)
+    _number_findings(document)
     data = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = files("terrazzo.planner.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
     return template.replace(PLACE, data)
@@ -176,19 +176,19 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
         "gpus": setup.cluster.count,
         "batch": setup.global_batch,
         "tokens": setup.global_batch * setup.sequence,
-        "objections": [*map(str, estimate.objections)],
+        "findings": [*map(str, estimate.findings)],
     }
 
 
-def _number_objections(document: dict[str, Any]) -> None:
-    """Have each objection once, and its number where it is raised: hundreds of places on sliders share a few."""
+def _number_findings(document: dict[str, Any]) -> None:
+    """Have each finding once, and its number where it is raised: hundreds of places on sliders share a few."""
     figures = [*document["grid"], *document["plans"], *(edit[1] for edit in document["edits"])]
-    texts = dict.fromkeys(text for each in figures for text in each.get("objections", ()))
-    document["objections"] = list(texts)
+    texts = dict.fromkeys(text for each in figures for text in each.get("findings", ()))
+    document["findings"] = list(texts)
     numbers = {text: number for number, text in enumerate(texts)}
     for each in figures:
-        if "objections" in each:
-            each["objections"] = [numbers[text] for text in each["objections"]]
+        if "findings" in each:
+            each["findings"] = [numbers[text] for text in each["findings"]]
 
 
 def _parts(memory: MemoryFigures) -> list[float]:

@@ -96,7 +96,7 @@ class SetupReport(_Model):
     activation_checkpointing: str = Field(description="none, selective, selective_half, full, or `full, 1 in 2`")
     compile: bool = Field(description="whether blocks are compiled")
     attention: str = Field(description="flash, cudnn, flash3, triton or math")
-    loss: str = Field(description="full, fused or chunked")
+    loss: str = Field(description="full, fused, chunked or parts")
 
 
 class RoomReport(_Model):

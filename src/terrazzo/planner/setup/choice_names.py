@@ -143,10 +143,8 @@ def names_base(name: str) -> bool:
 
 def precision_text(chosen: MatmulPrecision) -> str:
     """A name of `precision` that means this: of those with the fewest keys behind them, the first."""
-    in_fp8 = (chosen.matmul == "fp8", chosen.row_scales)
-    alike = [
-        name for name, preset in PRECISION_PRESETS.items() if (preset.matmul == "fp8", preset.row_scales) == in_fp8
-    ]
+    in_fp8, presets = (chosen.matmul == "fp8", chosen.row_scales), PRECISION_PRESETS.items()
+    alike = [name for name, preset in presets if (preset.matmul == "fp8", preset.row_scales) == in_fp8]
     scales = bool(chosen.states.loss_scaling)
     scaled = [name for name in alike if bool(PRECISION_PRESETS[name].states.loss_scaling) == scales]
     texts = (",".join([name, *_own(chosen.states, PRECISION_PRESETS[name].states)]) for name in scaled or alike)

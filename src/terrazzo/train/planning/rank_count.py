@@ -88,7 +88,7 @@ def _estimated(config: Config, ranks: int, record: Any) -> Estimate:
     if setup.cluster.device.kind == "cpu" and setup.cluster.nodes == 1 and ranks > processors:
         raise BadInput(f"this machine has {counted(processors, 'processor')}, which ranks would have to share.")
     estimated = estimate(setup, record)
-    if problems := [one for one in estimated.objections if one.severity == "refuse"]:
+    if problems := [one for one in estimated.findings if one.severity == "refuse"]:
         raise BadInput(str(problems[0]))
     return estimated
 

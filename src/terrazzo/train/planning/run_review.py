@@ -76,7 +76,7 @@ class RunReview:
             estimated = estimate(setup_of(config, self.ranks))
         except Exception:  # anything: an edit that cannot be judged is not named
             return False
-        return estimated.memory.fits is not False and all(one.severity != "refuse" for one in estimated.objections)
+        return estimated.memory.fits is not False and all(one.severity != "refuse" for one in estimated.findings)
 
     def sizing(self) -> RankCount | None:
         """What half and twice as many ranks would do, by the planner and the run's pace; None for a loop of one's own,

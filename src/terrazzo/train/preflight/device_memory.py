@@ -15,7 +15,7 @@ from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
-from terrazzo.planner import MemoryFigures, Setup, objections
+from terrazzo.planner import MemoryFigures, Setup, findings
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.states import STATE_OF
@@ -51,13 +51,13 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     setup = _setup(config, world_size)
     if setup is None:
         return ["plan: the architecture is not one that the planner knows, so its memory was not checked"]
-    problems = objections(setup)
-    refusal = next((str(objection) for objection in problems if objection.severity != "warn"), None)
+    problems = findings(setup)
+    refusal = next((str(finding) for finding in problems if finding.severity != "warn"), None)
     memory, there = memory_of(setup), available(config, world_size)
     refusal = refusal or _lacks_room(config, setup, memory, there)
     if refusal is not None and not config.launch.ignore_planner:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
-    notes = [str(objection) for objection in problems if objection.severity == "warn" and objection.rule != WEAR]
+    notes = [str(finding) for finding in problems if finding.severity == "warn" and finding.rule != WEAR]
     notes += [*offload_notes(config, memory, world_size), *local_room(config, setup, world_size)]
     if config.cuts_attention and config.plan.mesh.cp == 1 and config.model.attention.window is None:
         mask_bytes = config.batch.micro_batch * config.batch.sequence_length**2
