@@ -82,7 +82,7 @@ def test_a_smaller_micro_batch_and_offload_are_among_the_edits() -> None:
     ("case", "said"),
     [
         ("activations", "in the way: activations, "),
-        ("states", "which has 79.1 GiB: 32.9 GiB weights, 65.7 GiB optimizer moments, 31.1 GiB gradients"),
+        ("states", "which has 79.1 GiB: 32.9 GiB weights, 31.1 GiB gradients, 65.7 GiB optimizer moments"),
         ("host memory", "in the way: optimizer moments of its 8 ranks, 525.7 GiB on each host's memory, which has"),
     ],
 )

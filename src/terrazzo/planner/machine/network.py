@@ -139,7 +139,7 @@ class Network:
     def routed(self, move: UnitTransfer) -> UnitTransfer:
         """A collective with the link that its group crosses."""
         assert move.group is not None
-        return move._replace(link=self.link(move.group))
+        return UnitTransfer(*move[:-1], self.link(move.group))
 
     def bandwidth(self, group: RankGroup) -> float | None:
         """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.

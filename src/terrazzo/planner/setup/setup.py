@@ -105,7 +105,7 @@ class Setup:
         """Whether micro-batches only add up on each rank: asked for, gradients are not split, or in stages."""
         return self.accumulate_locally or self.staged or not self.plan.grad.among(self.axis_sizes)
 
-    @property
+    @cached_property
     def as_megatron(self) -> bool:
         """Whether Megatron-core runs it, as published runs had it: its stages, axes, and buffers of whole gradients
         that stay allocated (NVIDIA/Megatron-LM param_and_grad_buffer.py).
@@ -130,7 +130,7 @@ class Setup:
         """As requests and configurations name it: `selective`, or `every_2`."""
         return self.checkpointing if self.every == 1 else f"every_{self.every}"
 
-    @property
+    @cached_property
     def checkpointed_share(self) -> float:
         """Of all blocks those that are checkpointed: the first of each `every`, as in the engine."""
         layers = self.model.layers
@@ -145,7 +145,7 @@ class Setup:
             return "fused"
         return "foreach" if self.cluster.device.kind == "cuda" else "loop"
 
-    @property
+    @cached_property
     def whole_experts(self) -> bool:
         """Whether ranks along tp have whole experts, and each its own tokens for them; else a part of each expert.
 
@@ -163,12 +163,12 @@ class Setup:
         """Of one micro-batch on one data rank, before context parallelism cuts the sequence."""
         return self.sequence * self.micro_batch
 
-    @property
+    @cached_property
     def rank_tokens(self) -> int:
         """Of one micro-batch on one rank, whose part of each sequence is one of cp."""
         return -(-self.tokens // self.mesh.cp)
 
-    @property
+    @cached_property
     def residual_bytes(self) -> int:
         """Of the residual stream of one micro-batch on one rank, whole over tp: [rank_tokens, hidden] to compute in."""
         return self.rank_tokens * self.model.hidden * self.precision.compute.itemsize
