@@ -20,8 +20,9 @@ from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.setup.request import Request, build_setup, counts_of
-from terrazzo.planner.setup.setup import Checkpointing, Setup
+from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
+from terrazzo.words import CheckpointMode
 
 __all__ = ["Check", "Verdict", "checks", "feasibility"]
 
@@ -128,7 +129,7 @@ def _activations() -> Iterator[Check]:
 def _megatron(row: dict[str, str]) -> Setup:
     layers, hidden, heads = int(row["layers"]), int(row["hidden"]), int(row["heads"])
     sizes = Sizes(row["model"], layers, hidden, 4 * hidden, heads, heads, 51200, learned=2048, dropout=True)
-    mode: Checkpointing = "none" if row["ac"] == "none" else "selective"
+    mode: CheckpointMode = "none" if row["ac"] == "none" else "selective"
     return Setup(
         model=transformer(sizes),
         cluster=Cluster(device("A100-SXM4-80GB"), int(row["n_gpus"])),

@@ -50,7 +50,7 @@ def head_activations(setup: Setup) -> HeadActivations:
     """What lies between the last block and the gradient of the logits."""
     tokens, item = setup.rank_tokens, setup.precision.compute.itemsize
     parts = 1 if setup.puts_logits_together else setup.mesh.tp
-    inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)
+    inputs = float(tokens * setup.model.hidden * (FP32_BYTES + 2 * item))
     if setup.loss == "chunked":
         return _chunked(setup, tokens, inputs, parts)
     logits = tokens * setup.model.logits / parts
