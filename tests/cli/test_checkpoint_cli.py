@@ -556,7 +556,7 @@ def test_a_hugging_face_runs_model_folder_is_the_reference(tmp_path: Path) -> No
     settings = {"model": {"kind": "huggingface", "path": str(folder)}}
     saved_by_a_run(tmp_path / "step-00000001", nn.Linear(4, 2), settings)
     missing = refusal("convert", tmp_path / "step-00000001", tmp_path / "hf", "--to", "hf")
-    assert f"'{folder}/config.json' cannot be read" in missing
+    assert f"The model folder '{folder}' has no readable config.json" in missing
     assert "Or give --reference FOLDER" in missing
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "linear"}')
@@ -573,7 +573,7 @@ def test_what_cannot_be_converted_is_refused_before_any_work(saved: Path, torch_
         ([tmp_path / "nothing", tmp_path / "there", "--to", "terrazzo"], "exists already"),
         ([tmp_path / "nothing", out, "--to", "dcp"], "There is no checkpoint"),
         ([source, out, "--to", "hf"], "give --reference FOLDER"),
-        ([source, out, "--to", "hf", "--reference", tmp_path], "config.json' cannot be read"),
+        ([source, out, "--to", "hf", "--reference", tmp_path], "has no readable config.json"),
         ([source, out, "--to", "dcp", "--dtype", "bf16"], "--dtype is for --to hf"),
         ([source, out, "--to", "hf", "--dtype", "bf17"], "there are: fp32, bf16, fp16"),
         ([source, out, "--to", "hf", "--max-shard-size", "5XB"], "such as 500MB"),

@@ -52,12 +52,18 @@ __all__ = [
     "blocks_of",
     "head",
     "index_space",
+    "is_crowded",
 ]
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 VERSION = 3
 BLOCK_BYTES = 4 << 20  # what one digest covers: small enough to read one for a few elements, and to stay in a cache
 MAX_MANIFEST_BYTES = 1 << 28  # a block has 36 of them, so these are for 30 TB of state
+
+# A manifest is mostly names and digests: what holds more values or containers than this beside them is none, and would
+# take fifty times its size in memory.
+_BYTES_PER_VALUE, _SPARE_VALUES = 8, 1 << 20
+_BYTES_PER_CONTAINER, _SPARE_CONTAINERS = 16, 1 << 18
 
 # By the name that torch has for them, the name that safetensors has.
 DTYPES = {
@@ -207,6 +213,15 @@ _version = cache(metadata.version)  # it reads a file, and the run waits for its
 def index_space(shape: Sequence[int], numel: int) -> tuple[int, ...]:
     """What the tiles of a state of `numel` elements are parts of: its tensor's shape where it has as many, else 1-D."""
     return tuple(shape) if math.prod(shape) == numel else (numel,)
+
+
+def is_crowded(data: bytes) -> bool:
+    """Whether JSON holds more values or containers for its size than a manifest may."""
+    containers = data.count(b"[") + data.count(b"{")
+    return (
+        containers > _SPARE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        or containers + data.count(b",") > _SPARE_VALUES + len(data) // _BYTES_PER_VALUE
+    )
 
 
 def blocks_of(count_bytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:

@@ -28,17 +28,13 @@ from terrazzo.checkpoint.format.manifest import (
     Tensor,
     Tile,
     index_space,
+    is_crowded,
 )
 from terrazzo.checkpoint.format.tiling import tiling_problem
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["is_crowded", "named_tiles", "parse_manifest", "rectangle_of"]
-
-# A manifest is mostly names and digests: what holds more values or containers than this beside them is none, and would
-# take fifty times its size in memory.
-_BYTES_PER_VALUE, _SPARE_VALUES = 8, 1 << 20
-_BYTES_PER_CONTAINER, _SPARE_CONTAINERS = 16, 1 << 18
+__all__ = ["named_tiles", "parse_manifest", "rectangle_of"]
 
 _READ = (2, VERSION)
 
@@ -106,15 +102,6 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if problem := next(_problems(manifest), None):
         raise Damaged(f"The checkpoint manifest '{where}' contradicts itself: {problem}.")
     return manifest
-
-
-def is_crowded(data: bytes) -> bool:
-    """Whether JSON holds more values or containers for its size than a manifest may."""
-    containers = data.count(b"[") + data.count(b"{")
-    return (
-        containers > _SPARE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
-        or containers + data.count(b",") > _SPARE_VALUES + len(data) // _BYTES_PER_VALUE
-    )
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

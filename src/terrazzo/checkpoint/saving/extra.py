@@ -7,8 +7,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES
-from terrazzo.checkpoint.format.parse import is_crowded
+from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES, is_crowded
 from terrazzo.errors import BadInput, RanksApart, listed
 from terrazzo.exchange import gather_json
 

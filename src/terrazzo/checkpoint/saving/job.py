@@ -12,9 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES, Extent, File, Manifest, State, Tile, index_space
+from terrazzo.checkpoint.format.manifest import (
+    MAX_MANIFEST_BYTES,
+    Extent,
+    File,
+    Manifest,
+    State,
+    Tile,
+    index_space,
+    is_crowded,
+)
 from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
-from terrazzo.checkpoint.format.parse import is_crowded
 from terrazzo.checkpoint.format.rank_layout import FileEntry, rank_file_name
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.storage.places import open_store
