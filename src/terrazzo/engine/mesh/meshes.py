@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +30,7 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
         sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of one replica of a stage,
             `dp_shard` × `cp` × `tp`, share experts, whatever else they do.
     """
-    known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
+    known = _known_meshes(len(sizes) > 1) if dist.is_initialized() else {}
     key = (kind, *sizes.items())
     if (mesh := known.get(key)) is None:
         own = {axis: size for axis, size in sizes.items() if axis != "ep"}
@@ -42,7 +42,20 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
     return mesh
 
 
-_MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+_Meshes = MutableMapping[tuple[Any, ...], DeviceMesh]
+_MESHES: weakref.WeakKeyDictionary[Any, dict[bool, _Meshes]] = weakref.WeakKeyDictionary()
+
+
+def _known_meshes(has_groups: bool) -> _Meshes:
+    """Those of the default group, by kind of device and sizes.
+
+    One of several axes has process groups of its own, which stay as long as the default group does. One of a single axis
+    has that group itself, and would keep it: it is known as long as somebody has it.
+    """
+    known = _MESHES.setdefault(dist.group.WORLD, {False: weakref.WeakValueDictionary(), True: {}})
+    return known[has_groups]
+
+
 _EXPERT_MESH = Mark[DeviceMesh]("terrazzo_expert_mesh")
 
 
