@@ -82,3 +82,21 @@ def test_rows_given_by_name_in_a_mapping_of_ones_own_are_told_apart():
 
     first, second = run_in_threads(2, body, timeout_s=10.0)
     assert first == second
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_differs_in_one_stage_is_refused_in_all(stage: int) -> None:
+    """Else the others would wait for those that have raised."""
+
+    def body(rank: int) -> str:
+        mesh = tz.mesh(pp=2, dp_shard=2, device="cpu")
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        own = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        own[0].requires_grad_(rank != 2 * stage)
+        with pytest.raises(tz.BadInput, match="told different things") as raised:
+            tz.shard(model, None, "zero3", mesh=mesh)
+        return str(raised.value)
+
+    said = run_in_threads(4, body, timeout_s=10.0)
+    assert ["another stage" in text for text in said] == [rank // 2 != stage for rank in range(4)]

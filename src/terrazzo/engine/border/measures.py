@@ -46,7 +46,7 @@ class Spread:
             expression: what this rank measures, as a user writes it.
 
         Raises:
-            RanksApart: on every rank, where another one measures something else.
+            RanksApart: on every rank that has a part of the tensor, where another one of these measures something else.
         """
         if self.axes.differing({"measure": expression}, self.over):
             raise RanksApart(
@@ -79,7 +79,7 @@ class SplitValues:
         """`reduce` of the values of all parts. Collective.
 
         Raises:
-            RanksApart: on every rank, where another one measures something else.
+            RanksApart: on every rank that has a part of the tensor, where another one of these measures something else.
         """
         self.spread.check(self.expression)
         return self.spread.axes.total(value, self.spread.over, reduce)

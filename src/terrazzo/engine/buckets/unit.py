@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def sharding(self) -> ShardingSpec:
-        """What its buckets follow, as those of all units do."""
+        """Of its first bucket. Precision and the mesh's axes are those of all; a plan may be its own family's."""
         return self.buckets[0].sharding
 
     @property

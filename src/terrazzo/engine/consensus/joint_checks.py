@@ -62,11 +62,19 @@ def check_alike(
         along: the axes whose ranks are compared; by default those that have the same stage of the model.
 
     Raises:
-        BadInput: on every rank, naming the facts that differ.
+        BadInput: on every rank, of every stage, naming the facts that differ where they do.
     """
-    if differing := axes.differing(facts, along):
+    differing = axes.differing(facts, along)
+    apart = torch.tensor([len(differing)], device=HOST)
+    if axes.live(axes.stages):  # else all have been compared
+        axes.maximum(apart, axes.with_stages)
+    if differing:
         mine = "; ".join(f"{key} = {json.dumps(facts[key], sort_keys=True, default=str)[:300]}" for key in differing)
         raise BadInput(
             f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
             f"{fix}"
+        )
+    if apart.item():
+        raise BadInput(
+            f"Ranks with another stage of the model were told different things: their message says what. {fix}"
         )

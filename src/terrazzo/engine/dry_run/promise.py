@@ -14,6 +14,7 @@ from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Promise"]
@@ -24,11 +25,13 @@ class Promise:
     """On this rank, before a step runs: memory, and what is sent.
 
     Attributes:
+        sharding: of the model; a bucket may follow its own family's.
         templates: gives what is kept for a parameter of each param group.
         stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
     """
 
     units: Sequence[Unit]
+    sharding: ShardingSpec
     schedule: Schedule
     templates: Callable[[], Templates]
     offload: Offload
@@ -73,5 +76,5 @@ class Promise:
     def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:
         if micro_batches is None:
             return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes)
-        adds = self.stages is not None or self.units[0].sharding.pass_of(last=False, local=local) is Pass.ADDS
+        adds = self.stages is not None or self.sharding.pass_of(last=False, local=local) is Pass.ADDS
         return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)

@@ -49,8 +49,8 @@ _MESHES: weakref.WeakKeyDictionary[Any, dict[bool, _Meshes]] = weakref.WeakKeyDi
 def _known_meshes(has_groups: bool) -> _Meshes:
     """Those of the default group, by kind of device and sizes.
 
-    One of several axes has process groups of its own, which stay as long as the default group does. One of a single axis
-    has that group itself, and would keep it: it is known as long as somebody has it.
+    One of several axes has process groups of its own, which stay as long as the default group does. One of a single
+    axis has that group itself, and would keep it: it is known as long as somebody has it.
     """
     known = _MESHES.setdefault(dist.group.WORLD, {False: weakref.WeakValueDictionary(), True: {}})
     return known[has_groups]

@@ -93,7 +93,7 @@ class Engine:
         self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
         hooks.recover_with(drivers.recover)
         settings, templates = self.store.settings, lambda: drivers.templates
-        self.promise = Promise(units, schedule, templates, settings, self.stages, self.buffer_bytes)
+        self.promise = Promise(units, self.sharding, schedule, templates, settings, self.stages, self.buffer_bytes)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes)
         if (diloco := self.sharding.diloco) is not None:
             self.outer = OuterSteps(diloco, self.trainable(), self.axes, self.tally)

@@ -60,6 +60,8 @@ class LossScaling:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.interval, int) and isinstance(self.hysteresis, int)):
+            raise BadInput(f"{self} cannot work: interval and hysteresis count steps: give whole numbers.")
         if self.growth < 1 or self.backoff >= 1 or self.interval < 1 or self.hysteresis < 1 or self.minimum <= 0:
             raise BadInput(f"{self} cannot work: give growth, interval, hysteresis >= 1, backoff < 1 and minimum > 0.")
         factors = (self.init, self.growth, self.backoff, self.minimum)

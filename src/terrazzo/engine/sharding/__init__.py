@@ -1,7 +1,7 @@
 """How a model becomes a sharded one: `tz.shard`, and what comes before it.
 
 `tz.shard(model, optimizer, plan)`, from its first call to its last. Up to the line nothing is allocated or changed, and
-`tz.estimate` stops there:
+`engine.estimate` stops there:
 
     prepare                             what is asked for is read, on all ranks or on none      prepare
       _check_model, _read_arguments     the model's kind, units, plan, optimizers               checks, mesh_checks

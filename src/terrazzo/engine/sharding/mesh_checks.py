@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.comm.counts.traffic import Traffic
+from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh
@@ -117,6 +119,28 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
     Raises:
         BadInput: on every rank.
     """
+    all_or_none(axes, functools.partial(_check_known_to_mesh, members, axes))
+    wrong = []
+    for family in (Family.DENSE, Family.EXPERT):
+        cut = [member for member in members if member.family is family]
+        if (along := axes.cut_along(family)) and cut:
+            numels = axes.total(torch.tensor([m.parameter.numel() for m in cut], device=axes.device), along).tolist()
+            halves = zip(cut, numels, strict=True)
+            wrong += [member.name for member, numel in halves if numel != torch.Size(member.shape).numel()]
+    if axes.maximum(torch.tensor([len(wrong)], device=HOST), axes.with_stages).item():
+        raise BadInput(
+            f"{listed(wrong) or 'Parameters of other ranks'}: the ranks along which they are cut do not have the whole "
+            "of it between them. Pass tz.shard the mesh that tz.parallelize was given, and leave parameters "
+            "as it left them."
+        )
+
+
+def _check_known_to_mesh(members: Sequence[Member], axes: Axes) -> None:
+    """Refuse parameters that were cut along axes which the mesh has not, or not cut along those that it has.
+
+    Raises:
+        BadInput: there.
+    """
     shared, has_experts = axes.live(axes.same_data), axes.has_experts
     has_axes = {Family.DENSE: bool(shared), Family.SHARED: bool(shared), Family.EXPERT: has_experts}
     recorded = [member.name for member in members if member.record is not None and not has_axes[member.family]]
@@ -137,18 +161,6 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             f"know {listed(whole)}. Call tz.parallelize(model, mesh, tensor=...) with the whole model before tz.shard, "
             "and what adds parameters before that; or leave the axis out of the mesh."
         )
-    for family in (Family.DENSE, Family.EXPERT):
-        cut = [member for member in members if member.family is family]
-        if not (along := axes.cut_along(family)) or not cut:
-            continue
-        numels = axes.total(torch.tensor([m.parameter.numel() for m in cut], device=axes.device), along).tolist()
-        wrong = [m.name for m, numel in zip(cut, numels, strict=True) if numel != torch.Size(m.shape).numel()]
-        if axes.maximum(torch.tensor([len(wrong)], device=HOST)).item():
-            raise BadInput(
-                f"{listed(wrong) or 'Parameters of other ranks'}: the ranks along {', '.join(along)} do not have the "
-                "whole of it between them. Pass tz.shard the mesh that tz.parallelize was given, and leave parameters "
-                "as it left them."
-            )
 
 
 def check_uncut(model: nn.Module) -> None:

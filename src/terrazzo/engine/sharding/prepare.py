@@ -1,4 +1,4 @@
-"""What `tz.shard` and `tz.estimate` do before anything is allocated or changed: read, check, compare and lay out."""
+"""What `tz.shard` and `engine.estimate` do before anything is allocated or changed: read, check, compare, lay out."""
 
 from __future__ import annotations
 
