@@ -13,6 +13,8 @@ from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.accelerate.dialect import DIALECT
+from terrazzo.dialects.formats.accelerate.launch_environment import launched_document
+from terrazzo.errors import BadInput
 from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
 
@@ -47,6 +49,14 @@ def values(description: Description, section: str, *names: str) -> list[Any]:
 def findings(document: dict[str, Any], level: str = "error") -> dict[str, str]:
     own_findings = DIALECT.findings(document, DIALECT.read(document), NO_CONTEXT)
     return {each.key: each.text for each in own_findings if each.level == level}
+
+
+def test_variables_of_others_are_no_keys_and_bad_values_are_named() -> None:
+    on = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    told = launched_document({**on, "FSDP_DEBUG_LEVEL": "3", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"})
+    assert told["fsdp_config"] == {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "Block"}
+    with pytest.raises(BadInput, match="FSDP_STATE_DICT_TYPE"):
+        launched_document({**on, "FSDP_STATE_DICT_TYPE": "*name"})
 
 
 def test_a_misspelt_word_is_answered_in_the_spelling_of_the_file() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import terrazzo as tz
 from terrazzo.dialects.core.agreement import same_value
 from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext, Writing
@@ -22,7 +24,7 @@ from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
-from terrazzo.dialects.verbs.comments import place, take
+from terrazzo.dialects.verbs.comments import comments_of, insert_comments
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.diff import compare
 from terrazzo.dialects.verbs.emit import to_text
@@ -354,7 +356,7 @@ nested:
 
 
 def test_comments_are_found_at_their_keys() -> None:
-    comments = {key: (comment.above, comment.beside) for key, comment in take(TEXT).items()}
+    comments = {key: (comment.above, comment.beside) for key, comment in comments_of(TEXT).items()}
     assert comments == {
         "": (["the head", "of the file", "the tail"], []),
         "lr": ([], ["the rate"]),
@@ -367,7 +369,7 @@ def test_comments_are_found_at_their_keys() -> None:
 def test_comments_are_placed_and_change_nothing() -> None:
     document = {"lr": 0.1, "clip": "a # b", "nested": {"inner": "one\ntwo # x\n", "other": 1}, "verbose": [1, 2]}
     text = yaml.safe_dump(document, sort_keys=False)
-    placed = place(text, take(TEXT))
+    placed = insert_comments(text, comments_of(TEXT))
     assert yaml.safe_load(placed) == document
     for words in (
         "the head",
@@ -485,6 +487,30 @@ def test_what_is_not_known_has_no_bytes() -> None:
     (cost,) = costs(build("other", {}), (8,))
     assert cost.bytes_per_parameter is None
     assert precisions(build("other", {})).cells() == ["-"] * 7
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD", "SGD")),
+        *((name, {}) for name in ("Adagrad", "RMSprop", "Adafactor", "Muon", "Lion", "AdEMAMix")),
+        *(("SGD", {"momentum": 0.9}), ("RMSprop", {"momentum": 0.9, "centered": True}), ("Adam", {"amsgrad": True})),
+    ],
+)
+def test_moments_are_as_many_as_the_optimizer_keeps(name: str, options: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(5, 4))
+    optimizer = (getattr(torch.optim, name, None) or getattr(tz.optim, name))([weight], lr=0.1, **options)
+    weight.grad = torch.ones(5, 4)
+    optimizer.step()
+    count = sum(state.numel() == 20 for state in optimizer.state[weight].values() if isinstance(state, torch.Tensor))
+    told = {"optimizer.name": Setting(name), "optimizer.options": Setting(options)}
+    (cost,) = costs(foreign("bf16", "bf16", "fp32", **told), (8,))
+    assert cost.bytes_per_parameter == pytest.approx((2 + 4 + 4 + 4 * count) / 8)
+
+
+def test_an_optimizer_that_nobody_knows_has_no_bytes() -> None:
+    (cost,) = costs(foreign("bf16", "bf16", "fp32", **{"optimizer.name": Setting("my.Own")}), (8,))
+    assert cost.bytes_per_parameter is None
 
 
 def test_autocast_is_named_in_the_row() -> None:

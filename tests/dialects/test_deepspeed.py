@@ -297,6 +297,15 @@ def test_buffers_keep_the_dtype_that_they_were_loaded_in() -> None:
         assert DIALECT.read(DIALECT.write(read).document).description.value("precision.buffers") == wanted
 
 
+@pytest.mark.parametrize(("kind", "decay"), [("AdamW", 0.01), ("Adam", 0.01)])
+def test_torchs_adam_has_torchs_defaults(kind: str, decay: float) -> None:
+    params = {"torch_adam": True}
+    description = read({**SIZE, "optimizer": {"type": kind, "params": params}})
+    assert description.value("optimizer.weight_decay") == decay
+    plain = read({**SIZE, "optimizer": {"type": kind, "params": {**params, "adam_w_mode": False}}})
+    assert plain.value("optimizer.weight_decay") == (0.0 if kind == "Adam" else decay)
+
+
 # What DeepSpeed's other classes take where the file is silent.
 @pytest.mark.parametrize(
     ("kind", "lr", "betas", "eps"),

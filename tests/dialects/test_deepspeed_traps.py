@@ -34,7 +34,7 @@ def findings(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> 
     return {each.key: each.level for each in DIALECT.findings(document, DIALECT.read(document, context), context)}
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage: int | str, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **more}}
 
 
@@ -250,6 +250,9 @@ def test_what_zeropp_sends_is_sent_at_stage_3_and_elsewhere_kept_aside() -> None
     ("document", "key"),
     [
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"bf16": {"enabled": "true"}, "fp16": {"enabled": "True"}}, "fp16.enabled"),
+        (zero("3") | {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        (zero(2) | {"pipeline": {"stages": "4"}}, "pipeline.stages"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads"),
         (zero(3) | {"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         (zero(2) | {"pipeline": {"stages": 4}}, "pipeline.stages"),

@@ -206,6 +206,13 @@ def test_findings(document: dict[str, Any], key: str, level: str) -> None:
     assert findings_by_key("lightning", document)[key].level == level
 
 
+@pytest.mark.parametrize("seed", [True, False])
+def test_a_seed_that_is_drawn_is_none(seed: bool) -> None:
+    found = described("lightning", {"strategy": "ddp", "seed_everything": seed, "max_steps": 100})
+    assert not found["training.seed"].is_set
+    assert found.value("schedule.total_steps") == 100
+
+
 def test_clipping_under_fsdp_is_refused_not_dropped() -> None:
     conversion = converted("trainer", "lightning", {"output_dir": "x", "fsdp": True, "max_grad_norm": 0.5})
     (verdict,) = [each for each in conversion.verdicts if each.key == "max_grad_norm"]

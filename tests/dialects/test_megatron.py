@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from terrazzo.config import config_from_dict
+from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.formats.megatron.keys import KEYS, REMOVED, canonical
+from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import understand
 from terrazzo.documents import write_arguments
 from terrazzo.engine import LossScaling
@@ -207,6 +209,32 @@ def test_lengths_in_sequences_are_steps_of_the_batch() -> None:
     assert (description.value("schedule.total_steps"), description.value("schedule.warmup_steps")) == (100, 10)
     assert verdicts("megatron", {"train-samples": 6400})["train-samples"].kind == "applied"
     assert converted("megatron", "terrazzo", {"train-samples": 6400}).verdicts[0].kind == "lossy"
+
+
+def test_lengths_in_sequences_that_are_no_step_are_refused_and_parts_of_one_are_lost() -> None:
+    wsd = {"lr-decay-style": "WSD", "train-iters": 100, "global-batch-size": 64, "lr-wsd-decay-samples": 2}
+    assert described("megatron", wsd).value("schedule.decay_steps") is None
+    assert verdicts("megatron", wsd)["lr-wsd-decay-samples"].kind == "refused"
+    short, odd = ({"train-samples": samples, "global-batch-size": 64} for samples in (63, 6401))
+    assert verdicts("megatron", short)["train-samples"].kind == "refused"
+    assert described("megatron", odd).value("schedule.total_steps") == 100
+    assert verdicts("megatron", odd)["train-samples"].kind == "lossy"
+
+
+@pytest.mark.parametrize(("scale", "mode"), [("original", "shape_scaling"), ("match_rms_adamw", None)])
+def test_matrices_are_scaled_as_they_were(scale: str, mode: str | None) -> None:
+    document = {"optimizer": {"name": "Muon", "lr": 0.01, "muon": {"adjust_lr": scale, "lr": 0.02}}}
+    written = converted("terrazzo", "megatron", document)
+    assert written.document.get("muon-scale-mode") == mode
+    assert converted("megatron", "terrazzo", written.document).document["optimizer"]["muon"]["adjust_lr"] == scale
+
+
+def test_a_way_of_scaling_that_megatron_has_not_is_named() -> None:
+    description = build(
+        "other", {"optimizer.name": Setting("Muon"), "optimizer.options": Setting({"muon.adjust_lr": "x"})}
+    )
+    outcomes = {verdict.key: verdict for verdict in dialect("megatron").write(description).verdicts}
+    assert outcomes["optimizer.options"].kind == "lossy" and "scaled by x" in outcomes["optimizer.options"].why
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.key_verdict import VerdictKind
+from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.registry import dialect
 
@@ -45,6 +46,13 @@ def test_values_are_parsed_and_under_todays_spelling() -> None:
         "steps_per_print": 5,
         "communication_data_type": None,
     }
+
+
+def test_a_key_that_has_become_a_setting_stays_one_that_tunes() -> None:
+    reader = Reader({"key": 1}, "a library")
+    reader.verdicts["key"] = KeyVerdict("key", 1, "defaulted", tuning=True)
+    reading = reader.finish("terrazzo", {"training.seed": Setting(1, "file", "key")})
+    assert reading.verdicts == (KeyVerdict("key", 1, "defaulted", "training.seed", tuning=True),)
 
 
 def test_a_wrong_value_is_refused_though_its_key_is_kept() -> None:

@@ -15,8 +15,9 @@ from terrazzo.dialects.core.description import Description, Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
-from terrazzo.dialects.verbs.understand import read_document
-from terrazzo.documents import load
+from terrazzo.dialects.verbs.check import check
+from terrazzo.dialects.verbs.understand import Understood, read_document
+from terrazzo.documents import Loaded, load
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput
@@ -449,9 +450,12 @@ def test_a_plan_of_places_needs_all_four_and_no_name() -> None:
 
 def test_tiers_without_a_folder_and_rows_that_do_not_nest_are_found() -> None:
     document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}, "offload": {"optim": "nvme"}}
-    texts = {finding.key: finding.text for finding in OURS.findings(document, OURS.read(document), ReadingContext())}
-    assert "prefix" in texts["plan"]
-    assert "folder" in texts["offload.path"]
+    read = Understood(
+        Loaded(Path("x.yaml"), document, "", "yaml"), OURS, read_document(OURS, document), ReadingContext()
+    )
+    texts = [(finding.key, finding.text) for finding in check(read)]
+    assert [key for key, _ in texts] == ["plan.weight", "offload.path"]
+    assert "prefix" in texts[0][1] and "folder" in texts[1][1]
 
 
 @pytest.mark.parametrize("value", [["cpu", "nvme"], True, 2])

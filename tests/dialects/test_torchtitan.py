@@ -155,6 +155,46 @@ def test_a_degree_that_is_written_as_text_is_that_degree() -> None:
     assert findings_by_key("torchtitan", document) == {}
 
 
+def test_a_decay_of_no_step_is_none() -> None:
+    document = {"training": {"steps": 10}, "lr_scheduler": {"decay_ratio": 0.01}}
+    found = described("torchtitan", document)
+    assert (found.value("schedule.name"), found.value("schedule.decay_steps")) == ("constant", None)
+    assert converted("torchtitan", "torchtitan", document).document == document
+
+
+@pytest.mark.parametrize(("local", "part"), [(8, 16), (10, 4)])
+def test_a_local_batch_that_is_not_whole_parts_is_refused(local: int, part: int) -> None:
+    document = {
+        "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": part},
+        "training": {"local_batch_size": local},
+    }
+    assert verdicts("torchtitan", document)["training.local_batch_size"].kind == "refused"
+    assert described("torchtitan", document).value("batch.accumulation") is None
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(None, "applied"), ("match_rms_adamw", "applied"), ("other", "refused")])
+def test_ways_of_scaling_matrices(scale: str | None, kind: str) -> None:
+    groups = [
+        {"pattern": "x", "optimizer_name": "DistMuon", "optimizer_kwargs": {"adjust_lr_fn": scale}},
+        {"pattern": ".*", "optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 1e-3}},
+    ]
+    document = {"optimizer": {"param_groups": groups}}
+    assert verdicts("torchtitan", document)["optimizer.param_groups"].kind == kind
+    wanted = scale if kind == "applied" and scale else "original"
+    assert described("torchtitan", document).value("optimizer.options")["muon.adjust_lr"] == wanted
+
+
+def test_a_recipe_that_is_no_word_is_refused() -> None:
+    document = {"float8": {"recipe_name": ["rowwise"]}}
+    assert verdicts("torchtitan", document)["float8.recipe_name"].kind == "refused"
+
+
+@pytest.mark.parametrize(("off", "found"), [("false", True), ("true", False), (True, False)])
+def test_switches_written_as_text_are_found(off: Any, found: bool) -> None:
+    document = {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"disable_cuda_graphs": off}}
+    assert bool(findings_by_key("torchtitan", document)) is found
+
+
 def test_stages_run_the_local_batch_in_parts() -> None:
     """`local_batch_size` sequences of a data rank go through the stages as `pipeline_parallel_microbatch_size` each."""
     document = {

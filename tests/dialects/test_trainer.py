@@ -252,10 +252,19 @@ def test_an_optimizer_in_8_bits_is_the_trainers_unless_deepspeed_has_its_own() -
     assert "8 bits" not in verdicts("trainer", document)["optim"].why
 
 
-@pytest.mark.parametrize("target", ["trainer", "accelerate"])
-def test_no_model_is_loaded_in_8_bits_for_its_moments(target: str) -> None:
+@pytest.mark.parametrize(("name", "word"), [("AdamW", "adamw_8bit"), ("Lion", "lion_8bit")])
+def test_moments_in_8_bits_are_another_optimizer(name: str, word: str) -> None:
+    document = {"precision": {"name": "bf16-pure", "moments": "int8"}, "optimizer": {"name": name}}
+    conversion = converted("terrazzo", "trainer", document)
+    assert conversion.document["optim"] == word
+    (moments,) = (each for each in conversion.verdicts if each.key == "precision.moments")
+    assert (moments.kind, moments.target) == ("lossy", "optim")
+
+
+@pytest.mark.parametrize(("target", "name"), [("trainer", "SGD"), ("accelerate", "AdamW")])
+def test_no_model_is_loaded_in_8_bits_for_its_moments(target: str, name: str) -> None:
     precision = {"name": "bf16-pure", "moments": "int8"}
-    outcomes = converted("terrazzo", target, {"precision": precision, "optimizer": {"name": "AdamW"}}).verdicts
+    outcomes = converted("terrazzo", target, {"precision": precision, "optimizer": {"name": name}}).verdicts
     (moments,) = (verdict for verdict in outcomes if verdict.key == "precision.moments")
     assert (moments.kind, moments.why.rpartition(": ")[2]) == ("lossy", "no setting makes it int8")
 

@@ -9,10 +9,9 @@ from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.cli.config.text import STYLES, say_report
 from terrazzo.cli.shared.terminal import say
-from terrazzo.config import config_problems
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.verbs.check import check
-from terrazzo.dialects.verbs.understand import Understood, understand
+from terrazzo.dialects.verbs.understand import understand
 from terrazzo.errors import counted
 
 __all__ = ["check_config"]
@@ -21,23 +20,12 @@ __all__ = ["check_config"]
 def check_config(file: Path, dialect: str | None, options: ContextOptions, as_json: bool) -> int:
     """Find what is wrong with a configuration; the exit code."""
     understood = understand(file, dialect, reading_context(options))
-    findings = [*check(understood), *_trainers_own(understood)]
+    findings = check(understood)
     if as_json:
         say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
     else:
         _say_findings(str(file), understood.dialect.title, findings)
     return 1 if any(finding.level == "error" for finding in findings) else 0
-
-
-def _trainers_own(understood: Understood) -> list[Finding]:
-    """What `terrazzo train` itself says of a file of its own, but for keys that are refused already."""
-    if understood.dialect.name != "terrazzo":
-        return []
-    refused = tuple(verdict.key for verdict in understood.reading.verdicts if verdict.kind == "refused")
-    below = tuple(f"{key}." for key in refused)
-    problems = config_problems(understood.loaded.document)
-    new = [words for key, words in problems if key not in refused and not key.startswith(below)]
-    return [Finding("", "error", f"`terrazzo train`: {words}") for words in new]
 
 
 def _say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:

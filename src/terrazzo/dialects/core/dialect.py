@@ -79,7 +79,7 @@ class Reading:
         description: what it means.
         verdicts: one for every key of the document.
         values: what each key says, by today's spelling and parsed as its row says, such as False for the word "false";
-            None where that is nothing. A key without a row, or that is kept without a look at it, is as it stands.
+            None where that is nothing. A key without a row, or that is kept whatever it is, is as it stands.
     """
 
     description: Description
@@ -108,6 +108,14 @@ class Finding:
     key: str
     level: Literal["error", "warning"]
     text: str
+
+    @classmethod
+    def error(cls, key: str, text: str) -> Finding:
+        return cls(key, "error", text)
+
+    @classmethod
+    def warning(cls, key: str, text: str) -> Finding:
+        return cls(key, "warning", text)
 
 
 class ReadFunction(Protocol):

@@ -101,6 +101,10 @@ class Draft:
             place = place[name]
         return True
 
+    def has_verdict(self, path: str) -> bool:
+        """Whether a setting has its verdict."""
+        return path in self._verdicts
+
     def _mark(self, paths: str | Iterable[str], kind: VerdictKind, key: str, why: str) -> None:
         """The gravest verdict on a setting stands, in whatever order they come; of equal ones the last."""
         for path in [paths] if isinstance(paths, str) else paths:

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import MODEL_AXES, Description
 from terrazzo.engine import PLANS, Plan
+from terrazzo.errors import BadInput
 
-__all__ = ["APART", "TWO_AXES", "data_ranks", "degrees", "ranks_left"]
+__all__ = ["SAME_DATA_AXES", "TWO_AXES", "data_ranks", "degrees", "ranks_left", "row_fault"]
 
 TWO_AXES = tuple(name for name in PLANS if any("S" in place.axes for place in Plan.named(name).places().values()))
 """Rows that need replicas and shards."""
-APART = tuple(axis for axis in MODEL_AXES if axis != "ep")
+SAME_DATA_AXES = tuple(axis for axis in MODEL_AXES if axis != "ep")
 """Axes whose ranks see the same data. Experts are split over data ranks."""
 
 
@@ -43,7 +44,7 @@ def data_ranks(description: Description) -> int | None:
     sizes, world = degrees(description), description.value("mesh.world")
     if sizes["dp_shard"] and sizes["dp_replicate"]:
         return sizes["dp_shard"] * sizes["dp_replicate"]
-    others = math.prod(sizes[axis] or 1 for axis in APART)
+    others = math.prod(sizes[axis] or 1 for axis in SAME_DATA_AXES)
     return None if world is None or world % others else world // others
 
 
@@ -54,3 +55,13 @@ def ranks_left(description: Description, world: int | None, axes: Iterable[str])
     """
     ranks: int | None = description.value("mesh.world") or world
     return None if ranks is None else ranks // math.prod(description.value(f"mesh.{axis}") or 1 for axis in axes)
+
+
+def row_fault(plan: Plan) -> str:
+    """Why no mesh can have a plan's row, whatever its tiers; empty where one can."""
+    rows = {state: ",".join(place.axes) or "-" for state, place in plan.places().items()}
+    try:
+        Plan(**rows).resolve(("dp_replicate", "dp_shard", "cp"))
+    except BadInput as error:
+        return str(error)
+    return ""

@@ -13,6 +13,7 @@ known one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
@@ -128,6 +129,19 @@ class Reader:
         self.mark(key, "applied")
         return Setting(value, "file", key)
 
+    def quotient(self, whole: Setting[Any], part: Setting[Any], *, exact: bool = False) -> Setting[Any]:
+        """How often a part goes into a whole: None, and the whole's key refused, where not once.
+
+        A remainder is dropped: the key is lossy, or with `exact` refused.
+        """
+        count, rest = divmod(whole.value, part.value)
+        if rest and count and not exact:
+            self.mark(whole.key, "lossy", f"{whole.value} is {count} times {part.value}, and a part: {count} is taken")
+        elif rest or not count:
+            self.refuse(whole.key or part.key, f"{whole.value} is no multiple of {part.value}: make it one")
+            return Setting(None, "default", whole.key)
+        return derived(count, whole, part)
+
     # -- verdicts --------------------------------------------------------------------------------------------------
 
     def mark(self, key: str, kind: VerdictKind, why: str = "", target: str = "") -> None:
@@ -169,7 +183,10 @@ class Reader:
         """Keep a key of the document as its row says."""
         row = row_of(self.keys, key)
         if row is not None and row.keep:
-            same = key in self.keys and self.flat[key] == row.default
+            value = row.type.parse(self.flat[key])
+            if value is not MISSING:
+                self._parsed[key] = value
+            same = key in self.keys and self._parsed.get(key, self.flat[key]) in (row.default, row.neutral)
             self.keep(key, row.why or row.meaning, loss="harmless" if same else row.keep)
 
     def unread(self) -> list[str]:
@@ -219,7 +236,7 @@ class Reader:
         for key, targets in paths.items():
             verdict = self.verdicts.get(key)
             if verdict is not None and not verdict.target:
-                self.verdicts[key] = KeyVerdict(key, verdict.value, verdict.kind, ", ".join(targets), verdict.why)
+                self.verdicts[key] = replace(verdict, target=", ".join(targets))
 
 
 def derived(value: Any, *sources: Setting[Any], origin: SettingOrigin = "derived") -> Setting[Any]:

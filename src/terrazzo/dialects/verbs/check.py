@@ -9,10 +9,8 @@ from terrazzo.dialects.core.description import DTYPES, PATHS, Description
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees
+from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees, row_fault
 from terrazzo.dialects.verbs.understand import Understood
-from terrazzo.engine import Plan
-from terrazzo.errors import BadInput
 
 __all__ = ["check"]
 
@@ -28,17 +26,17 @@ def check(understood: Understood) -> list[Finding]:
 def _keys(understood: Understood) -> Iterator[Finding]:
     if understood.loaded.relaxed:
         text = "comments or commas before a closing bracket: DeepSpeed reads them, Hugging Face's loaders do not"
-        yield Finding("", "warning", text)
+        yield Finding.warning("", text)
     open_before: dict[str, str] = {}
     for verdict in understood.reading.verdicts:
         if verdict.kind == "refused":
-            yield Finding(verdict.key, "error", verdict.why)
+            yield Finding.error(verdict.key, verdict.why)
         elif verdict.kind in ("lossy", "renamed") and verdict.why:
-            yield Finding(verdict.key, "warning", verdict.why)
+            yield Finding.warning(verdict.key, verdict.why)
         elif verdict.kind == "defaulted" and _unresolved(understood.description, verdict):
             same = open_before.setdefault(verdict.target, verdict.key)
             text = verdict.why or "its value is not known here"
-            yield Finding(verdict.key, "warning", text if same == verdict.key else f"as {same}: they are one setting")
+            yield Finding.warning(verdict.key, text if same == verdict.key else f"as {same}: they are one setting")
 
 
 def _unresolved(description: Description, verdict: KeyVerdict) -> bool:
@@ -61,7 +59,7 @@ def _world(understood: Understood) -> Iterator[Finding]:
     description, launched = understood.description, understood.context.world
     world, key = description.value("mesh.world"), description["mesh.world"].key or "mesh.world"
     if launched is not None and world is not None and world != launched:
-        yield Finding(key, "error", f"it says {world} ranks, and --world {launched}")
+        yield Finding.error(key, f"it says {world} ranks, and --world {launched}")
     axes = degrees(description)
     known_axes = {axis: degree for axis, degree in axes.items() if description.value(f"mesh.{axis}") is not None}
     wanted = math.prod(degree or 1 for degree in known_axes.values())
@@ -70,9 +68,9 @@ def _world(understood: Understood) -> Iterator[Finding]:
     if world is None:
         return
     if None in axes.values() and world % wanted:
-        yield Finding(keys, "error", f"{product} = {wanted} does not divide the {world} ranks of the world")
+        yield Finding.error(keys, f"{product} = {wanted} does not divide the {world} ranks of the world")
     elif None not in axes.values() and math.prod(degree or 1 for degree in axes.values()) != world:
-        yield Finding(keys, "error", f"{product} = {wanted} ranks, but the world has {world}: they must be equal")
+        yield Finding.error(keys, f"{product} = {wanted} ranks, but the world has {world}: they must be equal")
 
 
 def _model(understood: Understood) -> Iterator[Finding]:
@@ -89,12 +87,12 @@ def _model(understood: Understood) -> Iterator[Finding]:
         degree = setting.value or 1
         if size is not None and degree > 1 and (degree > size or (even and size % degree)):
             text = f"{axis} {degree} cannot cut the model's {size} {name}" + (" evenly" if even else "")
-            yield Finding(setting.key or axis, "error", text)
+            yield Finding.error(setting.key or axis, text)
     yield from _units(understood)
     length = description["batch.sequence_length"]
     if model.positions is not None and (length.value or 0) > model.positions:
         text = f"sequences of {length.value:,} tokens, and the model takes {model.positions:,}"
-        yield Finding(length.key or "batch.sequence_length", "warning", text)
+        yield Finding.warning(length.key or "batch.sequence_length", text)
 
 
 def _units(understood: Understood) -> Iterator[Finding]:
@@ -107,11 +105,11 @@ def _units(understood: Understood) -> Iterator[Finding]:
             f"the model's head is its embedding, and a unit of {alone[0]} parts them: FSDP raises where units share a"
             f" parameter. Leave {alone[0]} to the root"
         )
-        yield Finding(classes.key or "units.classes", "error", text)
+        yield Finding.error(classes.key or "units.classes", text)
     smallest, block = description["units.min_numel"], model.block_numel
     if description.value("units.policy") == "min_numel" and block is not None and (smallest.value or 0) > block:
         text = f"no block has {smallest.value:,} elements, the largest has {block:,}: the whole model is one unit"
-        yield Finding(smallest.key or "units.min_numel", "warning", text)
+        yield Finding.warning(smallest.key or "units.min_numel", text)
 
 
 def _batch(description: Description) -> Iterator[Finding]:
@@ -128,13 +126,13 @@ def _batch(description: Description) -> Iterator[Finding]:
         text = (
             f"{micro} × {count} micro-batches × {ranks} data ranks = {at_once * count}, but the global batch is {whole}"
         )
-        yield Finding(keys, "error", text)
+        yield Finding.error(keys, text)
     elif not count and whole % at_once:
         near = max(at_once, whole // at_once * at_once)
         text = (
             f"the global batch {whole} is no multiple of {micro} × {ranks} data ranks = {at_once}; {near} is, for one"
         )
-        yield Finding(keys, "error", text)
+        yield Finding.error(keys, text)
 
 
 def _plan(description: Description) -> Iterator[Finding]:
@@ -145,15 +143,12 @@ def _plan(description: Description) -> Iterator[Finding]:
     if description.row in TWO_AXES and sizes["dp_replicate"] == 1:
         text = f"{plan.name} needs two data axes; without replicas nothing is replicated: give both degrees"
         yield Finding(key, "warning" if sizes["dp_shard"] is None else "error", text)
-    rows = {state: ",".join(place.axes) or "-" for state, place in plan.places().items()}
-    try:
-        Plan(**rows).resolve(("dp_replicate", "dp_shard", "cp"))
-    except BadInput as error:
-        yield Finding(key, "error", str(error))
+    if fault := row_fault(plan):
+        yield Finding.error(key, fault)
     if any("nvme" in str(description.value(f"offload.{state}")) for state in ("weight", "grad", "optim")):
         path = description["offload.path"]
         if not path.value:
-            yield Finding(path.key or "offload.path", "error", "states are on NVMe, and no folder is named for them")
+            yield Finding.error(path.key or "offload.path", "states are on NVMe, and no folder is named for them")
 
 
 def _precision(description: Description) -> Iterator[Finding]:
@@ -162,18 +157,18 @@ def _precision(description: Description) -> Iterator[Finding]:
     assert all(value in (None, *DTYPES) for value in dtype.values())
     scaled = description.value("precision.loss_scaling") or description.value("precision.static_loss_scale")
     if dtype["compute"] == "fp16" and description["precision.loss_scaling"].is_set and not scaled:
-        yield Finding(key, "warning", "fp16 gradients without loss scaling underflow: turn it on, or use bf16")
+        yield Finding.warning(key, "fp16 gradients without loss scaling underflow: turn it on, or use bf16")
     if dtype["master"] in ("bf16", "fp16"):
         text = f"the weights that the optimizer updates are {dtype['master']}: steps below 2^-8 of a weight are lost"
-        yield Finding(description["precision.master"].key or key, "warning", text)
+        yield Finding.warning(description["precision.master"].key or key, text)
 
 
 def _loop(description: Description) -> Iterator[Finding]:
     warmup, total = description["schedule.warmup_steps"], description["schedule.total_steps"]
     if warmup.value and total.value and warmup.value > total.value:
         text = f"{warmup.value} steps of warm-up are more than the {total.value} of the run"
-        yield Finding(warmup.key or "schedule", "error", text)
+        yield Finding.error(warmup.key or "schedule", text)
     offload = description["activation_checkpointing.offload"]
     if offload.value and description.value("activation_checkpointing.mode") == "none":
         text = "it moves what activation checkpointing keeps, and there is none: turn that on"
-        yield Finding(offload.key or "activation_checkpointing", "error", text)
+        yield Finding.error(offload.key or "activation_checkpointing", text)

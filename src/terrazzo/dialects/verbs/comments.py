@@ -12,7 +12,7 @@ import yaml
 from terrazzo.dialects.core.dotted_keys import join
 from terrazzo.documents import PARSER
 
-__all__ = ["Comment", "place", "take"]
+__all__ = ["Comment", "comments_of", "insert_comments"]
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Comment:
         return [*self.above, *self.beside]
 
 
-def take(text: str) -> dict[str, Comment]:
+def comments_of(text: str) -> dict[str, Comment]:
     """Comments by dotted key: whole lines are the next key's, ends of lines the last key's before them.
 
     Those above the first key and below the last are of the whole file, under the empty key.
@@ -46,7 +46,7 @@ def take(text: str) -> dict[str, Comment]:
     return comments
 
 
-def place(text: str, comments: Mapping[str, Comment]) -> str:
+def insert_comments(text: str, comments: Mapping[str, Comment]) -> str:
     """The text of plain block YAML with comments at its keys; those of keys that it has not are put at its head."""
     spots = {name: (line, column) for line, column, name in _keys(text)}
     lines = text.splitlines()

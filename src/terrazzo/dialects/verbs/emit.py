@@ -10,7 +10,7 @@ import yaml
 
 from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.verbs.comments import Comment, place, take
+from terrazzo.dialects.verbs.comments import Comment, comments_of, insert_comments
 from terrazzo.documents import Format, Loaded, write_arguments
 from terrazzo.errors import BadInput
 
@@ -55,7 +55,7 @@ def to_text(
     text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     if source.format != "yaml":
         return text
-    return place(text, _moved(take(source.text), list(verdicts)))
+    return insert_comments(text, _moved(comments_of(source.text), list(verdicts)))
 
 
 def _moved(comments: Mapping[str, Comment], verdicts: list[KeyVerdict]) -> dict[str, Comment]:

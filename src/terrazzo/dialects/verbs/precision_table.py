@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from terrazzo.dialects.core.description import PARAMETER_DTYPES, Description, Setting
 from terrazzo.dialects.core.mesh import degrees
 from terrazzo.engine import StateFormat
+from terrazzo.optim import moments_of
 
 __all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]
 
 COLUMNS = ("storage", *PARAMETER_DTYPES[1:])
 _PATHS = dict(zip(COLUMNS, PARAMETER_DTYPES, strict=True))
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_MOMENTS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Rprop": 2, "ASGD": 1}  # others, as Adam: two
-_ADAM = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Cost:
     """Memory of model states on one rank, under one number of ranks.
 
     Attributes:
-        bytes_per_parameter: at rest; None where a dtype is not known.
+        bytes_per_parameter: at rest; None where a dtype is not known, or how many moments the optimizer keeps.
         upcast: how much of it is there because states are wider than the dtype of compute.
     """
 
@@ -76,19 +75,26 @@ def costs(description: Description, worlds: tuple[int, ...] = ()) -> list[Cost]:
 def _cost(description: Description, ranks: int) -> Cost:
     sizes = {name: _size(description, name) for name in ("weight", "accumulate", "master", "moments", "compute")}
     shards = {state: _shards(description, state, ranks) for state in ("weight", "grad", "optim")}
-    if None in sizes.values() or None in shards.values():
+    moments = _moments(description)
+    if moments is None or None in sizes.values() or None in shards.values():
         return Cost(ranks, None, None)
     known = {name: size or 0 for name, size in sizes.items()}
+    known["moments"] *= moments
     split = {state: count or 1 for state, count in shards.items()}
-    narrow = {name: min(size, known["compute"]) for name, size in known.items()}
+    narrow = {name: min(size, known["compute"] * (moments if name == "moments" else 1)) for name, size in known.items()}
     whole = _total(description, known, split)
     upcast = whole - _total(description, narrow, split)
     return Cost(ranks, whole + _residual_bytes(description, ranks), upcast)
 
 
+def _moments(description: Description) -> int | None:
+    """How many of an element the optimizer keeps: of one that is not named, Adam's."""
+    name = description.value("optimizer.name") or "Adam"
+    return moments_of(str(name), description.value("optimizer.options") or {})
+
+
 def _total(description: Description, sizes: dict[str, float], split: dict[str, int]) -> float:
-    states = sizes["master"] + _MOMENTS.get(description.value("optimizer.name"), _ADAM) * sizes["moments"]
-    total = states / split["optim"] + sizes["accumulate"] / split["grad"]
+    total = (sizes["master"] + sizes["moments"]) / split["optim"] + sizes["accumulate"] / split["grad"]
     return total if _shared(description, sizes) else total + sizes["weight"] / split["weight"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.dialects.formats.deepspeed.keys import argument_default
 from terrazzo.engine import ELEMENTWISE
 from terrazzo.errors import BadInput
 
@@ -44,8 +45,8 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Parameters
         if arguments.pop(key, value) != value:
             raise BadInput(f"optimizer.params.{key} is {params[key]}; here it is always {value}. Remove it.")
     if name in ("Adam", "AdamW"):
-        if not params.get("torch_adam"):
-            arguments = {"weight_decay": 0.0, **arguments}  # torch's AdamW has another default
+        usual = argument_default(name, "weight_decay", by_torch=bool(params.get("torch_adam")))
+        arguments = {"weight_decay": usual, **arguments}
         arguments = {key: value for key, value in arguments.items() if key not in _OWN_ADAM}
     try:
         return _KNOWN[name](_trainable(parameters), **arguments)

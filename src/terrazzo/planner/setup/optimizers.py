@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from terrazzo.engine import Precision, StateFormat
 from terrazzo.engine.optim.template import MatrixNeeds
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.optim import Muon
+from terrazzo.optim import Muon, moments_of
 
 __all__ = ["OPTIMIZERS", "MatrixSpec", "OptimizerSpec", "optimizer"]
 
@@ -65,29 +66,36 @@ class OptimizerSpec:
         return self.elementwise or self.matrices is not None
 
 
+def _spec(name: str, torch_class: str, **settings: Any) -> OptimizerSpec:
+    """Of a class that is known by what it keeps."""
+    moments = moments_of(torch_class, dict(settings.get("options", ())))
+    assert moments is not None
+    return OptimizerSpec(name, moments, torch_class=torch_class, **settings)
+
+
 _MUON = MatrixSpec(moments=1, needs=MatrixNeeds(Muon.wire, Muon.workspace_bytes), iterations=5)
 
 _ROWS = (
-    OptimizerSpec("adamw", 2, torch_class="AdamW", fused=True, takes_root=True),
-    OptimizerSpec("adam", 2, torch_class="Adam", fused=True, takes_root=True),
-    OptimizerSpec("nadam", 2, torch_class="NAdam", takes_root=True, fixed_bytes=8),
-    OptimizerSpec("radam", 2, torch_class="RAdam", takes_root=True),
-    OptimizerSpec("adamax", 2, torch_class="Adamax"),
-    OptimizerSpec("adagrad", 1, torch_class="Adagrad", takes_root=True),
-    OptimizerSpec("adadelta", 2, torch_class="Adadelta", takes_root=True),
-    OptimizerSpec("rmsprop", 1, torch_class="RMSprop", takes_root=True),
-    OptimizerSpec("rprop", 2, torch_class="Rprop"),
-    OptimizerSpec("asgd", 1, torch_class="ASGD", fixed_bytes=12),
-    OptimizerSpec("momentum", 1, torch_class="SGD", options=(("momentum", 0.9),), fixed_bytes=0),
-    OptimizerSpec("sgd", 0, torch_class="SGD", fixed_bytes=0),
-    OptimizerSpec("lion", 1, torch_class="Lion", fixed_bytes=0),
-    OptimizerSpec("ademamix", 3, torch_class="AdEMAMix", takes_root=True),
-    OptimizerSpec("adafactor", 0, torch_class="Adafactor", elementwise=False),
+    _spec("adamw", "AdamW", fused=True, takes_root=True),
+    _spec("adam", "Adam", fused=True, takes_root=True),
+    _spec("nadam", "NAdam", takes_root=True, fixed_bytes=8),
+    _spec("radam", "RAdam", takes_root=True),
+    _spec("adamax", "Adamax"),
+    _spec("adagrad", "Adagrad", takes_root=True),
+    _spec("adadelta", "Adadelta", takes_root=True),
+    _spec("rmsprop", "RMSprop", takes_root=True),
+    _spec("rprop", "Rprop"),
+    _spec("asgd", "ASGD", fixed_bytes=12),
+    _spec("momentum", "SGD", options=(("momentum", 0.9),), fixed_bytes=0),
+    _spec("sgd", "SGD", fixed_bytes=0),
+    _spec("lion", "Lion", fixed_bytes=0),
+    _spec("ademamix", "AdEMAMix", takes_root=True),
+    _spec("adafactor", "Adafactor", elementwise=False),
     OptimizerSpec("muon", 2, torch_class="Muon", fused=True, takes_root=True, elementwise=False, matrices=_MUON),
-    OptimizerSpec("adamw-8bit", 2, torch_class="AdamW", fused=True, takes_root=True, form=StateFormat.INT8),
+    _spec("adamw-8bit", "AdamW", fused=True, takes_root=True, form=StateFormat.INT8),
     OptimizerSpec("adamw-4bit", 2, 0.5 + 4 / 128),
 )
-"""Of torch's own, what torch/optim/*.py keeps. Adafactor's rows and columns are too small to count; quantised moments
+"""What Muon keeps of parameters that are no matrices is AdamW's. Quantised moments
 carry one fp32 scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim)."""
 
 OPTIMIZERS = {spec.name: spec for spec in _ROWS}

@@ -16,11 +16,13 @@ _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
-    """All of them."""
+    """What Accelerate refuses of a document, or takes otherwise than it looks."""
     reader = AccelerateReader(document, context)
     kind = str(reader.raw("distributed_type", "")).upper()
     if reader.raw("distributed_type") is None:
-        yield _error("distributed_type", "Accelerate refuses a file without it: write distributed_type: NO for one GPU")
+        yield Finding.error(
+            "distributed_type", "Accelerate refuses a file without it: write distributed_type: NO for one GPU"
+        )
     yield from _parallelism(reader, kind)
     if kind == "FSDP":
         yield from _fsdp(reader, reading)
@@ -29,15 +31,7 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     if kind in TYPES and kind not in ("FSDP", "DEEPSPEED"):
         for section in ("fsdp_config", "deepspeed_config"):
             if section in reader and document.get(section):
-                yield _warning(section, f"nothing reads it: distributed_type is {kind}")
-
-
-def _error(key: str, text: str) -> Finding:
-    return Finding(key, "error", text)
-
-
-def _warning(key: str, text: str) -> Finding:
-    return Finding(key, "warning", text)
+                yield Finding.warning(section, f"nothing reads it: distributed_type is {kind}")
 
 
 def _parallelism(reader: AccelerateReader, kind: str) -> Iterator[Finding]:
@@ -45,41 +39,46 @@ def _parallelism(reader: AccelerateReader, kind: str) -> Iterator[Finding]:
     if "parallelism_config" not in reader or not all(isinstance(size, int) for size in sizes.values()):
         return
     if sizes["cp"] > 1 and sizes["sp"] > 1:
-        yield _error(f"{_P}cp_size", "cp and sp both split the sequence: Accelerate takes one of them")
+        yield Finding.error(f"{_P}cp_size", "cp and sp both split the sequence: Accelerate takes one of them")
     if (sizes["tp"] > 1 or sizes["cp"] > 1) and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
-        yield _error(f"{_P}dp_shard_size", "tp or cp beside plain replicas: Accelerate wants dp_shard_size above 1")
+        yield Finding.error(
+            f"{_P}dp_shard_size", "tp or cp beside plain replicas: Accelerate wants dp_shard_size above 1"
+        )
     if kind == "FSDP" and str(reader.raw(f"{_F}version") or 1) == "1":
-        yield _error(f"{_F}version", "parallelism_config needs version 2")
+        yield Finding.error(f"{_F}version", "parallelism_config needs version 2")
     if kind == "FSDP" and sizes["dp_shard"] == 1 and sizes["cp"] == 1:
         text = "it is 1, also where it is not given: there is nothing to shard over, and Accelerate stops"
-        yield _error(f"{_P}dp_shard_size", text)
+        yield Finding.error(f"{_P}dp_shard_size", text)
     if sizes["sp"] > 1 and kind != "DEEPSPEED":
-        yield _error(f"{_P}sp_size", "Ulysses needs distributed_type: DEEPSPEED")
+        yield Finding.error(f"{_P}sp_size", "Ulysses needs distributed_type: DEEPSPEED")
 
 
 def _fsdp(reader: AccelerateReader, reading: Reading) -> Iterator[Finding]:
     version = 2 if str(reader.raw(f"{_F}version") or 1) == "2" else 1
     if reader.raw(f"{_F}version") is None:
-        yield _warning(f"{_F}version", "it is not given: the launcher takes 1, and accelerate config proposes 2")
+        yield Finding.warning(f"{_F}version", "it is not given: the launcher takes 1, and accelerate config proposes 2")
     value = reading.description.value
     if version == 2:
         text = "prepare(model, optimizer) must be one call, with one model: it swaps the optimizer's parameters"
-        yield _warning(f"{_F}version", text)
+        yield Finding.warning(f"{_F}version", text)
     if version == 2 and value("saving.state") == "local":
-        yield _error(f"{_F}state_dict_type", "version 2 has no LOCAL_STATE_DICT: SHARDED_STATE_DICT")
+        yield Finding.error(f"{_F}state_dict_type", "version 2 has no LOCAL_STATE_DICT: SHARDED_STATE_DICT")
     if value("activation_checkpointing.offload") and value("activation_checkpointing.mode") == "none":
-        yield _error(f"{_F}activation_checkpointing_offload", "it needs fsdp_activation_checkpointing: true")
+        yield Finding.error(f"{_F}activation_checkpointing_offload", "it needs fsdp_activation_checkpointing: true")
     if value("activation_checkpointing.offload") and version == 1:
-        yield _error(f"{_F}activation_checkpointing_offload", "it needs version 2")
-    if reader.raw(f"{_F}sync_module_states") is False and reader.raw(f"{_F}cpu_ram_efficient_loading") is not False:
-        yield _error(f"{_F}sync_module_states", "fsdp_cpu_ram_efficient_loading, on by default, needs it: true")
+        yield Finding.error(f"{_F}activation_checkpointing_offload", "it needs version 2")
+    synced, loads = (reader.take(f"{_F}{name}") for name in ("sync_module_states", "cpu_ram_efficient_loading"))
+    if synced.value is False and loads.value is not False:
+        yield Finding.error(f"{_F}sync_module_states", "fsdp_cpu_ram_efficient_loading, on by default, needs it: true")
     if version == 1:
         yield from _version_1(reader)
     if reader.raw(f"{_F}auto_wrap_policy") is None:
         text = "without it the whole model is one unit: all weights are gathered at once. Say TRANSFORMER_BASED_WRAP"
-        yield _warning(f"{_F}auto_wrap_policy", text)
+        yield Finding.warning(f"{_F}auto_wrap_policy", text)
     if reader.raw(f"{_F}state_dict_type") in ("SHARDED_STATE_DICT", None) and version == 2:
-        yield _warning(f"{_F}state_dict_type", "checkpoints are shards: accelerate merge-weights makes a model of them")
+        yield Finding.warning(
+            f"{_F}state_dict_type", "checkpoints are shards: accelerate merge-weights makes a model of them"
+        )
 
 
 def _version_1(reader: AccelerateReader) -> Iterator[Finding]:
@@ -87,16 +86,18 @@ def _version_1(reader: AccelerateReader) -> Iterator[Finding]:
         text = (
             "it is not given: Accelerate takes NO_PREFETCH where torch takes BACKWARD_PRE, and gathers do not overlap"
         )
-        yield _warning(f"{_F}backward_prefetch", text)
+        yield Finding.warning(f"{_F}backward_prefetch", text)
 
 
 def _deepspeed(reader: AccelerateReader) -> Iterator[Finding]:
     named = reader.raw(FILE) not in (None, "none")
     if named and reader.raw("mixed_precision") is not None:
-        yield _error("mixed_precision", "Accelerate refuses it beside deepspeed_config_file: say bf16 or fp16 there")
+        yield Finding.error(
+            "mixed_precision", "Accelerate refuses it beside deepspeed_config_file: say bf16 or fp16 there"
+        )
     if not named and reader.raw("deepspeed_config.zero_stage") is None:
         text = "it is not given: Accelerate takes 2, where DeepSpeed itself takes 0"
-        yield _warning("deepspeed_config.zero_stage", text)
+        yield Finding.warning("deepspeed_config.zero_stage", text)
     if reader.raw("deepspeed_config.gradient_accumulation_steps") is not None:
         text = "DeepSpeed's engine divides the loss and steps: optimizer.step() and scheduler.step() do nothing"
-        yield _warning("deepspeed_config.gradient_accumulation_steps", text)
+        yield Finding.warning("deepspeed_config.gradient_accumulation_steps", text)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
-
 from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.formats.accelerate.keys import KEYS
 from terrazzo.dialects.formats.nested import load_named
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES
+from terrazzo.documents import parse_value
 from terrazzo.errors import BadInput
 
 __all__ = [
@@ -41,6 +41,7 @@ _OTHER_VERSION = {
     "2": ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_forward_prefetch"),
 }
 """What a version of FSDP passes over; the launcher sets both versions' variables."""
+_FSDP_NAMES = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
 _DEEPSPEED_NAMES = {
     "zero3_init": "zero3_init_flag",
     "config_file": "deepspeed_config_file",
@@ -73,13 +74,16 @@ def launched_document(environment: Mapping[str, str]) -> dict[str, Any]:
 def _section(environment: Mapping[str, str], start: str, prefix: str = "") -> dict[str, Any]:
     """Variables whose names begin with `start` as keys that begin with `prefix`, their values as in YAML."""
     variables = {name.removeprefix(start).lower(): text for name, text in environment.items() if name.startswith(start)}
-    return {f"{prefix}{name}": yaml.safe_load(text) for name, text in variables.items()}
+    return {f"{prefix}{name}": parse_value(text, "yaml", f"{start}{name.upper()}") for name, text in variables.items()}
+
+
+def _fsdp_key(variable: str) -> str:
+    return _FSDP_NAMES.get(variable.lower(), variable.lower())
 
 
 def _fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
-    section = _section(environment, "FSDP_", "fsdp_")
-    if classes := section.pop("fsdp_transformer_cls_to_wrap", None):
-        section["fsdp_transformer_layer_cls_to_wrap"] = classes
+    known = {name: text for name, text in environment.items() if f"fsdp_config.{_fsdp_key(name)}" in KEYS}
+    section = {_fsdp_key(name): value for name, value in _section(known, "FSDP_", "fsdp_").items()}
     passed_over = _OTHER_VERSION.get(
         str(section.get("fsdp_version", 1)), ()
     )  # another version is the dialect's to refuse

@@ -61,7 +61,3 @@ class DeepSpeedDraft(Draft):
             )
         else:
             self._mark(names, note[0], "", note[1])
-
-    def has_verdict(self, path: str) -> bool:
-        """Whether a setting has its verdict."""
-        return path in self._verdicts

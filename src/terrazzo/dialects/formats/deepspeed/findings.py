@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.keys import MISSING, choice, number
+from terrazzo.dialects.core.keys import MISSING, choice, integer, number
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
@@ -22,7 +22,7 @@ _ZERO = "zero_optimization"
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
-    """All of them. What a verdict says already is not said again."""
+    """What DeepSpeed refuses of a document, or takes otherwise than it looks, but for what verdicts say."""
     reader = DeepSpeedReader(document, context)
     stage = _stage(reader)
     yield from _batch(reader)
@@ -36,25 +36,18 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
 
 
 def _stage(reader: DeepSpeedReader) -> int:
-    stage = reader.raw(f"{_ZERO}.stage", int(reader.raw(_ZERO) is True))
-    return stage if isinstance(stage, int) else 0
-
-
-def _error(key: str, text: str) -> Finding:
-    return Finding(key, "error", text)
-
-
-def _warning(key: str, text: str) -> Finding:
-    return Finding(key, "warning", text)
+    return int(reader.take(f"{_ZERO}.stage").value or reader.raw(_ZERO) is True)
 
 
 def _on(reader: DeepSpeedReader, key: str) -> bool:
-    return reader.raw(key) is True
+    return reader.take(key).value is True
 
 
 def _batch(reader: DeepSpeedReader) -> Iterator[Finding]:
     if reader.raw(_BATCH[0]) is None and reader.raw(_BATCH[1]) is None:
-        yield _error(_BATCH[1], "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu: set the latter")
+        yield Finding.error(
+            _BATCH[1], "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu: set the latter"
+        )
 
 
 def _auto(reader: DeepSpeedReader) -> Iterator[Finding]:
@@ -63,74 +56,75 @@ def _auto(reader: DeepSpeedReader) -> Iterator[Finding]:
     if keys:
         shown = listed(keys, 6)
         text = f"only Hugging Face's Trainer and Accelerate fill 'auto' ({shown}): DeepSpeed alone fails or drops it"
-        yield _warning(keys[0], text)
+        yield Finding.warning(keys[0], text)
 
 
 def _old_words(reader: DeepSpeedReader) -> Iterator[Finding]:
     for section, old in OLD_OFFLOAD.items():
         if reader.raw(f"{_ZERO}.{old}") is not None and f"{_ZERO}.{section}" in reader:
-            yield _error(f"{_ZERO}.{old}", f"an old word beside {section}, which DeepSpeed refuses: remove it")
+            yield Finding.error(f"{_ZERO}.{old}", f"an old word beside {section}, which DeepSpeed refuses: remove it")
 
 
 def _removed(reader: DeepSpeedReader) -> Iterator[Finding]:
     for key, removed in REMOVED.items():
         if key in reader and reader.version >= removed.since:
-            yield _error(key, f"DeepSpeed {in_words(removed.since)} and later refuse it, even switched off: remove it")
+            yield Finding.error(
+                key, f"DeepSpeed {in_words(removed.since)} and later refuse it, even switched off: remove it"
+            )
 
 
 def _precision(reader: DeepSpeedReader, stage: int) -> Iterator[Finding]:
     low = "bf16" if _on(reader, "bf16.enabled") else "fp16" if _on(reader, "fp16.enabled") else "fp32"
     if _on(reader, "bf16.enabled") and _on(reader, "fp16.enabled"):
-        yield _error("fp16.enabled", "fp16 and bf16 are both on: switch one off")
+        yield Finding.error("fp16.enabled", "fp16 and bf16 are both on: switch one off")
     for key in ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"):
         if _on(reader, key) and stage == 0:
-            yield _error(key, "it needs ZeRO stage 1, 2 or 3")
+            yield Finding.error(key, "it needs ZeRO stage 1, 2 or 3")
     if _on(reader, "bf16.bf16_optimizer_states") and not _on(reader, "bf16.bf16_master_weights_and_grads"):
-        yield _error("bf16.bf16_optimizer_states", "it needs bf16_master_weights_and_grads")
+        yield Finding.error("bf16.bf16_optimizer_states", "it needs bf16_master_weights_and_grads")
     from_file = reader.take_as("data_types.grad_accum_dtype", choice(DTYPE_WORDS), null=True).value
     if from_file is not None and from_file != low and stage == 0:
-        yield _error("data_types.grad_accum_dtype", f"at stage 0 it must be the model's dtype, {low}")
+        yield Finding.error("data_types.grad_accum_dtype", f"at stage 0 it must be the model's dtype, {low}")
     param_dtype = reader.take_as("data_types.param_dtype", choice(DTYPE_WORDS), null=True).value
     if param_dtype is not None and param_dtype != low:
-        yield _error("data_types.param_dtype", f"it is {param_dtype}, but fp16 and bf16 say {low}")
+        yield Finding.error("data_types.param_dtype", f"it is {param_dtype}, but fp16 and bf16 say {low}")
     if _on(reader, "torch_autocast.enabled") and low != "fp32":
-        yield _error("torch_autocast.enabled", f"{low} casts the whole model already: switch one of them off")
+        yield Finding.error("torch_autocast.enabled", f"{low} casts the whole model already: switch one of them off")
     if _on(reader, "torch_autocast.enabled") and reader.raw("torch_autocast.dtype") is None:
-        yield _warning(
+        yield Finding.warning(
             "torch_autocast.enabled", "no dtype is given: torch takes fp16 on a GPU; set torch_autocast.dtype"
         )
 
 
 def _zero(reader: DeepSpeedReader, stage: int, world: int | None) -> Iterator[Finding]:
-    ratio = reader.raw(f"{_ZERO}.offload_optimizer.ratio")
-    if isinstance(ratio, int | float) and ratio < 1 and stage != 3:
-        yield _error(f"{_ZERO}.offload_optimizer.ratio", "a share on the CPU needs stage 3")
-    hpz = reader.raw(f"{_ZERO}.zero_hpz_partition_size")
-    if isinstance(hpz, int) and hpz > 1:
+    if (reader.take(f"{_ZERO}.offload_optimizer.ratio").value or 1) < 1 and stage != 3:
+        yield Finding.error(f"{_ZERO}.offload_optimizer.ratio", "a share on the CPU needs stage 3")
+    hpz = reader.take(f"{_ZERO}.zero_hpz_partition_size").value
+    if (hpz or 1) > 1:
         yield from _hpz(hpz, stage, world)
     for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if _on(reader, f"{_ZERO}.{name}") and stage != 3:
-            yield _warning(f"{_ZERO}.{name}", "it has an effect at stage 3 only")
+            yield Finding.warning(f"{_ZERO}.{name}", "it has an effect at stage 3 only")
     if str(reader.raw("gradient_allreduce_op")).lower() == "sum":
         taken = {"stage 3": stage == 3, "ZenFlow": f"{_ZERO}.zenflow" in reader}
         for name in [name for name, on in {**taken, "DeepCompile": _on(reader, "compile.deepcompile")}.items() if on]:
-            yield _error("gradient_allreduce_op", f"{name} takes the mean only")
-    if reader.raw(f"{_ZERO}.compute_grad_norm") is False and stage not in (1, 2):
-        yield _error(f"{_ZERO}.compute_grad_norm", "it can be false at stages 1 and 2 only")
-    stages = reader.raw("pipeline.stages")
-    if isinstance(stages, int) and stages > 1 and stage > 1:
-        yield _error("pipeline.stages", f"the pipeline engine takes ZeRO stages 0 and 1, not {stage}")
+            yield Finding.error("gradient_allreduce_op", f"{name} takes the mean only")
+    if reader.take(f"{_ZERO}.compute_grad_norm").value is False and stage not in (1, 2):
+        yield Finding.error(f"{_ZERO}.compute_grad_norm", "it can be false at stages 1 and 2 only")
+    stages = integer().parse(reader.raw("pipeline.stages"))
+    if stages is not MISSING and stages > 1 and stage > 1:
+        yield Finding.error("pipeline.stages", f"the pipeline engine takes ZeRO stages 0 and 1, not {stage}")
     for section in ("offload_optimizer", "offload_param"):
         if reader.raw(f"{_ZERO}.{section}.device") == "nvme" and reader.raw(f"{_ZERO}.{section}.nvme_path") is None:
-            yield _error(f"{_ZERO}.{section}.device", f"nvme needs a folder: set {_ZERO}.{section}.nvme_path")
+            yield Finding.error(f"{_ZERO}.{section}.device", f"nvme needs a folder: set {_ZERO}.{section}.nvme_path")
 
 
 def _hpz(size: int, stage: int, world: int | None) -> Iterator[Finding]:
     key = f"{_ZERO}.zero_hpz_partition_size"
     if stage != 3:
-        yield _warning(key, f"it has an effect at stage 3 only, this is stage {stage}")
+        yield Finding.warning(key, f"it has an effect at stage 3 only, this is stage {stage}")
     elif world is not None and world % size:
-        yield _error(key, f"{world} ranks cannot be cut into groups of {size}")
+        yield Finding.error(key, f"{world} ranks cannot be cut into groups of {size}")
 
 
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -144,22 +138,22 @@ def _schedule(reader: DeepSpeedReader) -> Iterator[Finding]:
     kind = reader.raw("scheduler.type")
     for name in _NEEDED.get(kind, ()) if isinstance(kind, str) else ():
         if reader.raw(f"scheduler.params.{name}") is None:
-            yield _error(f"scheduler.params.{name}", f"{kind} needs it")
+            yield Finding.error(f"scheduler.params.{name}", f"{kind} needs it")
     rate, peak = number().parse(reader.raw("optimizer.params.lr")), reader.raw("scheduler.params.warmup_max_lr")
     default: Any = SCHEDULER_PARAMS["WarmupDecayLR"]["warmup_max_lr"]
     if kind == "WarmupDecayLR" and peak is None and rate is not MISSING and rate != default:
         text = f"without warmup_max_lr the peak is {default}, not the optimizer's {rate}: set it"
-        yield _warning("scheduler.type", text)
+        yield Finding.warning("scheduler.type", text)
 
 
 def _surprises(reader: DeepSpeedReader) -> Iterator[Finding]:
     """What holds although it looks otherwise."""
     if "gradient_clipping" not in reader and reader.default("gradient_clipping"):
         text = "it is not given: DeepSpeed clips at 1.0 since 0.19.3, and did not before; set it, 0 for none"
-        yield _warning("gradient_clipping", text)
+        yield Finding.warning("gradient_clipping", text)
     section = "activation_checkpointing"
     if any(name.startswith(f"{section}.") and value not in (False, None) for name, value in reader.flat.items()):
         text = "these keys reach deepspeed.checkpointing alone: Hugging Face's models use torch's, which ignores them"
-        yield _warning(section, text)
+        yield Finding.warning(section, text)
     if reader.raw("tensor_parallel.dtype") is not None:
-        yield _error("tensor_parallel.dtype", "JSON has no dtype that DeepSpeed takes there: remove it")
+        yield Finding.error("tensor_parallel.dtype", "JSON has no dtype that DeepSpeed takes there: remove it")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from terrazzo.dialects.core.keys import ANY, Key
 from terrazzo.dialects.formats.deepspeed.keys_core import (
     CORE_ROWS,
-    OPTIMIZER_DEFAULTS,
     OPTIMIZER_PARAMS,
     SCHEDULER_PARAMS,
+    argument_default,
 )
 from terrazzo.dialects.formats.deepspeed.keys_tools import TOOL_ROWS
 from terrazzo.dialects.formats.deepspeed.keys_zero import ZERO_ROWS
@@ -17,13 +17,13 @@ __all__ = [
     "ALIASES",
     "KEYS",
     "NULLABLE",
-    "OPTIMIZER_DEFAULTS",
     "OPTIMIZER_PARAMS",
     "PATTERNS",
     "SCHEDULER_PARAMS",
     "SECTIONS",
     "STRICT",
     "TABLE",
+    "argument_default",
 ]
 
 TABLE: dict[str, Key] = {**CORE_ROWS, **ZERO_ROWS, **TOOL_ROWS}

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, TEXT, Key, integer, number, section
 
-__all__ = ["CORE_ROWS", "OPTIMIZER_DEFAULTS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"]
+__all__ = ["CORE_ROWS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS", "argument_default"]
 
 _DIVISION = "gradients are divided in other places, which rounds otherwise"
 
@@ -91,6 +91,15 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10},
 }
 """Where another one's are not Adam's; None: it has no such argument. Muon's are of what is no matrix."""
+
+
+def argument_default(name: str, argument: str, *, by_torch: bool = False) -> Any:
+    """What an argument is where it is not given: of DeepSpeed's own classes, or of torch's by `torch_adam`."""
+    if by_torch and (name, argument) == ("AdamW", "weight_decay"):
+        return 0.01
+    return OPTIMIZER_DEFAULTS.get(name, {}).get(argument, OPTIMIZER_PARAMS[argument].default)
+
+
 _SCHEDULER = {"type": Key(TEXT, None, "name of the schedule")}
 SCHEDULER_PARAMS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},

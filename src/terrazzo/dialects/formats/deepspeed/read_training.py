@@ -12,7 +12,7 @@ from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.core.keys import BOOLEAN, number
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
-from terrazzo.dialects.formats.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
+from terrazzo.dialects.formats.deepspeed.keys import OPTIMIZER_PARAMS, argument_default
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.errors import did_you_mean
 
@@ -138,12 +138,13 @@ def _spelt(reader: DeepSpeedReader, name: Setting[str], known: str) -> Setting[A
 def _numbers(reader: DeepSpeedReader, name: str, built_in: bool) -> SettingsByPath:
     """Rates and factors. DeepSpeed's own classes have their defaults; torch's keep theirs."""
     settings: SettingsByPath = {}
+    by_torch = BOOLEAN.parse(reader.raw(f"{_PARAMS}.torch_adam")) is True
     for argument in ("lr", "eps", "weight_decay", "betas"):
         key = f"{_PARAMS}.{argument}"
         each = _betas(reader, key) if argument == "betas" else reader.take_as(key, number())
         if each.origin == "default":
-            usual = OPTIMIZER_DEFAULTS.get(name, {}).get(argument, OPTIMIZER_PARAMS[argument].default)
-            each = Setting(usual if built_in else None, "default", each.key)
+            usual = argument_default(name, argument, by_torch=by_torch) if built_in else None
+            each = Setting(usual, "default", each.key)
         if each.value is not None or each.origin == "auto":
             settings[f"optimizer.{argument}"] = each
     return settings

@@ -11,18 +11,18 @@ __all__ = ["findings"]
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-    """All of them."""
+    """What FSDP2 refuses of a document, or takes otherwise than it looks."""
     yield from _precision(document)
     mesh = document.get("mesh")
     if isinstance(mesh, Mapping) and set(mesh) & set(MESH_ORDER) and not document.get("dp_mesh_dims"):
         text = "fully_shard takes every axis of this mesh for a data axis: say which are, in dp_mesh_dims."
-        yield Finding("mesh", "error", text)
+        yield Finding.error("mesh", text)
     if isinstance(mesh, list | tuple) and len(mesh) == 2:
         text = "fully_shard refuses two axes without names: say {dp_replicate: ..., dp_shard: ...}."
-        yield Finding("mesh", "warning", text)
+        yield Finding.warning("mesh", text)
     if "module" not in document:
         text = "module is not said: called on the root alone, all weights are gathered at once."
-        yield Finding("module", "warning", text)
+        yield Finding.warning("module", text)
 
 
 def _precision(document: ConfigDocument) -> Iterable[Finding]:
@@ -32,4 +32,4 @@ def _precision(document: ConfigDocument) -> Iterable[Finding]:
             f"reduce_dtype is not said: gradients travel in {policy['param_dtype']} up to torch 2.14 and in the"
             " parameter's own dtype from 2.15 on. Say which."
         )
-        yield Finding("mp_policy.reduce_dtype", "warning", text)
+        yield Finding.warning("mp_policy.reduce_dtype", text)

@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.mesh import APART, ranks_left
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER, product
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
@@ -70,7 +70,7 @@ def _data_axes(draft: TerseDraft, row: str, context: ReadingContext) -> tuple[in
     known = draft.is_set("mesh.dp_replicate")
     whole = product((replicas if known else 1, shards))
     if row == "zero0":
-        ranks = None if draft.own else ranks_left(draft.description, context.world, APART) or None
+        ranks = None if draft.own else ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
         return (whole or ranks, 1)
     return (whole,)
 

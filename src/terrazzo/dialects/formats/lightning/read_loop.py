@@ -28,7 +28,7 @@ def read_loop(reader: Reader, prefix: str) -> SettingsByPath:
         "batch.accumulation": reader.take(f"{prefix}accumulate_grad_batches"),
         "training.clip": _clip(reader, prefix),
         **only_from_file({"schedule.total_steps": total}),
-        **only_from_file({"training.seed": reader.take("seed_everything") if not isinstance(seed, bool) else total}),
+        **(only_from_file({"training.seed": reader.take("seed_everything")}) if not isinstance(seed, bool) else {}),
         **only_from_file({"saving.folder": reader.take(f"{prefix}default_root_dir")}),
         **_ranks(reader, prefix),
         **_optimizer(reader),

@@ -14,15 +14,15 @@ __all__ = ["findings"]
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-    """All of them."""
+    """What Megatron-LM refuses of a document, or takes otherwise than it looks."""
     arguments = {canonical(str(key)): value for key, value in document.items()}
     on = {key for key, value in arguments.items() if BOOLEAN.parse(value) is True}
     for key, together, text in _TOGETHER:
         if key in on and together & on:
-            yield Finding(key, "error", text)
+            yield Finding.error(key, text)
     for key, needed, text in _ALONE:
         if key in on and not needed & on:
-            yield Finding(key, "error", text)
+            yield Finding.error(key, text)
     yield from _stages(arguments, reading.description)
     yield from _run(arguments, on, reading.description)
 
@@ -51,41 +51,41 @@ def _stages(arguments: Mapping[str, Any], description: Description) -> Iterable[
     stages, chunks = description.value("mesh.pp"), description.value("parallel.chunks")
     layers = arguments.get("num-layers")
     if chunks is not None and chunks > 1 and stages == 1:
-        yield Finding(description["parallel.chunks"].key, "error", "several stages of a rank need a pipeline of ranks")
+        yield Finding.error(description["parallel.chunks"].key, "several stages of a rank need a pipeline of ranks")
     uneven = {"decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"}
     uneven |= {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "hybrid-layer-pattern"}
     present = {key for key, value in arguments.items() if value is not None and BOOLEAN.parse(value) is not False}
     if isinstance(layers, int) and stages and layers % stages and not uneven & present:
         text = f"{layers} layers are not divisible by {stages} pipeline stages"
-        yield Finding("num-layers", "error", text)
+        yield Finding.error("num-layers", text)
     each = arguments.get("num-layers-per-virtual-pipeline-stage")
     divides = isinstance(layers, int) and isinstance(each, int) and stages and layers % stages == 0
     if divides and layers // stages % each:
         text = f"the {layers // stages} layers of a pipeline stage are not divisible by {each}"
-        yield Finding("num-layers-per-virtual-pipeline-stage", "error", text)
+        yield Finding.error("num-layers-per-virtual-pipeline-stage", text)
     if "use-torch-fsdp2" in present:
         for path, axis in (("mesh.pp", "pipeline"), ("mesh.ep", "expert")):
             if (description.value(path) or 1) > 1:
-                yield Finding(description[path].key, "error", f"--use-torch-fsdp2 does not go with {axis} parallelism")
+                yield Finding.error(description[path].key, f"--use-torch-fsdp2 does not go with {axis} parallelism")
 
 
 def _run(arguments: Mapping[str, Any], on: set[str], description: Description) -> Iterable[Finding]:
     tensor, context = description.value("mesh.tp") or 1, (description.value("mesh.cp") or 1)
     context *= description.value("mesh.sp") or 1
     if "sequence-parallel" in on and tensor == 1:
-        yield Finding("sequence-parallel", "warning", "without tensor parallelism it is turned off")
+        yield Finding.warning("sequence-parallel", "without tensor parallelism it is turned off")
     if arguments.get("num-experts") and tensor > 1 and "sequence-parallel" not in on:
-        yield Finding("num-experts", "error", "experts and tensor parallelism together need --sequence-parallel")
+        yield Finding.error("num-experts", "experts and tensor parallelism together need --sequence-parallel")
     length = description.value("batch.sequence_length")
     if length and context > 1 and length % (2 * context):
-        yield Finding("seq-length", "error", f"{length} tokens are no multiple of 2 × {context} context parallel ranks")
+        yield Finding.error("seq-length", f"{length} tokens are no multiple of 2 × {context} context parallel ranks")
     if "use-megatron-fsdp" in on and arguments.get("ckpt-format") != "fsdp_dtensor":
-        yield Finding("use-megatron-fsdp", "error", "it goes with --ckpt-format fsdp_dtensor")
+        yield Finding.error("use-megatron-fsdp", "it goes with --ckpt-format fsdp_dtensor")
     if arguments.get("save") and not arguments.get("save-interval"):
-        yield Finding("save", "error", "it needs --save-interval")
+        yield Finding.error("save", "it needs --save-interval")
     if arguments.get("train-iters") and arguments.get("train-samples"):
-        yield Finding("train-samples", "error", "train-iters says the length as well: keep one of them")
+        yield Finding.error("train-samples", "train-iters says the length as well: keep one of them")
     if arguments.get("recompute-granularity") == "full" and not arguments.get("recompute-method"):
-        yield Finding("recompute-granularity", "error", "full needs --recompute-method uniform or block")
+        yield Finding.error("recompute-granularity", "full needs --recompute-method uniform or block")
     if arguments.get("recompute-granularity") == "selective" and arguments.get("recompute-method"):
-        yield Finding("recompute-method", "error", "it does not go with selective: remove it")
+        yield Finding.error("recompute-method", "it does not go with selective: remove it")

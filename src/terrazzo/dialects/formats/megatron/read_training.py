@@ -16,7 +16,7 @@ OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
 
 
 def read_training(reader: Reader) -> SettingsByPath:
-    """All of it."""
+    """Batch, optimizer, schedule, clipping, seed, activations kept, checkpoints."""
     whole = reader.take("global-batch-size")
     clip = reader.take("clip-grad")
     return {
@@ -121,7 +121,8 @@ def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Se
         _unused(reader, (samples,), f"{key} says it" if steps.value else "it asks for nothing")
         return steps
     if whole.value:
-        return derived(samples.value // whole.value, samples, origin="file")
+        count = reader.quotient(samples, whole)
+        return steps if count.value is None else Setting(count.value, "file", samples.key)
     reader.keep(in_samples, "in steps it is known where global-batch-size is given")
     return steps
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.mesh import APART, ranks_left
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.formats.megatron.keys import DECAYS, KEYS, SCALES
 from terrazzo.dialects.formats.megatron.read_training import ADAMS_SHARE, OPTIMIZERS
 
@@ -16,7 +16,7 @@ _ARGUMENTS = tuple(f"optimizer.{name}" for name in ("betas", "eps", "options"))
 
 
 def write_training(draft: Draft, context: ReadingContext) -> None:
-    """All of it."""
+    """Batch, optimizer, schedule, loop, activations kept, checkpoints; and what the library does by itself."""
     _batch(draft, context)
     _optimizer(draft)
     _schedule(draft)
@@ -41,7 +41,7 @@ def _batch(draft: Draft, context: ReadingContext) -> None:
     _option(draft, "batch.micro_batch", "micro-batch-size")
     _option(draft, "batch.sequence_length", "seq-length")
     whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
-    ranks = ranks_left(draft.description, context.world, APART)
+    ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
     if whole:
         draft.put(("batch.global_batch", "batch.accumulation"), "global-batch-size", whole)
     elif micro and count and count > 1 and ranks:
@@ -83,7 +83,12 @@ def _muon(draft: Draft, options: dict[str, Any]) -> dict[str, Any]:
     rate, own = draft.value("optimizer.lr"), options.pop("muon.lr", None)
     usual = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"}
     matrices = {key: options.pop(f"muon.{key}", value) for key, value in usual.items()}
-    mode = next(word for word, known in SCALES.items() if known == matrices.pop("adjust_lr"))
+    scale = matrices.pop("adjust_lr")
+    mode = next((word for word, known in SCALES.items() if known == scale), "spectral")
+    if scale not in SCALES.values():
+        draft.lossy(
+            "optimizer.options", f"matrices are scaled by {scale} in no way here: it is {mode}", "muon-scale-mode"
+        )
     factor = (ADAMS_SHARE if mode == "spectral" else 1.0) * (own / rate if own and rate else 1.0)
     values = dict(zip(("muon-momentum", "muon-nesterov", "muon-num-ns-steps"), matrices.values(), strict=True))
     values |= {"muon-scale-mode": mode, "muon-extra-scale-factor": float(f"{factor:.12g}")}

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import SHARDING, Description, Setting, SettingOrigin, SettingsByPath, row_name
 from terrazzo.dialects.core.draft import TerseDraft
-from terrazzo.dialects.core.mesh import APART, ranks_left
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.core.reader import derived
 from terrazzo.engine import Plan
 
@@ -98,4 +98,4 @@ def shard_ranks(draft: TerseDraft, world: int | None) -> int | None:
     open_ended = draft.is_set("mesh.dp_replicate") and draft.value("mesh.dp_replicate") is None
     if shards is not None or open_ended:
         return shards
-    return ranks_left(draft.description, world, ("dp_replicate", *APART)) or None
+    return ranks_left(draft.description, world, ("dp_replicate", *SAME_DATA_AXES)) or None

@@ -1,26 +1,35 @@
-"""What `terrazzo train` refuses of a plan with its tiers. What it refuses of single keys, their verdicts say."""
+"""What `terrazzo train` refuses of its configuration beyond single keys, of which their verdicts say it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from terrazzo.config import config_problems
+from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.mesh import row_fault
 from terrazzo.errors import BadInput
 
 __all__ = ["findings"]
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-    """Rows that the mesh cannot have, and states on NVMe without a folder."""
-    plan = reading.description.plan
-    if plan is None:
+    """Rows that the mesh cannot have, and what sections say together."""
+    yield from _mesh(reading.description)
+    refused = tuple(verdict.key for verdict in reading.verdicts if verdict.kind == "refused")
+    below = tuple(f"{key}." for key in refused)
+    for key, words in config_problems(document):
+        if key not in refused and not key.startswith(below):
+            yield Finding.error("", f"`terrazzo train`: {words}")
+
+
+def _mesh(description: Description) -> Iterable[Finding]:
+    """What the mesh or a tier rules out of the row. Of one that no mesh can have, `verbs.check` says it."""
+    plan = description.plan
+    axes = ["dp_replicate", "dp_shard"] if (description.value("mesh.dp_replicate") or 1) > 1 else ["dp_shard"]
+    if plan is None or row_fault(plan):
         return
-    replicas = reading.description.value("mesh.dp_replicate") or 1
     try:
-        plan.resolve(["dp_replicate", "dp_shard"] if replicas > 1 else ["dp_shard"])
+        plan.resolve(axes)
     except BadInput as error:
-        yield Finding("plan", "error", str(error))
-    offloaded = {state: place.tier for state, place in plan.places().items() if "nvme" in place.tier}
-    if offloaded and not reading.description.value("offload.path"):
-        states = ", ".join(offloaded)
-        yield Finding("offload.path", "error", f"{states} on nvme needs offload.path: a folder of a local drive.")
+        yield Finding.error("plan", str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ from terrazzo.config import MuonConfig, check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import TEXT
-from terrazzo.dialects.core.mesh import APART
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
 from terrazzo.dialects.formats.terrazzo.paths import PATH_OF, WORDS
@@ -44,7 +42,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     _settled_while_running(reader, settings)
     settings |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
     settings |= _sequences(reader, settings["mesh.cp"])
-    settings |= _followed(settings, context) | _options(reader) | _ALWAYS
+    settings |= _final_decay(settings) | _options(reader) | _ALWAYS
     _tiers_of_name(reader, settings)
     _keep_others(reader)
     return reader.finish("terrazzo", settings, KEYS, unknown="refuses it")
@@ -236,20 +234,12 @@ def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByPath:
     return {"mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, mode, origin="file")}
 
 
-def _followed(settings: Mapping[str, Setting[Any]], context: ReadingContext) -> SettingsByPath:
-    """What other settings say together."""
-    derived_settings = {}
-    whole, micro = settings["batch.global_batch"], settings["batch.micro_batch"]
-    ranks = settings["mesh.world"].value or context.world
-    apart = math.prod(settings[f"mesh.{axis}"].value for axis in APART)
-    at_once = micro.value * (ranks or 0) // apart
-    if at_once and whole.value % at_once == 0:
-        derived_settings["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
+def _final_decay(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
+    """A fifth of the run, where nobody says how long it is."""
     decay = settings["schedule.decay_steps"]
-    if settings["schedule.name"].value == "wsd" and decay.value is None:
-        a_fifth = max(1, settings["schedule.total_steps"].value // 5)
-        derived_settings["schedule.decay_steps"] = Setting(a_fifth, "default", decay.key)
-    return derived_settings
+    if settings["schedule.name"].value != "wsd" or decay.value is not None:
+        return {}
+    return {"schedule.decay_steps": Setting(max(1, settings["schedule.total_steps"].value // 5), "default", decay.key)}
 
 
 def _options(reader: _SchemaReader) -> SettingsByPath:

@@ -9,7 +9,7 @@ from terrazzo.config import KEYS, MuonConfig
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.mesh import APART, degrees, ranks_left
+from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
@@ -208,7 +208,7 @@ def _prefetch(draft: TerrazzoDraft) -> None:
 def _batch(draft: TerrazzoDraft, context: ReadingContext) -> None:
     draft.carry("batch.micro_batch", "batch.sequence_length")
     whole, micro = draft.value("batch.global_batch"), draft.value("batch.micro_batch")
-    count, ranks = draft.value("batch.accumulation"), ranks_left(draft.description, context.world, APART)
+    count, ranks = draft.value("batch.accumulation"), ranks_left(draft.description, context.world, SAME_DATA_AXES)
     if whole is not None:
         draft.carry("batch.global_batch")
         _agrees(draft, whole, micro, count, ranks)

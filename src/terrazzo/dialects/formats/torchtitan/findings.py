@@ -18,35 +18,34 @@ HF_STORAGE = (2, 9)
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-    """All of them."""
-    flat = flatten(document, OPAQUE)
-    yield from _together(flat, reading.description.value("mesh.pp") != 1)
+    """What torchtitan refuses of a document, or takes otherwise than it looks."""
+    yield from _together(reading.values, flatten(document, OPAQUE), reading.description.value("mesh.pp") != 1)
     torch_version = context.version("torch", torch.__version__)
-    if flat.get("checkpoint.last_save_in_hf") and torch_version < HF_STORAGE:
+    if reading.description.value("saving.export") == "hf" and torch_version < HF_STORAGE:
         text = "torch writes a Hugging Face folder from shards since 2.8, and joins the parts of a tensor since 2.9"
         yield Finding("checkpoint.last_save_in_hf", "error" if torch_version < (2, 8) else "warning", text)
 
 
-def _together(flat: Mapping[str, Any], pipelined: bool) -> Iterable[Finding]:
-    """Combinations that torchtitan refuses, or that do nothing."""
+def _together(values: Mapping[str, Any], flat: Mapping[str, Any], pipelined: bool) -> Iterable[Finding]:
+    """Combinations that torchtitan refuses, or that do nothing; `flat` is as in the file."""
 
     def get(key: str) -> Any:
-        return flat.get(key, KEYS[key].default)
+        return values.get(key, KEYS[key].default)
 
     if pipelined and not get("training.disable_cuda_graphs"):
         text = "CUDA graphs are on by default and do not support pipelines: say training.disable_cuda_graphs: true."
-        yield Finding("parallelism.pipeline_parallel_degree", "error", text)
+        yield Finding.error("parallelism.pipeline_parallel_degree", text)
     budget = str(flat.get("activation_checkpoint.type", flat.get("activation_checkpoint"))).lower() == "memorybudgetac"
     if (budget or "activation_checkpoint.memory_budget" in flat) and not get("compile.enable"):
         text = "MemoryBudgetAC needs the compiled model: say compile.enable: true."
-        yield Finding("activation_checkpoint", "error", text)
+        yield Finding.error("activation_checkpoint", text)
     if get("compile.enable_async_tensor_parallel") and not get("compile.enable"):
         text = "async tensor parallelism needs the compiled model: say compile.enable: true."
-        yield Finding("compile.enable_async_tensor_parallel", "error", text)
+        yield Finding.error("compile.enable_async_tensor_parallel", text)
     if get("checkpoint.keep_latest_k") == 1:
         text = "torchtitan refuses 1: the last checkpoint may be half written; keep 2, or 0 for all."
-        yield Finding("checkpoint.keep_latest_k", "error", text)
+        yield Finding.error("checkpoint.keep_latest_k", text)
     if not get("checkpoint.enable") and any(
         key.startswith("checkpoint.") and key != "checkpoint.enable" for key in flat
     ):
-        yield Finding("checkpoint.enable", "warning", "it is off: no checkpoint is written, whatever the section says.")
+        yield Finding.warning("checkpoint.enable", "it is off: no checkpoint is written, whatever the section says.")

@@ -104,7 +104,7 @@ _TRAINING: Rows = {
     "max_norm": Key(number(), 1.0, "largest global gradient norm"),
     "steps": Key(integer(1), 10_000, "optimizer steps"),
     "enable_cpu_offload": Key(BOOLEAN, False, "weights, gradients and optimizer in host memory"),
-    "disable_cuda_graphs": Key(ANY, False, "no CUDA graphs", "harmless", _GRAPHS),
+    "disable_cuda_graphs": Key(BOOLEAN, False, "no CUDA graphs", "harmless", _GRAPHS),
     "dtype": Key(_DTYPE, "float32", "dtype of weights, gradients and optimizer state"),
     "mixed_precision_param": Key(_DTYPE, "bfloat16", "dtype of gathered weights, and so of the computation"),
     "mixed_precision_reduce": Key(_WIRE, "float32", "dtype of gradients on the wire"),
@@ -146,7 +146,9 @@ _ACTIVATION_CHECKPOINT: Rows = {
 _COMPILE: Rows = {
     "enable": Key(BOOLEAN, False, "torch.compile"),
     "components": (["model", "loss"], "what is compiled"),
-    "enable_async_tensor_parallel": (False, "tensor parallel collectives overlap with products"),
+    "enable_async_tensor_parallel": Key(
+        BOOLEAN, False, "tensor parallel collectives overlap with products", "harmless", _COMPILED
+    ),
     "backend": ("inductor", "compiler"),
 }
 _CHECKPOINT: Rows = {

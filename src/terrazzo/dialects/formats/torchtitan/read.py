@@ -153,7 +153,8 @@ def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> SettingsB
     if reader.raw(key, -1) != -1:
         return {"batch.micro_batch": part, "batch.global_batch": reader.take(key)}
     reader.keep(key, "the local batch of each data rank", loss="harmless")
-    return {"batch.micro_batch": part, "batch.accumulation": derived(local.value // part.value, local, part)}
+    count = reader.quotient(local, part, exact=True)
+    return {"batch.micro_batch": part, **({} if count.value is None else {"batch.accumulation": count})}
 
 
 # -- optimizer, schedule, loop -------------------------------------------------------------------------------------
@@ -186,16 +187,19 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     muon = next((group for group in groups if group.get("optimizer_name") == "DistMuon"), None)
     if muon is not None and groups[-1] is not muon:
         values["name"] = "Muon"
-        options |= _of_matrices(muon.get("optimizer_kwargs"))
+        options |= _of_matrices(reader, muon.get("optimizer_kwargs"))
     return {f"optimizer.{each}": Setting(value, "file", key) for each, value in {**values, "options": options}.items()}
 
 
-def _of_matrices(arguments: Any) -> dict[str, Any]:
+def _of_matrices(reader: Reader, arguments: Any) -> dict[str, Any]:
     """What DistMuon is given, in neutral words: as torch.optim.Muon, but for the way of scaling that is left out."""
-    options = {"muon.adjust_lr": "original"}
-    for key, value in arguments.items() if isinstance(arguments, Mapping) else ():
-        options["muon.adjust_lr" if key == "adjust_lr_fn" else f"muon.{key}"] = value
-    return options
+    given = dict(arguments) if isinstance(arguments, Mapping) else {}
+    scale = given.pop("adjust_lr_fn", None) or "original"
+    if scale not in ("original", "match_rms_adamw"):
+        text = f"adjust_lr_fn is {str(scale)[:40]!r}, expected original or match_rms_adamw"
+        reader.refuse("optimizer.param_groups", text)
+        scale = "original"
+    return {"muon.adjust_lr": scale, **{f"muon.{key}": value for key, value in given.items()}}
 
 
 def _schedule(reader: Reader) -> SettingsByPath:
@@ -214,7 +218,11 @@ def _schedule(reader: Reader) -> SettingsByPath:
         reader.keep(kind.key, "the shape of the final decay", loss="harmless")
     if ratio.value == 0:
         return {**settings, "schedule.name": derived("constant", ratio, origin="file")}
-    settings["schedule.decay_steps"] = derived(round(total.value * ratio.value), ratio, total)
+    steps = round(total.value * ratio.value)
+    if not steps:
+        reader.mark(ratio.key, "applied", f"it is no whole one of {total.value} steps: the rate is constant")
+        return {**settings, "schedule.name": derived("constant", ratio, origin="file")}
+    settings["schedule.decay_steps"] = derived(steps, ratio, total)
     settings["schedule.name"] = derived("wsd", ratio, origin="file")
     if kind.value != "linear":
         settings["schedule.options"] = derived({"decay_type": kind.value}, kind, origin="file")

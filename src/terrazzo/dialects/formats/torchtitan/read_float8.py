@@ -39,8 +39,8 @@ def _section(reader: Reader, section: str) -> SettingsByPath:
 def _recipe(reader: Reader, section: str, first: str) -> SettingsByPath:
     key = f"{section}.recipe_name"
     recipe = reader.raw(key) or "tensorwise"
-    if recipe not in _RECIPES:
-        reader.refuse(key, f"there is no recipe {recipe!r} here: use {', '.join(_RECIPES)}")
+    if not isinstance(recipe, str) or recipe not in _RECIPES:
+        reader.refuse(key, f"there is no recipe {str(recipe)[:40]!r} here: use {', '.join(_RECIPES)}")
         return {}
     gradient = recipe == "rowwise_with_gw_hp"
     reader.mark(

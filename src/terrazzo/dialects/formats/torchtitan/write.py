@@ -9,7 +9,7 @@ from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
 from terrazzo.dialects.formats.torchtitan.write_own import own_activations, own_batch, own_saving, own_schedule
-from terrazzo.dialects.formats.torchtitan.write_plan import APART, write_plan
+from terrazzo.dialects.formats.torchtitan.write_plan import SAME_DATA_AXES, write_plan
 from terrazzo.dialects.formats.torchtitan.write_words import (
     ACTIVATIONS,
     CLASSES,
@@ -139,7 +139,7 @@ def _is_pipelined(draft: TerseDraft) -> bool:
 
 def _batch(draft: TerseDraft, context: ReadingContext) -> None:
     micro, count = draft.value("batch.micro_batch"), draft.value("batch.accumulation")
-    ranks = ranks_left(draft.description, context.world, APART)
+    ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
     if _is_pipelined(draft):
         _local_batch(draft, micro, count, ranks)
     elif draft.value("batch.global_batch"):

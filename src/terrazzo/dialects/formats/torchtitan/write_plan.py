@@ -11,12 +11,12 @@ from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row
 from terrazzo.dialects.formats.torchtitan.keys import DEGREES, PIPELINE, SCHEDULES, STAGE_LAYERS
 from terrazzo.dialects.formats.torchtitan.write_words import option
 
-__all__ = ["APART", "write_plan"]
+__all__ = ["SAME_DATA_AXES", "write_plan"]
 
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
 _REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
 _KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
-APART = ("tp", "cp", "pp")
+SAME_DATA_AXES = ("tp", "cp", "pp")
 """Axes whose ranks see the same data; there is no sp."""
 _ORDERS = {
     ("gpipe", False): "GPipe",
@@ -123,7 +123,7 @@ def _shard_degree(draft: TerseDraft, ranks: int | None, why: str = "") -> None:
 
 def _replicated(draft: TerseDraft, replicas: int, shards: int | None, context: ReadingContext) -> None:
     """Nothing is split: every data rank is a replica."""
-    ranks = replicas * shards if shards else ranks_left(draft.description, context.world, APART) or None
+    ranks = replicas * shards if shards else ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
     if ranks is None:
         why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
         draft.refuse((*SHARDING, *DATA_AXES), why)

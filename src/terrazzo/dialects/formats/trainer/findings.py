@@ -29,7 +29,7 @@ MATCHED = {
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-    """All of them."""
+    """What the Trainer refuses of a document, or takes otherwise than it looks."""
     flat = {canonical_key(key): value for key, value in flatten(document).items()}
     yield from _together(document, flat)
     if flat.get("fsdp"):
@@ -44,31 +44,31 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     saves = flat.get("save_strategy", "steps") != "no" and not flat.get("save_only_model")
     if document.get("distributed_config") and saves:
         text = "the Trainer raises for a model sharded by distributed_config: say save_only_model: true."
-        yield Finding("distributed_config", "error", text)
+        yield Finding.error("distributed_config", text)
 
 
 def _together(document: ConfigDocument, flat: Mapping[str, Any]) -> Iterable[Finding]:
     if document.get("fsdp") and document.get("deepspeed"):
-        yield Finding("fsdp", "error", "the Trainer raises when both fsdp and deepspeed are on: keep one.")
+        yield Finding.error("fsdp", "the Trainer raises when both fsdp and deepspeed are on: keep one.")
     best, every = flat.get("load_best_model_at_end"), flat.get("save_strategy", "steps")
     if best and every != "best" and flat.get("eval_strategy", "no") != every:
         text = f"save_strategy is {every} and eval_strategy {flat.get('eval_strategy', 'no')}: they must be the same."
-        yield Finding("load_best_model_at_end", "error", text)
+        yield Finding.error("load_best_model_at_end", text)
     named = flat.get("torch_compile_backend") or flat.get("torch_compile_mode")
     if named and flat.get("torch_compile") is False:
-        yield Finding("torch_compile", "warning", "a backend or mode is named, which turns torch_compile on.")
+        yield Finding.warning("torch_compile", "a backend or mode is named, which turns torch_compile on.")
 
 
 def _fsdp(flat: Mapping[str, Any]) -> Iterable[Finding]:
     if flat.get("activation_checkpointing"):
         text = "under FSDP it gathers all weights once more in backward: say fsdp_config.activation_checkpointing."
-        yield Finding("activation_checkpointing", "warning", text)
+        yield Finding.warning("activation_checkpointing", text)
     if str(flat.get("fsdp_config.version", 2)) == "1":
         text = "FSDP1 is on its way out of transformers: say version: 2 with reshard_after_forward: true or false."
-        yield Finding("fsdp_config.version", "warning", text)
+        yield Finding.warning("fsdp_config.version", text)
     if str(flat.get("fsdp_config.state_dict_type")).upper() == "SHARDED_STATE_DICT":
         text = "save_model() writes no Hugging Face weights then, only shards: merge them, or say FULL_STATE_DICT."
-        yield Finding("fsdp_config.state_dict_type", "warning", text)
+        yield Finding.warning("fsdp_config.state_dict_type", text)
 
 
 def _mismatches(inner: Mapping[str, Any], document: ConfigDocument) -> Iterable[Finding]:
@@ -83,4 +83,4 @@ def _mismatches(inner: Mapping[str, Any], document: ConfigDocument) -> Iterable[
             and isinstance(inner_value, int | float)
         ):
             text = f"it is {inner_value}, but {field} is {wanted}: transformers raises. Say auto, or the same in both."
-            yield Finding(f"deepspeed.{key}, {field}", "error", text)
+            yield Finding.error(f"deepspeed.{key}, {field}", text)

@@ -19,7 +19,7 @@ _POLYNOMIAL_END = 1e-7
 
 
 def read_loop(reader: TrainerReader) -> SettingsByPath:
-    """All of it."""
+    """Batch, optimizer, schedule, clipping, seed and saving."""
     return {**_batch(reader), **_optimizer(reader), **_schedule(reader), **_training(reader), **_saving(reader)}
 
 

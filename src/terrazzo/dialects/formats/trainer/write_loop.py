@@ -87,7 +87,10 @@ def _warmup(draft: TerseDraft) -> None:
 
 def _optimizer(draft: TerseDraft) -> None:
     name, path = draft.value("optimizer.name"), "optimizer.name"
-    narrow = draft.own and draft.value("precision.moments") == "int8"
+    narrow = draft.value("precision.moments") == "int8" and name in (*EIGHT_BITS.values(), "Adam")
+    if narrow:
+        codes = "codes of 8 bits have other values there, and small tensors have none"
+        draft.lossy("precision.moments", codes, "optim")
     words = {name: word for word, name in reversed((EIGHT_BITS if narrow else OPTIMIZERS).items())}
     if name is None:
         return

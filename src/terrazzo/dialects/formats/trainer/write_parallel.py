@@ -37,7 +37,7 @@ def write_fsdp(draft: TerseDraft, context: ReadingContext) -> None:
         return
     draft.write("fsdp", True)
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
-    if row in HYBRID_ROWS and not draft.own:
+    if row in HYBRID_ROWS:
         shards = shard_ranks(draft, context.world)
     if row in HYBRID_ROWS and None in (replicas, shards):
         why = "the sizes of both axes must be known, or nothing is replicated: write them in the file, or say --world"
@@ -141,7 +141,7 @@ def write_precision(draft: TerseDraft, stack: str, deferred: bool, context: Read
     row = stack_precision(stack, half, deferred, context)
     for path, does in row.items():
         wanted = draft.setting(path)
-        if not wanted.is_set or draft.own:
+        if not wanted.is_set or draft.has_verdict(path):
             continue
         if wanted.value == does.value or (path == "precision.compute" and mixed):
             draft.implied(path, key=compute if mixed else "")
