@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 
-from terrazzo.config import KEYS
+from terrazzo.config import CONFIG_KEYS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.registry import dialect
@@ -139,7 +139,11 @@ def added(name: str) -> str:
     found = conversion(name)
     values = {_terrazzos(each.key): each.value for each in found.added}
     said = flatten(found.document)
-    names = [key for key, value in values.items() if key in KEYS and key not in said and value == KEYS[key].default]
+    names = [
+        key
+        for key, value in values.items()
+        if key in CONFIG_KEYS and key not in said and value == CONFIG_KEYS[key].default
+    ]
     return ", ".join(_code_of(f"{key}: {in_yaml(values[key])}") for key in names)
 
 

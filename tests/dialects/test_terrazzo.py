@@ -10,7 +10,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from terrazzo.config import KEYS, Config, config_from_dict
+from terrazzo.config import CONFIG_KEYS, Config, config_from_dict
 from terrazzo.dialects.core.description import Description, Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
@@ -232,9 +232,9 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_key_has_another_value_here_and_a_meaning() -> None:
-    assert set(OTHER) == set(KEYS)
-    assert all(OTHER[key] != known.default for key, known in KEYS.items())
-    assert all(known.meaning for known in KEYS.values())
+    assert set(OTHER) == set(CONFIG_KEYS)
+    assert all(OTHER[key] != known.default for key, known in CONFIG_KEYS.items())
+    assert all(known.meaning for known in CONFIG_KEYS.values())
 
 
 def assert_the_same_run(document: dict[str, Any]) -> Description:
@@ -404,7 +404,7 @@ WRONG: tuple[Any, ...] = (
 @pytest.mark.parametrize("section", Config.model_fields)
 def test_the_trainer_and_the_reader_agree_about_every_key(section: str) -> None:
     """What the trainer refuses of a key by itself, the reader refuses; and nothing that the trainer takes."""
-    for key in [key for key in (section, *KEYS) if key.partition(".")[0] == section]:
+    for key in [key for key in (section, *CONFIG_KEYS) if key.partition(".")[0] == section]:
         beside = {other: value for other, value in WITH.get(key, {}).items() if other != key}
         for value in WRONG:
             document = nested({**beside, key: value})
@@ -422,7 +422,7 @@ def wrong_keys(document: dict[str, Any]) -> list[str]:
         Config.model_validate(document)
     except ValidationError as error:
         places = [(".".join(map(str, each["loc"])), each["type"]) for each in error.errors()]
-        return [place for place, kind in places if kind != "value_error" or place in KEYS]
+        return [place for place, kind in places if kind != "value_error" or place in CONFIG_KEYS]
     return []
 
 
@@ -650,6 +650,6 @@ def test_the_batch_of_a_file_is_derived() -> None:
 
 
 def test_the_hub_has_its_keys_as_every_dialect_does() -> None:
-    assert {*KEYS, "plan", "precision"} < set(OURS.keys)
-    assert OURS.meaning("train.steps") == KEYS["train.steps"].meaning
+    assert {*CONFIG_KEYS, "plan", "precision"} < set(OURS.keys)
+    assert OURS.meaning("train.steps") == CONFIG_KEYS["train.steps"].meaning
     assert OURS.meaning("optimizer.options.foreach") == OURS.meaning("no.such.key") == ""

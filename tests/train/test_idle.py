@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.config import KEYS, config_from_dict, load_config
+from terrazzo.config import CONFIG_KEYS, config_from_dict, load_config
 from terrazzo.engine import Offload, Plan
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.idle_settings import _OF_ONE_RANK, _OF_ONE_SUMMING, _RULES, idle_notes
@@ -137,11 +137,11 @@ ALWAYS = """
 def test_every_key_of_the_schema_is_judged() -> None:
     ruled = {key for rule in (*_RULES, *_OF_ONE_RANK, *_OF_ONE_SUMMING) for key in rule.keys.split()} | {"launch.ranks"}
     ruled |= {f"offload.{name}" for names in Offload.unused_under(Plan.named("zero0")).values() for name in names}
-    judged = [key for glob in f"{REFUSED} {ALWAYS}".split() for key in fnmatch.filter(KEYS, glob)]
+    judged = [key for glob in f"{REFUSED} {ALWAYS}".split() for key in fnmatch.filter(CONFIG_KEYS, glob)]
     assert sorted(judged) == sorted(set(judged)), "once each"
     assert ruled.isdisjoint(judged)
     told_by_the_data = {"data.attention"}  # whether each sequence has one document
-    assert ruled | {*judged} | told_by_the_data == KEYS.keys()
+    assert ruled | {*judged} | told_by_the_data == CONFIG_KEYS.keys()
 
 
 def test_the_header_begins_with_them(tmp_path: Path) -> None:

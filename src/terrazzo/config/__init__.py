@@ -11,6 +11,7 @@ In reading order:
     schema         the whole tree of settings
     keys           the schema key by key
     secrets        passwords in URLs, which are not printed
+    wording        errors of the validation in plain words
     reading        a file, then overrides, then validation
 
 To add a key:
@@ -31,14 +32,14 @@ from typing import TYPE_CHECKING
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
-    from terrazzo.config.keys import KEYS, keys_meant
+    from terrazzo.config.keys import CONFIG_KEYS, keys_meant
     from terrazzo.config.reading import (
         CheckedKeys,
         check_keys,
         config_from_dict,
         config_problems,
-        flatten,
         load_config,
+        setting_texts,
     )
     from terrazzo.config.schema import Config
     from terrazzo.config.secrets import without_passwords
@@ -56,7 +57,7 @@ else:
     __getattr__ = lazily(__name__)
 
 __all__ = [
-    "KEYS",
+    "CONFIG_KEYS",
     "BatchConfig",
     "CheckedKeys",
     "Config",
@@ -75,9 +76,9 @@ __all__ = [
     "check_keys",
     "config_from_dict",
     "config_problems",
-    "flatten",
     "keys_meant",
     "load_config",
+    "setting_texts",
     "tier_text",
     "without_passwords",
 ]

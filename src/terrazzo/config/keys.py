@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from terrazzo.config.schema import Config
 from terrazzo.config.section import Named, Section
 
-__all__ = ["KEYS", "SHORTHANDS", "keys_meant"]
+__all__ = ["CONFIG_KEYS", "SHORTHANDS", "keys_meant"]
 
 _MOST_MEANT = 3
 """More keys that end alike, such as `name`, are no answer."""
@@ -56,7 +56,7 @@ def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Itera
             yield prefix + name, _key(field, defaults[name])
 
 
-KEYS: dict[str, ConfigKey] = dict(_walk(Config(), Config().model_dump(mode="json")))
+CONFIG_KEYS: dict[str, ConfigKey] = dict(_walk(Config(), Config().model_dump(mode="json")))
 """Every leaf of the schema by its dotted key, in the schema's order."""
 
 SHORTHANDS = {name for name in Config.model_fields if isinstance(getattr(Config(), name), Named)}
@@ -67,11 +67,11 @@ def keys_meant(word: str) -> list[str]:
     """The dotted keys that `word` may mean: itself; those that end like it, the shortest first; or one that nearly
     does.
     """
-    if word in KEYS or word in SHORTHANDS:
+    if word in CONFIG_KEYS or word in SHORTHANDS:
         return [word]
     last = word.rpartition(".")[2]
     ends: dict[str, list[str]] = {}
-    for key in KEYS:
+    for key in CONFIG_KEYS:
         ends.setdefault(key.rpartition(".")[2], []).append(key)
     near = [last] if last in ends else difflib.get_close_matches(last, ends, n=1, cutoff=0.75)
     meant = sorted(ends[near[0]], key=lambda key: key.count(".")) if near else []

@@ -5,46 +5,26 @@ All problems of a file are reported together, each with the key, what was found 
 
 from __future__ import annotations
 
-import difflib
 import json
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from terrazzo.config.keys import KEYS, SHORTHANDS, keys_meant
+from terrazzo.config.keys import CONFIG_KEYS, SHORTHANDS
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE
+from terrazzo.config.wording import dotted, sentence, sentences
 from terrazzo.documents import is_rank_range, parse_value, read_text
-from terrazzo.errors import BadInput, did_you_mean, shortened
+from terrazzo.errors import BadInput
 
-__all__ = ["CheckedKeys", "check_keys", "config_from_dict", "config_problems", "flatten", "load_config"]
-
-# How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their
-# family.
-BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
-KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "list": "a list",
-    "dict": "a section of keys",
-    "model": "a section of keys",
-    "path": "a path",
-}
-_NEARLY_EQUAL = 0.85  # as step and steps are
+__all__ = ["CheckedKeys", "check_keys", "config_from_dict", "config_problems", "load_config", "setting_texts"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -68,7 +48,7 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [words for _, words in _sentences(error)]
+        lines = [words for _, words in sentences(error)]
     listed = "\n".join(f"  - {line}" for line in lines)
     text = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin} has {len(lines)} problems:\n{listed}"
     raise BadInput(without_passwords(text))
@@ -81,7 +61,7 @@ def config_problems(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
         Config.model_validate(raw)
     except ValidationError as error:
-        return [(key, without_passwords(words)) for key, words in _sentences(error)]
+        return [(key, without_passwords(words)) for key, words in sentences(error)]
     return []
 
 
@@ -108,18 +88,14 @@ def check_keys(raw: Mapping[str, Any]) -> CheckedKeys:
         except ValidationError as error:
             for detail in error.errors():
                 place = detail["loc"]
-                known = [place[:depth] for depth in range(1, len(place)) if _dotted(place[:depth]) in KEYS]
+                known = [place[:depth] for depth in range(1, len(place)) if dotted(place[:depth]) in CONFIG_KEYS]
                 where = known[0] if known else place  # an entry of a list is its key's
                 if detail["type"] != "extra_forbidden":
-                    words = _sentence(dict(detail), "it" if where == place else "")
-                    problems.setdefault(_dotted(where), without_passwords(words))
+                    words = sentence(dict(detail), "it" if where == place else "")
+                    problems.setdefault(dotted(where), without_passwords(words))
                 raw = _without(raw, where)
         else:
-            return CheckedKeys({key: operator.attrgetter(key)(config) for key in KEYS}, problems)
-
-
-def _dotted(place: Sequence[int | str]) -> str:
-    return ".".join(map(str, place))
+            return CheckedKeys({key: operator.attrgetter(key)(config) for key in CONFIG_KEYS}, problems)
 
 
 def _without(raw: Mapping[Any, Any], names: Sequence[int | str]) -> dict[Any, Any]:
@@ -131,7 +107,7 @@ def _without(raw: Mapping[Any, Any], names: Sequence[int | str]) -> dict[Any, An
     return {**raw, name: _without(inner, below)}
 
 
-def flatten(config: BaseModel | dict[str, Any]) -> dict[str, str]:
+def setting_texts(config: BaseModel | dict[str, Any]) -> dict[str, str]:
     """Every setting as `section.key` → JSON text: the form in which settings are compared."""
     flat: dict[str, str] = {}
 
@@ -205,99 +181,3 @@ def _has_comment(text: str) -> bool:
         return False
     tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
     return any(not any(each.start_mark.index <= place < each.end_mark.index for each in tokens) for place in places)
-
-
-def _sentences(invalid: ValidationError) -> list[tuple[str, str]]:
-    """One for each key, behind it: of one that takes several kinds of values pydantic has an error for each kind."""
-    errors: list[dict[str, Any]] = [dict(detail) for detail in invalid.errors()]
-    by_key: dict[str, list[dict[str, Any]]] = {}
-    for error in errors:
-        place = error["loc"]
-        whole = [each for depth in range(1, len(place)) if (each := _dotted(place[:depth])) in KEYS]
-        by_key.setdefault(whole[0] if whole else _dotted(place), []).append(error)
-    lines: list[tuple[str, str]] = []
-    for key, of_key in by_key.items():
-        if len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
-            kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in of_key)
-            lines.append((key, f"{key} is {_value_text(of_key[0]['input'])}, expected {kinds}{_or_null(key)}."))
-        else:
-            lines += [(key, _sentence(error)) for error in of_key]
-    return lines
-
-
-def _sentence(error: dict[str, Any], subject: str = "") -> str:
-    """One pydantic error in plain words: key, or `subject` in its place, what was found, what was expected."""
-    where = _dotted(error["loc"])
-    value, kind, context = error["input"], error["type"], error.get("ctx", {})
-    if kind == "extra_forbidden":
-        return _unknown_key(error["loc"])
-    if kind == "value_error":
-        return f"{where}: {context['error']}" if where and not subject else str(context["error"])
-    if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", context["expected"])
-        near = did_you_mean(str(value), choices)
-        return f"{subject or where} is {value!r}, expected one of {', '.join(choices)}{_or_null(where)}.{near}"
-    expected = f"{_expected(kind, context)}{_or_null(where)}"
-    edit = _keys_of(where, value) or _edit(kind, value)
-    return f"{subject or where} is {_value_text(value)}, expected {expected}.{edit}"
-
-
-def _edit(kind: str, value: Any) -> str:
-    """For a number or a switch that is text, such as `'12'` or `'off'`, and a word in place of a list."""
-    if isinstance(value, str) and kind == "list_type":
-        return f" Write [{value}]."
-    if not isinstance(value, str) or kind not in ("int_type", "float_type", "bool_type"):
-        return ""
-    try:
-        meant = parse_value(value, "yaml", "it")
-    except BadInput:
-        return ""
-    right = isinstance(meant, bool) if kind == "bool_type" else type(meant) in (int, float)
-    return f" Write {json.dumps(meant)}, without quotes." if right else ""
-
-
-def _keys_of(where: str, value: Any) -> str:
-    """What stands in a section that was given as one value: `optimizer=adamw` for `optimizer.name=adamw`."""
-    keys = [key.removeprefix(f"{where}.") for key in KEYS if key.startswith(f"{where}.")]
-    if "name" in keys and isinstance(value, str):
-        return f" Write {where}.name: {value}, or on the command line {where}.name={value}."
-    return f" It has {', '.join(keys)}." if keys else ""
-
-
-def _or_null(where: str) -> str:
-    """`, or null: only at the end`, of a key that may be null, where its description says what that means."""
-    known = KEYS.get(where)
-    meaning = known.meaning.partition("null: ")[2].partition(";")[0] if known is not None and known.null else ""
-    return f", or null: {meaning}" if meaning else ""
-
-
-def _expected(kind: str, context: dict[str, Any]) -> str:
-    if kind in BOUNDS:
-        limit, comparison = BOUNDS[kind]
-        return f"a number {comparison} {context[limit]:g}"
-    if kind == "literal_error":
-        return " or ".join(re.findall(r"'([^']*)'", context["expected"]))
-    return "a finite number" if kind == "finite_number" else KINDS.get(kind.split("_")[0], "another value")
-
-
-def _value_text(value: Any) -> str:
-    return "empty" if value is None else shortened(without_passwords(repr(value)))
-
-
-def _unknown_key(location: tuple[int | str, ...]) -> str:
-    *parents, key = (str(part) for part in location)
-    section: type[BaseModel] = Config
-    for name in parents:
-        section = cast(type[BaseModel], section.model_fields[name].annotation)
-    known = list(section.model_fields)
-    place = f"section '{'.'.join(parents)}'" if parents else "the configuration"
-    name, colon, value = key.partition(":")
-    if colon and name in known:  # in braces YAML takes both for a key
-        return f"unknown key '{key}' in {place}. Write a space behind the colon: {name}: {value}."
-    meant = keys_meant(key)
-    elsewhere = f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
-    is_key = any(each.rpartition(".")[2] == key for each in meant)  # of another section
-    near = elsewhere if is_key else did_you_mean(key, known) or elsewhere
-    if is_key and (same := difflib.get_close_matches(key, known, n=1, cutoff=_NEARLY_EQUAL)):
-        near = f" Did you mean {' or '.join(map(repr, [*same, *meant]))}?"
-    return f"unknown key '{key}' in {place}.{near or ' Known: ' + ', '.join(known) + '.'}"

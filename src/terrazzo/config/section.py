@@ -36,7 +36,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _together(self, info: ValidationInfo) -> Self:
-        if info.context is not KEYS_ALONE:
+        if (info.context or {}).get("agree", True):
             self._agrees()
         return self
 

@@ -112,6 +112,6 @@ def _settings(option: str, value: str) -> str | None:
 
 
 def _example(key: str) -> str:
-    from terrazzo.config import KEYS
+    from terrazzo.config import CONFIG_KEYS
 
-    return "true" if key in KEYS and KEYS[key].kind is bool else "..."
+    return "true" if key in CONFIG_KEYS and CONFIG_KEYS[key].kind is bool else "..."

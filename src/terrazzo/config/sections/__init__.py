@@ -1,6 +1,7 @@
-"""The sections of the configuration: each in the module of its name. Parts of them stand beside them there, but for two
-of `model` with modules of their own: `plan.mesh` and `plan.outer` in `plan`, `parallel.tensor`, `parallel.context` and
-`parallel.pipeline` in `parallel`, `optimizer.muon` in `optimizer`, `checkpoint.local` in `checkpoint`.
+"""The sections of the configuration, each in the module of its name.
+
+A section within one, such as `plan.mesh`, is in the module of the outer one; `model.attention` and `model.experts` have
+modules of their own.
 
 model       which model is trained
 attention   `model.attention`: how far the tokens of the built-in decoder see

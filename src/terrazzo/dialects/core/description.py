@@ -13,6 +13,8 @@ from typing import Any, get_type_hints
 
 from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.sections import (
+    OFF,
+    TIERS,
     UNSET,
     ActivationCheckpointingSection,
     BatchSection,
@@ -61,7 +63,6 @@ __all__ = [
 
 STATES = ("weight", "between", "grad", "optim")
 SHARDING = tuple(f"sharding.{state}" for state in STATES)
-TIERS = ("offload.weight", "offload.grad", "offload.optim")
 DATA_AXES = ("mesh.dp_replicate", "mesh.dp_shard")
 MODEL_AXES = ("tp", "cp", "sp", "ep", "pp")
 """Axes of the mesh that are no data axes."""
@@ -168,7 +169,7 @@ def build(dialect: str, settings: Mapping[str, Setting[Any]], extras: tuple[Extr
 
 def asks_for_nothing(path: str, value: Any) -> bool:
     """Whether this value asks for nothing to happen, so that a dialect without the setting agrees with it."""
-    return value is None or bool(path in _OFF and value == _OFF[path])
+    return value is None or bool(path in OFF and value == OFF[path])
 
 
 def as_text(value: Any) -> str:
@@ -208,20 +209,3 @@ MEANING: dict[str, str] = {
 """A setting's meaning in a few words, by path."""
 PATHS = tuple(MEANING)
 """Every setting that there is, as `section.name`."""
-_OFF: dict[str, Any] = {
-    **dict.fromkeys(("mesh.dp_replicate", "mesh.tp", "mesh.cp", "mesh.sp", "mesh.ep", "mesh.pp"), 1),
-    **dict.fromkeys(("precision.autocast", "training.compile", "activation_checkpointing.offload"), False),
-    **dict.fromkeys(("offload.digest", "loading.low_memory", "loading.broadcast", "saving.background"), False),
-    **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),
-    **dict.fromkeys(("schedule.warmup_steps", "schedule.warmup_fraction"), 0),
-    "precision.rounding": "nearest",
-    "precision.gather": "compute",
-    "precision.quantized_reduce": "none",
-    "precision.error_feedback": False,
-    "precision.linears": "compute",
-    "precision.skip": (),
-    "optimizer.options": {},
-    "schedule.options": {},
-    **dict.fromkeys(("units.classes", "activation_checkpointing.ops", "offload.path"), ()),
-    **dict.fromkeys(TIERS, "device"),
-}

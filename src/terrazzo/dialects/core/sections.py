@@ -10,6 +10,8 @@ from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.engine import LossScaling
 
 __all__ = [
+    "OFF",
+    "TIERS",
     "UNSET",
     "ActivationCheckpointingSection",
     "BatchSection",
@@ -242,3 +244,24 @@ class SavingSection:
     keep_last: Annotated[Setting[int | None], "checkpoints kept; none: all"] = UNSET
     folder: Annotated[Setting[str | None], "where to"] = UNSET
     background: Annotated[Setting[bool], "training goes on meanwhile"] = UNSET
+
+
+TIERS = ("offload.weight", "offload.grad", "offload.optim")
+OFF: dict[str, Any] = {
+    **dict.fromkeys(("mesh.dp_replicate", "mesh.tp", "mesh.cp", "mesh.sp", "mesh.ep", "mesh.pp"), 1),
+    **dict.fromkeys(("precision.autocast", "training.compile", "activation_checkpointing.offload"), False),
+    **dict.fromkeys(("offload.digest", "loading.low_memory", "loading.broadcast", "saving.background"), False),
+    **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),
+    **dict.fromkeys(("schedule.warmup_steps", "schedule.warmup_fraction"), 0),
+    "precision.rounding": "nearest",
+    "precision.gather": "compute",
+    "precision.quantized_reduce": "none",
+    "precision.error_feedback": False,
+    "precision.linears": "compute",
+    "precision.skip": (),
+    "optimizer.options": {},
+    "schedule.options": {},
+    **dict.fromkeys(("units.classes", "activation_checkpointing.ops", "offload.path"), ()),
+    **dict.fromkeys(TIERS, "device"),
+}
+"""By path, the value that asks for nothing to happen."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
-from terrazzo.config import Config, flatten, without_passwords
+from terrazzo.config import Config, setting_texts, without_passwords
 from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.train.checkpoints.local_folder import local_checkpoints
@@ -155,12 +155,12 @@ def data_changes(config: Config, saved: dict[str, Any], files: Sequence[SourceFi
 
 def _settings_of(config: Config | dict[str, Any]) -> dict[str, str]:
     """What is set, by key. An empty mapping sets nothing: with more in it, it has other keys."""
-    return {key: value for key, value in flatten(config).items() if value != "{}"}
+    return {key: value for key, value in setting_texts(config).items() if value != "{}"}
 
 
 def _changed_settings(config: Config, saved: dict[str, Any]) -> str:
-    now = flatten(without_passwords(config.model_dump(mode="json")))  # as it was saved
-    before = flatten(Config()) | flatten(saved)
+    now = setting_texts(without_passwords(config.model_dump(mode="json")))  # as it was saved
+    before = setting_texts(Config()) | setting_texts(saved)
     keys = [key for key in now if key.startswith("data.") and key not in _NOT_TRAINED_ON]
     keys += ["batch.sequence_length", "train.seed"]
     changed = [key for key in keys if now[key] != before.get(key)]

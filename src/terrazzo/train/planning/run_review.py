@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terrazzo.config import flatten, load_config
+from terrazzo.config import load_config, setting_texts
 from terrazzo.errors import BadInput
 from terrazzo.planner import estimate
 from terrazzo.telemetry import (
@@ -134,7 +134,7 @@ class RunReview:
         settings, verdict = [review._folder.settings() for review in (self, other)], other.verdict()
         texts = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
         if None not in settings:
-            one, theirs = (flatten(each or {}) for each in settings)
+            one, theirs = (setting_texts(each or {}) for each in settings)
             keys = [key for key in {**one, **theirs} if one.get(key) != theirs.get(key)]
             lines = [f"{key}: {one.get(key)} | {theirs.get(key)}" for key in keys]
             texts[f"Settings here, and of {other.run}"] = "\n".join(lines) or "the same"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.checkpoint.exporters.huggingface import read_model_config
-from terrazzo.config import Config, flatten
+from terrazzo.config import Config, setting_texts
 from terrazzo.engine import check_narrow
 from terrazzo.errors import BadInput, counted, listed
 from terrazzo.parallel.pipeline.schedules import actions_of
@@ -85,7 +85,7 @@ def check_fewer(config: Config, ranks: int) -> None:
 
 def _check_filled_in(config: Config) -> None:
     """Raises `BadInput` for what a written configuration leaves to its user."""
-    if left := [key for key, text in flatten(config).items() if text == f'"{FILL_IN}"']:
+    if left := [key for key, text in setting_texts(config).items() if text == f'"{FILL_IN}"']:
         raise BadInput(
             f"{' and '.join(left)} {'are' if len(left) > 1 else 'is'} still {FILL_IN}. Name them in the file, or behind"
             f" it: {' '.join(f'{key}=...' for key in left)}."

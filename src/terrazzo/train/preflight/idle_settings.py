@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from terrazzo.config import Config, MuonConfig, flatten
+from terrazzo.config import Config, MuonConfig, setting_texts
 from terrazzo.engine import Offload
 from terrazzo.train.data.sources import PYTHON_STDLIB, without_records
 from terrazzo.train.data.tokenizer import BYTES
@@ -33,7 +33,7 @@ class _Rule(NamedTuple):
 
 def idle_notes(config: Config, world_size: int) -> list[str]:
     """A line for the settings of each kind that do nothing in this run, naming them."""
-    now, usual, notes = flatten(config), flatten(Config()), []
+    now, usual, notes = setting_texts(config), setting_texts(Config()), []
     one_sums = world_size == config.plan.mesh.tp * config.plan.mesh.pp
     for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ()), *(_OF_ONE_SUMMING if one_sums else ())):
         changed = [key for key in rule.keys.split() if now[key] != usual[key]]

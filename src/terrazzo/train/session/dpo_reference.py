@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from terrazzo.config import Config, flatten
+from terrazzo.config import Config, setting_texts
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.model.objectives import completion_log_probs, inputs_of
@@ -68,7 +68,7 @@ def initial_model(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
     """
     if saved.get("initial"):
         return dict(saved["initial"])
-    values = flatten(Config()) | flatten(saved["config"] if saved else config)
+    values = setting_texts(Config()) | setting_texts(saved["config"] if saved else config)
     settings = {key: json.loads(values[key]) for key in ("model.path", "model.weights", "train.seed")}
     if settings["model.weights"] == "pretrained":
         del settings["train.seed"]
@@ -79,7 +79,7 @@ def check_same_initial(due: list[DueReference], config: Config, saved: Mapping[s
     """Raise `BadInput` where the reference that is `due` would be of another model than the one that is `saved`."""
     if not due or not saved:
         return
-    now = flatten(config)
+    now = setting_texts(config)
     for key, before in initial_model(config, saved).items():
         here = json.loads(now[key])
         same = here == before or (key == "model.path" and here and before and _same_folder(here, before))

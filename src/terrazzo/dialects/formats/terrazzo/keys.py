@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.config import KEYS as SCHEMA
+from terrazzo.config import CONFIG_KEYS
 from terrazzo.dialects.core.keys import ANY, Key
 
 __all__ = ["KEYS"]
@@ -11,7 +11,7 @@ KEYS = {
     "plan": Key(ANY, None, ""),
     "precision": Key(ANY, None, ""),
     "objective": Key(ANY, None, ""),
-    **{name: Key(ANY, key.default, key.meaning) for name, key in SCHEMA.items()},
+    **{name: Key(ANY, key.default, key.meaning) for name, key in CONFIG_KEYS.items()},
     "optimizer.options.*": Key(ANY, None, ""),
 }
 """By dotted key. What a value may be, the schema says."""

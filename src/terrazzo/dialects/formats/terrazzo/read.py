@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.config import KEYS as SCHEMA
-from terrazzo.config import MuonConfig, check_keys, tier_text
+from terrazzo.config import CONFIG_KEYS, MuonConfig, check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import TEXT
@@ -63,7 +62,7 @@ class _SchemaReader(Reader):
         """A key of the schema, also where its section is one word, as what it means in neutral words."""
         section = key.removesuffix(".name")
         where = section if self.flat.get(section, {}) != {} or section in self.checked.problems else key
-        known = SCHEMA[key]
+        known = CONFIG_KEYS[key]
         default = _neutral(key, known.default)
         if where not in self.flat:
             return Setting(default, "default", "")
@@ -83,7 +82,7 @@ class _SchemaReader(Reader):
 
 
 def _neutral(key: str, value: Any) -> Any:
-    if SCHEMA[key].kind is list:
+    if CONFIG_KEYS[key].kind is list:
         return tuple(value or ())
     return WORDS[key][value] if key in WORDS else value
 
@@ -284,8 +283,8 @@ def _checkpointing(reader: _SchemaReader) -> SettingsByPath:
 def _keep_others(reader: _SchemaReader) -> None:
     """Known keys with no neutral meaning."""
     for key in reader.unread():
-        if not reader.refused(key) and key in SCHEMA:
+        if not reader.refused(key) and key in CONFIG_KEYS:
             section = key.partition(".")[0]
             why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
-            idle = section in _HARMLESS or key in _HARMLESS or reader.raw(key) == SCHEMA[key].default
+            idle = section in _HARMLESS or key in _HARMLESS or reader.raw(key) == CONFIG_KEYS[key].default
             reader.keep(key, why, loss="harmless" if idle else "lossy")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.config import KEYS
+from terrazzo.config import CONFIG_KEYS
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.terrazzo.paths import KEY_OF
@@ -34,8 +34,8 @@ class TerrazzoDraft(Draft):
 
     def _carry(self, path: str, key: str) -> None:
         value, origin = self.setting(path).value, self.setting(path).origin
-        default = not self.own and origin == "default" and value == KEYS[key].default
-        null = KEYS[key].null and KEYS[key].default is not None  # None is a value, too
+        default = not self.own and origin == "default" and value == CONFIG_KEYS[key].default
+        null = CONFIG_KEYS[key].null and CONFIG_KEYS[key].default is not None  # None is a value, too
         if default or (value is None and not null and (not self.own or not self.setting(path).key)):
             self.implied(path)
         else:

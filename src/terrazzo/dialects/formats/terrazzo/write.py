@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection
 
-from terrazzo.config import KEYS, MuonConfig
+from terrazzo.config import CONFIG_KEYS, MuonConfig
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
@@ -20,8 +20,8 @@ __all__ = ["write"]
 
 _OWN = (Lion, AdEMAMix, Muon)
 _OPTIMIZERS = {each.__name__: each for each in sorted((*ELEMENTWISE, *_OWN), key=lambda each: each.__name__)}
-_SCHEDULES = KEYS["schedule.name"].choices
-_PIPELINES = KEYS["parallel.pipeline.schedule"].choices
+_SCHEDULES = CONFIG_KEYS["schedule.name"].choices
+_PIPELINES = CONFIG_KEYS["parallel.pipeline.schedule"].choices
 _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
 _MIB = 2**20
 
@@ -41,7 +41,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     _activation_checkpointing(draft)
     _saving(draft)
     writing = draft.finish()
-    order = [key.partition(".")[0] for key in KEYS]
+    order = [key.partition(".")[0] for key in CONFIG_KEYS]
     document = {section: writing.document[section] for section in sorted(writing.document, key=order.index)}
     return Writing(document, writing.verdicts)
 

@@ -152,18 +152,18 @@ def write_precision(draft: TerseDraft, stack: str, deferred: bool, context: Read
         elif does.value == LOADED and path not in ("precision.buffers", "precision.loss_scaling"):
             draft.lossy(path, stays_as_loaded(wanted.value))
         else:
-            draft.lossy(path, _difference(stack, does.value))
+            draft.lossy(path, _difference(stack, path, does.value))
     if draft.value("precision.static_loss_scale"):
         draft.lossy("precision.static_loss_scale", "the loss scale is dynamic")
     if not mixed:
         draft.implied("precision.output")
 
 
-def _difference(stack: str, does: str | None) -> str:
+def _difference(stack: str, path: str, does: str | None) -> str:
     """Why a dtype is another one, and there is no key for it."""
     if does == LOADED:
-        return "it keeps the dtype in which the model is loaded: cast it in the model"
-    return f"{_words(stack)} has {does or 'none'} for it, and no key"
+        return f"{path} keeps the dtype in which the model is loaded: cast it in the model"
+    return f"{_words(stack)} has {does or 'none'} for {path}, and no key"
 
 
 def _words(stack: str) -> str:

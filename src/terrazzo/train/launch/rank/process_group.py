@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from terrazzo.config import Config, LaunchConfig, flatten, without_passwords
+from terrazzo.config import Config, LaunchConfig, setting_texts, without_passwords
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
@@ -77,7 +77,7 @@ def _agree_on_device(kind: str) -> None:
 
 def agree_on_config(config: Config) -> None:
     """Raise `BadInput` on every rank when ranks were given different settings, naming them. Collective."""
-    settings = flatten(config)
+    settings = setting_texts(config)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if len(set(gather_json(digest))) == 1:
         return
