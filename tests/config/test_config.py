@@ -10,15 +10,15 @@ from typing import Any, get_args
 import pytest
 
 from terrazzo.config import (
-    KEYS,
+    CONFIG_KEYS,
     BatchConfig,
     Config,
     MeshConfig,
     OptimizerConfig,
     check_keys,
     config_from_dict,
-    flatten,
     load_config,
+    setting_texts,
 )
 from terrazzo.config.sections import precision
 from terrazzo.documents import load
@@ -161,7 +161,7 @@ def test_wrong_values_are_refused_with_key_and_expectation(raw: dict[str, Any], 
 
 
 def test_what_null_means_is_said_of_every_key_that_may_be_null() -> None:
-    assert not [name for name, key in KEYS.items() if key.null and "null: " not in key.meaning]
+    assert not [name for name, key in CONFIG_KEYS.items() if key.null and "null: " not in key.meaning]
 
 
 def test_keys_that_do_not_agree_are_read_each_by_itself() -> None:
@@ -394,8 +394,8 @@ def test_json_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
     assert load_config(tmp_path / "a.json") == load_config(tmp_path / "a.yaml") == load_config(tmp_path / "a.toml")
 
 
-def test_flatten_lists_every_key_and_tells_settings_apart() -> None:
-    one, other = flatten(Config()), flatten(config_from_dict({"optimizer": {"options": {"eps": 1e-6}}}))
+def test_setting_texts_list_every_key_and_tell_settings_apart() -> None:
+    one, other = setting_texts(Config()), setting_texts(config_from_dict({"optimizer": {"options": {"eps": 1e-6}}}))
     assert one["train.steps"] == "1000"
     assert set(other.items()) - set(one.items()) == {("optimizer.options.eps", "1e-06")}
 

@@ -43,7 +43,13 @@ def through(source: Dialect, reading: Reading, target: Dialect) -> tuple[Convers
     """A conversion, and its document as it is in a file."""
     conversion = convert_reading(source, reading, target, CONTEXT)
     kind = format_of(Path(f"x{target.suffix}"))
-    text = to_text(conversion.document, kind, Loaded(Path("x.json"), {}, "", "json"), conversion.verdicts)
+    text = to_text(
+        conversion.document,
+        kind,
+        Loaded(Path("x.json"), {}, "", "json"),
+        conversion.verdicts,
+        conversion.target.program,
+    )
     return conversion, parse(text, kind) if conversion.document else {}
 
 
