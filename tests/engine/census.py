@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terrazzo.engine.border.gradient_stand_in import GradientStandIn
@@ -17,15 +18,17 @@ from terrazzo.engine.border.gradient_stand_in import GradientStandIn
 def live_bytes() -> int:
     """Bytes of every storage that a tensor made inside `census()` still refers to, each storage once.
 
-    But for what stands in for gradients between steps: one number for each parameter, of the size of a Python object.
+    But for what stands in for gradients between steps: one number for each parameter, of the size of a Python object;
+    and for the numbers of ranks that a mesh has, which outlives models.
     """
-    storages = {}
-    for candidate in gc.get_objects():
+    storages, objects = {}, gc.get_objects()
+    ranks = {each._rank_map.untyped_storage()._cdata for each in objects if type(each) is DeviceMesh}
+    for candidate in objects:
         if issubclass(type(candidate), Tensor) and candidate.device.type == "cpu" and not _stands_in(candidate):
             with torch._C.DisableTorchFunctionSubclass():
                 storage = candidate.untyped_storage()
             storages[storage._cdata] = storage.size()
-    return sum(storages.values())
+    return sum(nbytes for storage, nbytes in storages.items() if storage not in ranks)
 
 
 def _stands_in(candidate: Tensor) -> bool:

@@ -212,6 +212,35 @@ def test_frozen_weights_beside_trainable_ones_are_gathered_at_once(plan: str) ->
         assert flights == ({0} if plan.startswith("zero") and plan != "zero3" else {2})
 
 
+def _frozen_in_front(inner: bool) -> nn.Module:
+    """An embedding and two blocks of four that no gradient goes back through, or one whose inner unit is trained."""
+    model = Net(depth=4)
+    for part in (model.embed, *model.blocks[:2]):
+        part.requires_grad_(False)
+    if inner:
+        model.blocks[1].down.requires_grad_(True)
+    return model
+
+
+@pytest.mark.cover(strength=1, turns=2, plan=places)
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_frozen_blocks_in_front_are_billed_as_they_run(plan: str, inner: bool) -> None:
+    """No backward comes to them, so that their weights are gathered once; what is sent is promised so, too."""
+    units = [Block, "blocks.1.down"]
+    with fake_group(8):
+        for micro_batches, local in CASES if plan not in ("zero0", "zero1") else CASES[:2]:
+            model = _frozen_in_front(inner)
+            optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+            model, optimizer = tz.shard(model, optimizer, plan, units=units, mesh=mesh(plan))
+            peak, promise = _peak_and_promise(model, optimizer, micro_batches, local)
+            assert peak == promise, (micro_batches, local)
+            engine = engine_of(model)
+            engine.traffic.reset()
+            _step(model, optimizer, micro_batches, local)
+            assert +engine.traffic.bytes == +engine.promise.traffic(micro_batches, local).bytes
+
+
 def _gloo_peaks() -> list[tuple[int, int]]:
     plans = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
     return [

@@ -292,13 +292,25 @@ def test_transient_memory_is_that_of_the_engines_own_bill(
     plan: str, name: str, precision: str, accumulation: str
 ) -> None:
     """Gathered weights and gradients on their way; a group that moves nothing receives nothing, as on a GPU."""
-    kind, (micro_batches, local) = MIXED[precision], ACCUMULATION[accumulation]
+    check_transient(built(name), model_shape(CONFIGS[name]), plan, MIXED[precision], accumulation)
+
+
+@pytest.mark.cover(strength=1, turns=2, plan=places)
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_transient_memory_of_a_model_that_is_frozen_in_front_is_that_of_the_bill(plan: str, accumulation: str) -> None:
+    """Tables are frozen, the head is trained: no backward comes to the first two blocks of three."""
+    model, shape = frozen_in_front(CONFIGS["decoder, untied"])
+    check_transient(model, shape, plan, PRECISIONS["bf16"], accumulation)
+
+
+def check_transient(model: nn.Module, shape: ModelShape, plan: str, precision: Precision, accumulation: str) -> None:
+    micro_batches, local = ACCUMULATION[accumulation]
     with fake_group(8):
-        model = built(name)
-        model, _ = tz.shard(model, adamw(model), plan, precision=kind, mesh=device_mesh(plan, 8))
+        model, _ = tz.shard(model, adamw(model), plan, precision=precision, mesh=device_mesh(plan, 8))
         bill = engine_of(model).promise.memory(micro_batches, local)
     options = {"micro_batches": micro_batches, "accumulate_locally": local is True}
-    setup = setup_of(model_shape(CONFIGS[name]), plan, kind, 8, **options)
+    setup = setup_of(shape, plan, precision, 8, **options)
     setup = replace(setup, cluster=Cluster(Device("device"), 8))
     assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
 

@@ -32,10 +32,13 @@ class Unit:
     Attributes:
         name: of its module in the model; empty for the root.
         weights: of all its buckets.
+        forward_only: as of `UnitSpec`.
     """
 
-    def __init__(self, names: tuple[str, ...], index: int, module: nn.Module, buckets: list[Bucket]) -> None:
-        self.names, self.index, self.buckets = names, index, buckets
+    def __init__(
+        self, names: tuple[str, ...], index: int, module: nn.Module, buckets: list[Bucket], forward_only: bool
+    ) -> None:
+        self.names, self.index, self.buckets, self.forward_only = names, index, buckets, forward_only
         self.name = names[index]
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self.weights = UnitWeights(names, index, buckets)

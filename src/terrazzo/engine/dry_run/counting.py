@@ -19,8 +19,9 @@ from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, When
 from terrazzo.engine.plan.moves import Divisor, MoveBytes
+from terrazzo.engine.schedule.schedule import Schedule
 
-__all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts"]
+__all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts", "agree"]
 
 
 class ExpectedGradient(NamedTuple):
@@ -44,11 +45,13 @@ class StepCounts:
     Attributes:
         traffic: what is sent.
         transient: gathered weights, unreduced gradients, and what arrives.
+        comm_streams: where chains of collectives run, beside the computation; None where the host waits for each.
         sums: sums of gradients, and finished ones, which a bill counts as they rest.
     """
 
     traffic: Traffic
     transient: Ledger
+    comm_streams: CommStreams | None
     sums: Ledger = field(default_factory=Ledger)
 
     @property
@@ -64,8 +67,8 @@ class CountingUnit:
     Args:
         buckets: of which it counts what they hold and send.
         compiled: whether its gradients come all at once.
+        forward_only: as of `UnitSpec`.
         counts: where it counts that.
-        comm_streams: as of `Unit`.
 
     Attributes:
         gradients: that come in a backward, in any order; none where nobody has said.
@@ -78,11 +81,12 @@ class CountingUnit:
         index: int,
         buckets: Sequence[BucketSpec],
         compiled: bool,
+        forward_only: bool,
         counts: StepCounts,
-        comm_streams: CommStreams | None = None,
     ) -> None:
-        self.name, self.index, self.comm_streams = name, index, comm_streams
-        self.buckets = [CountingBucket(bucket, counts, overlaps=comm_streams is not None) for bucket in buckets]
+        self.name, self.index, self.forward_only = name, index, forward_only
+        self.comm_streams = counts.comm_streams
+        self.buckets = [CountingBucket(bucket, counts) for bucket in buckets]
         self.weights = CountingWeights(self.buckets)
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
@@ -137,6 +141,12 @@ class CountingUnit:
                 yield from bucket.reduce(last)
 
 
+def agree(schedule: Schedule) -> None:
+    """What ranks do behind a first forward: backward does not come to units that it cannot reach."""
+    if not schedule.order.agreed:
+        schedule.program.follow(schedule.program.visits)
+
+
 class CountingWeights:
     """Those of such a unit."""
 
@@ -180,11 +190,10 @@ class CountingBucket:
 
     Args:
         counts: where it counts that, and what it sends.
-        overlaps: whether chains of collectives run beside the computation.
     """
 
-    def __init__(self, spec: BucketSpec, counts: StepCounts, overlaps: bool) -> None:
-        self.spec, self._traffic, self._overlaps = spec, counts.traffic, overlaps
+    def __init__(self, spec: BucketSpec, counts: StepCounts) -> None:
+        self.spec, self._traffic, self._overlaps = spec, counts.traffic, counts.comm_streams is not None
         self._transient, self._ledgers = counts.transient, counts.by_kind
         self.present = spec.resident
         self._gathered_again = self._arrives = self._is_kept = False

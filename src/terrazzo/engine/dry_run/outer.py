@@ -42,5 +42,5 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
         with ledger.holding(apart * bucket.numel(bucket.optim_axes) * _ITEMSIZE):
             for move in bucket.outer_gathers:
                 traffic.record(move.kind, int(move.sent_bytes))
-        CountingBucket(bucket, StepCounts(traffic, ledger), overlaps=axes.comm_streams is not None).publish()
+        CountingBucket(bucket, StepCounts(traffic, ledger, axes.comm_streams)).publish()
     return tally

@@ -18,7 +18,7 @@ from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
-from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts
+from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
 from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.stages import Stages
@@ -63,10 +63,10 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         templates: what the optimizers keep for a parameter of each param group; none without.
     """
     tally, sharding = Tally(), units[0].sharding
-    counts = StepCounts(tally.traffic, tally.ledger)
     traffic, comm_streams = tally.traffic, sharding.axes.comm_streams and CommStreams(torch.device("meta"))
+    counts = StepCounts(traffic, tally.ledger, comm_streams)
     counting = [
-        CountingUnit(unit.name, unit.index, unit.buckets, unit.compiled, counts, comm_streams) for unit in units
+        CountingUnit(unit.name, unit.index, unit.buckets, unit.compiled, unit.forward_only, counts) for unit in units
     ]
     for unit, counting_unit, following in zip(units, counting, [*units[1:], None], strict=True):
         counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
@@ -114,12 +114,14 @@ def _forward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     forward = schedule.begin_forward(training=True)
     for unit in units:
         while inside and not contains(inside[-1], unit):
-            forward.leave(inside.pop())
+            ended = inside.pop()
+            forward.leave(ended, announced=not ended.forward_only)
         forward.enter(unit)
         inside.append(unit)
     for unit in reversed(inside):
-        forward.leave(unit)
+        forward.leave(unit, announced=not unit.forward_only)
     schedule.end_forward()
+    agree(schedule)
 
 
 def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:

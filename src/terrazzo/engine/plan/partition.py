@@ -113,12 +113,15 @@ class UnitSpec:
 
     Attributes:
         drawn: parameters of other ranks that have no values yet: they are drawn here too, in their turn.
+        forward_only: whether no gradient is expected to go back through it: in the order of registration nothing is
+            trained in it, nor in front of it, on any rank.
     """
 
     name: str
     module: nn.Module
     members: list[Member]
     drawn: list[Member] = field(default_factory=list)
+    forward_only: bool = False
 
     def set_aside(self, elsewhere: Mapping[nn.Parameter, bool]) -> None:
         """Keep what this rank has; `elsewhere` are the others, and whether each has no values yet."""
@@ -291,9 +294,19 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
         for member in _members(model, modules):
             specs[_owner([name.rpartition(".")[0] for name in member.names], specs)].members.append(member)
     partitioned = [spec for spec in specs.values() if spec.members]
+    _tell_forward_only(partitioned)
     for spec in partitioned:
         spec.set_aside(elsewhere)
     return partitioned
+
+
+def _tell_forward_only(specs: Sequence[UnitSpec]) -> None:
+    members = [member for spec in specs for member in spec.members]
+    first = min((member.position for member in members if member.trainable), default=len(members))
+    trained = [spec.name.split(".") for spec in specs if any(member.trainable for member in spec.members)]
+    around = {".".join(parts[:depth]) for parts in trained for depth in range(len(parts) + 1)}
+    for spec in specs:
+        spec.forward_only = spec.name not in around and all(member.position < first for member in spec.members)
 
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:

@@ -251,7 +251,7 @@ def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, own
             )
             for group in groups
         ]
-        units.append(Unit(names, index, spec.module, buckets))
+        units.append(Unit(names, index, spec.module, buckets, spec.forward_only))
     return units
 
 

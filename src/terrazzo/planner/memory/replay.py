@@ -14,7 +14,7 @@ import torch
 
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
-from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts
+from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
 from terrazzo.engine.plan.bucket_spec import Pass, resting_bytes
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
@@ -135,15 +135,17 @@ class _Player:
     def __init__(self, setup: Setup, units: Sequence[Sequence[PlannedBucket]], trace: ActivationTrace) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
         self._trace = trace
-        self._counts = StepCounts(Traffic(), _Observed(self._hold), _Observed(self._hold))
         comm_streams = None if setup.cluster.device.kind == "cpu" else CommStreams(torch.device("meta"))
+        self._counts = StepCounts(Traffic(), _Observed(self._hold), comm_streams, _Observed(self._hold))
+        names = list(dict.fromkeys(event.unit for event in trace.events))
+        assert len(names) == len(units), f"{len(names)} units traced, {len(units)} in the model"
+        comes_back = {event.unit for event in trace.events if event.kind == "backward"}
         self._counting = [
-            _Unit(index, unit, setup.compile, self._counts, comm_streams) for index, unit in enumerate(units)
+            _Unit(index, unit, setup.compile, name not in comes_back, self._counts)
+            for index, (name, unit) in enumerate(zip(names, units, strict=True))
         ]
         self._schedule = Schedule(self._counting, setup.prefetch)
         self._local_sums = setup.sums_locally
-        names = list(dict.fromkeys(event.unit for event in trace.events))
-        assert len(names) == len(units), f"{len(names)} units traced, {len(units)} in the model"
         self._index = {name: index for index, name in enumerate(names)}
         self._moment, self._live = "forward", trace.buffer_bytes
 
@@ -163,9 +165,10 @@ class _Player:
         if event.kind == "enter":
             self._forward.enter(unit)
         elif event.kind == "leave":
-            self._forward.leave(unit)
+            self._forward.leave(unit, announced=not unit.forward_only)
             if unit.index == 0:
                 schedule.end_forward()
+                agree(schedule)
         else:
             self._moment = "backward"
             backward = schedule.backward or schedule.begin_backward()
@@ -204,10 +207,10 @@ class _Unit(CountingUnit):
         index: int,
         unit_buckets: Sequence[PlannedBucket],
         compiled: bool,
+        forward_only: bool,
         counts: StepCounts,
-        comm_streams: CommStreams | None,
     ) -> None:
-        super().__init__(str(index or ""), index, unit_buckets, compiled, counts, comm_streams)
+        super().__init__(str(index or ""), index, unit_buckets, compiled, forward_only, counts)
         self._gradient_of = {
             tensor.name: ExpectedGradient(place, tensor.numel, number)
             for number, bucket in enumerate(unit_buckets)
