@@ -58,7 +58,7 @@ def agree(problem: str | None) -> str | None:
 
 
 def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
-    """This rank's `work`, once no rank has failed at its own. Collective.
+    """This rank's `work`, which must not talk to other ranks, once no rank has failed at its own. Collective.
 
     Raises on all ranks what the first one raised that did; as `failed` where it is not an error of Terrazzo's.
     """

@@ -225,6 +225,19 @@ def test_deepspeeds_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dtypes(setup)[1] == "bfloat16"
 
 
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_what_deepspeed_would_build_is_refused_beside_the_scripts_own(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ds.json"
+    built = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}[section]
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, section: built}))
+    launched = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+    as_launched(monkeypatch, tmp_path, launched | {"deepspeed_config": {"deepspeed_config_file": str(file)}})
+    with pytest.raises(BadInput, match=f"configuration has {section}, and the script"):
+        asked().setup(CPU, 2)
+
+
 def test_replicas_keep_the_models_dtype_and_weights_whole() -> None:
     plain = asked().setup(CPU, 2)
     assert (plain.plan.name, plain.precision, plain.arguments.units) == ("zero2", Precision(), None)

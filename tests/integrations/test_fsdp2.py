@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.integrations.fsdp2 import register_fsdp_forward_method, units
+from terrazzo.integrations.fsdp2.requested import _reshard
 from terrazzo.integrations.shared import first_rank
 from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
@@ -203,6 +204,14 @@ def test_arguments_without_a_row_are_refused_or_named_once(monkeypatch: pytest.M
             engine_of(marked(tz.fully_shard, Net(), mesh=mesh, reshard_after_forward=2))
         engine_of(marked(tz.fully_shard, Net(), mesh=mesh, reshard_after_forward=2))
     assert len(caught) == 1
+
+
+def test_a_number_of_ranks_is_not_taken_for_true() -> None:
+    """1 == True, and in a set they are one."""
+    for choices in ([True, 1], [1, True]):
+        with pytest.raises(tz.BadInput, match="give all units the same"):
+            _reshard([*choices])
+    assert _reshard([2, 2]) == 2 and _reshard([None, True]) is True
 
 
 # -- the calls of a module ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -190,6 +190,7 @@ class RequestedSetup:
         context = ReadingContext(world=world)
         if self.plugin is not None:
             document = deepspeed_document(self.plugin, self.mixed)
+            _check_built_by_script(document)
             return honour("deepspeed", document, context, "DeepSpeed's configuration")
         if not self.document:
             return None
@@ -211,6 +212,15 @@ def _one_plugin(arguments: dict[str, Any]) -> Any:
             )
         return next(iter(chosen.values()))
     return chosen
+
+
+def _check_built_by_script(document: Mapping[str, Any]) -> None:
+    """Raises: `BadInput` for an optimizer or a schedule, which Accelerate has DeepSpeed build for a `DummyOptim`."""
+    if built := [name for name in ("optimizer", "scheduler") if document.get(name)]:
+        raise BadInput(
+            f"DeepSpeed's configuration has {' and '.join(built)}, and the script hands its own to prepare(): leave "
+            f"{'it' if len(built) == 1 else 'them'} out of the configuration."
+        )
 
 
 def _compile(arguments: dict[str, Any]) -> bool:

@@ -12,15 +12,16 @@ from terrazzo.errors import BadInput
 
 __all__ = ["AbsentName"]
 
+_OWN_LOOP = "tz.parallelize on a mesh"
 _INSTEAD = {
-    "checkpointing": "activation checkpointing of its own: use torch.utils.checkpoint",
-    "moe": "mixtures of experts with expert parallelism: a dense model, or experts as plain modules, work",
-    "pipe": "pipeline parallelism: ZeRO stage 3 splits the weights instead",
-    "PipelineModule": "pipeline parallelism: ZeRO stage 3 splits the weights instead",
-    "init_inference": "inference kernels: call the model itself",
-    "InferenceEngine": "inference kernels: call the model itself",
-    "tp_model_init": "tensor parallelism: ZeRO stage 3 splits the weights instead",
-    "sequence": "sequence parallelism: set sequence_parallel_size to 1",
+    "checkpointing": "has no activation checkpointing of its own: use torch.utils.checkpoint",
+    "moe": f"has no expert parallelism: use a dense model, experts as plain modules, or {_OWN_LOOP} with ep",
+    "pipe": f"has no pipelines: ZeRO stage 3 splits the weights instead; or use {_OWN_LOOP} with pp",
+    "PipelineModule": f"has no pipelines: ZeRO stage 3 splits the weights instead; or use {_OWN_LOOP} with pp",
+    "init_inference": "has no inference kernels: call the model itself",
+    "InferenceEngine": "has no inference kernels: call the model itself",
+    "tp_model_init": f"has no tensor parallelism: ZeRO stage 3 splits the weights instead; or use {_OWN_LOOP} with tp",
+    "sequence": f"has no sequence parallelism: set sequence_parallel_size to 1; or use {_OWN_LOOP} with cp",
 }
 
 
@@ -51,6 +52,7 @@ class AbsentName(ModuleType):
 
     def _refuse(self) -> NoReturn:
         parts = self.__name__.split(".")
-        instead = next((_INSTEAD[part] for part in parts if part in _INSTEAD), "")
-        why = f"Terrazzo has no {instead}" if instead else "this integration does not have it"
-        raise BadInput(f"{self.__name__} is used, but {why}. Remove it, or run the script with DeepSpeed itself.")
+        why = next((_INSTEAD[part] for part in parts if part in _INSTEAD), "does not have it")
+        raise BadInput(
+            f"{self.__name__} is used, but this integration {why}. Remove it, or run the script with DeepSpeed itself."
+        )

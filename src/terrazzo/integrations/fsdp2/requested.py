@@ -116,10 +116,10 @@ def _check_placements(module: nn.Module, chosen: Callable[[nn.Parameter], Any] |
 
 def _reshard(choices: list[bool | int | None]) -> bool | int | None:
     """One choice for all units; where there are several, None means True."""
-    chosen = {True if each is None and len(choices) > 1 else each for each in choices}
-    if len(chosen) == 1:
-        return chosen.pop()
-    if not chosen <= {True, False}:
+    chosen = [True if each is None and len(choices) > 1 else each for each in choices]
+    if len({(type(each), each) for each in chosen}) == 1:  # 1 is a number of ranks, and equals True
+        return chosen[0]
+    if not all(isinstance(each, bool) for each in chosen):
         raise BadInput(f"fully_shard: {_RESHARD} is {', '.join(map(str, choices))}: give all units the same.")
     warnings.warn(
         f"fully_shard: {_RESHARD} is False for some units only: all are freed after forward. That changes memory and "

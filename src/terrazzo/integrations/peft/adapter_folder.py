@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters.new_folder import new_folder
 from terrazzo.engine import ModelState, whole_weights
@@ -61,10 +61,12 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter: str = "default")
     Raises:
         BadInput: no safetensors (pickled weights are never read), or an adapter of other settings, names or shapes.
     """
-    together(lambda: _load_adapter(model, Path(folder), adapter), Misuse)
+    values = together(lambda: _read_adapter(model, Path(folder), adapter), Misuse)
+    model.load_state_dict(values, strict=False)  # collective: not while another rank may have raised
 
 
-def _load_adapter(model: nn.Module, folder: Path, adapter: str) -> None:
+def _read_adapter(model: nn.Module, folder: Path, adapter: str) -> dict[str, Tensor]:
+    """What the folder has for each of the model's parameters, by its name."""
     from peft import PeftConfig
     from safetensors.torch import load_file
 
@@ -90,4 +92,4 @@ def _load_adapter(model: nn.Module, folder: Path, adapter: str) -> None:
             f"The adapter in '{folder}' is not one of this model ({len(wrong)} differences): {listed(wrong, 5, ';')}. "
             f"Build the model with get_peft_model(base, LoraConfig.from_pretrained({str(folder)!r})), and shard that."
         )
-    model.load_state_dict({parameter: tensors[name] for name, parameter in saved.items()}, strict=False)
+    return {parameter: tensors[name] for name, parameter in saved.items()}
