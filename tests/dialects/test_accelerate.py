@@ -14,6 +14,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from terrazzo.dialects.formats.accelerate.launch_environment import launched_document
+from terrazzo.dialects.registry import recognise
 from terrazzo.errors import BadInput
 from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
@@ -57,6 +58,17 @@ def test_variables_of_others_are_no_keys_and_bad_values_are_named() -> None:
     assert told["fsdp_config"] == {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "Block"}
     with pytest.raises(BadInput, match="FSDP_STATE_DICT_TYPE"):
         launched_document({**on, "FSDP_STATE_DICT_TYPE": "*name"})
+
+
+@pytest.mark.parametrize("path", ["/tmp/run #3/ds.json", "a: b", "[a]"])
+def test_text_of_a_variable_has_no_comments_and_no_sections(path: str) -> None:
+    told = launched_document({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": path})
+    assert told["deepspeed_config"] == {"deepspeed_config_file": path}
+
+
+def test_a_file_that_says_its_backend_is_no_training_arguments() -> None:
+    document = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, **sizes(dp_shard=8)}
+    assert recognise(document, "a.yaml") is DIALECT
 
 
 def test_a_misspelt_word_is_answered_in_the_spelling_of_the_file() -> None:

@@ -139,6 +139,31 @@ def test_a_loss_that_the_writer_hides_is_found_by_reading_back() -> None:
     assert "Careless has 0.05 for optimizer.lr, not 0.1" in verdict.why
 
 
+def test_what_the_target_refuses_to_read_back_is_refused() -> None:
+    document = {"optimizer": {"name": "AdEMAMix"}, "train": {"clip": 0.5}}
+    conversion = converted(document, OURS, dialect("deepspeed"))
+    (refusal,) = [
+        each
+        for each in read_document(dialect("deepspeed"), conversion.document).verdicts
+        if each.key == "optimizer.type" and each.kind == "refused"
+    ]
+    by_key = {verdict.key: verdict for verdict in conversion.verdicts}
+    assert (by_key["optimizer.name"].kind, by_key["optimizer.name"].why) == ("refused", refusal.why)
+    assert by_key["train.clip"].kind == "renamed"
+
+
+def test_reasons_of_one_key_say_which_setting_they_are_of() -> None:
+    def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
+        draft = Draft(description, "Toy", "toy")
+        draft.lossy("sharding.weight", "it is whole")
+        draft.lossy("sharding.grad", "it is on one rank")
+        draft.implied(["sharding.between", "sharding.optim"])
+        return draft.finish()
+
+    (verdict,) = converted({"plan": "zero3"}, OURS, replace(CARELESS, write=write)).verdicts
+    assert "sharding.weight: it is whole; sharding.grad: it is on one rank" in verdict.why
+
+
 def test_defaults_that_are_lost_are_named_too() -> None:
     conversion = converted({"lr": 0.1}, TOY, OURS)
     assert conversion.document["train"] == {"clip": 0.5}  # the source's default is no longer a default
@@ -600,7 +625,11 @@ def test_check_warns_of_what_may_be_meant(tmp_path: Path) -> None:
     document = {"precision": {"name": "fp32", "compute": "fp16", "master": "bf16"}}
     by_key = {finding.key: finding for finding in check(understood(tmp_path, document))}
     assert by_key["precision.compute"].level == "warning"
-    assert "2^-8" in by_key["precision.master"].text
+    assert "2^-8 " in by_key["precision.master"].text
+    half = understood(tmp_path, {"precision": {"name": "fp32", "master": "fp16"}})
+    assert [f.key for f in check(half) if "2^-11 " in f.text] == ["precision.master"]
+    stochastic = {"precision": {"name": "bf16_pure", "rounding": "stochastic"}}
+    assert not [finding for finding in check(understood(tmp_path, stochastic)) if "are lost" in finding.text]
 
 
 def test_check_is_silent_where_nothing_is_wrong(tmp_path: Path) -> None:

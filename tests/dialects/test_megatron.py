@@ -203,6 +203,19 @@ def test_schedule_and_optimizer() -> None:
     assert (back["min-lr"], back["lr-warmup-iters"], back["clip-grad"]) == (pytest.approx(1e-4), 100, 0.0)
 
 
+def test_betas_that_nobody_gave_stay_what_they_are_under_either_default() -> None:
+    there = converted("terrazzo", "megatron", {"optimizer": {"name": "Lion"}}).document
+    assert {key: value for key, value in there.items() if "beta" in key} == {"lion-beta1": 0.9, "lion-beta2": 0.99}
+    here = converted("megatron", "terrazzo", {"optimizer": "lion"}).document
+    assert here["optimizer"]["options"]["betas"] == [0.95, 0.98]
+    given = {"optimizer": "lion", "lion-beta1": 0.9, "adam-beta2": 0.95}
+    kinds = {key: verdict.kind for key, verdict in verdicts("megatron", given).items()}
+    assert kinds["lion-beta1"] == "applied"
+    assert described("megatron", given).value("optimizer.betas") == (0.9, 0.98)
+    (idle,) = converted("megatron", "terrazzo", {"lion-beta1": 0.9}).verdicts
+    assert idle.kind == "defaulted" and "the optimizer is not lion" in idle.why
+
+
 def test_lengths_in_sequences_are_steps_of_the_batch() -> None:
     arguments = {"train-samples": 6400, "lr-warmup-samples": 640, "global-batch-size": 64}
     description = described("megatron", arguments)

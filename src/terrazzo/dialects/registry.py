@@ -10,7 +10,7 @@ from terrazzo.errors import BadInput, did_you_mean, listed
 
 __all__ = ["NAMES", "dialect", "recognise"]
 
-# In the order of recognition: those whose keys are least like another's first.
+# In the order in which they are listed and suggested. All of them are asked whether a document is theirs.
 _MODULES = {
     "accelerate": "terrazzo.dialects.formats.accelerate.dialect",
     "deepspeed": "terrazzo.dialects.formats.deepspeed.dialect",

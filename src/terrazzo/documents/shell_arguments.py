@@ -3,9 +3,9 @@
     parse_arguments("torchrun --nproc-per-node 8 train.py --lr 1e-4 --bf16", "run.sh")
     # {"torchrun": {"nproc-per-node": 8}, "lr": 0.0001, "bf16": True}
 
-Variables and arrays are put in where the script sets them to plain text; what it is given when it runs, such as `$1`,
-stays as it stands, and `${1:-text}` is the text. Where an argument depends on a condition, a loop, a function or a file
-that is read, the script is refused: nothing is run.
+Variables and arrays are put in where the script sets them to plain text; an option's value that it is given when it
+runs, such as `$1`, stays as it stands, and `${1:-text}` is the text. Where an argument depends on a condition, a loop,
+a function or a file that is read, or may stand in a variable that is not set, the script is refused: nothing is run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse_arguments(text: str, origin: str) -> dict[str, Any]:
     words = command.words
     program = _program(words)
     launcher = _options(words[:program], origin) if program > 0 else {}
-    options = _options(words[program + 1 :], origin)
+    options = _options(_known(words[program + 1 :], origin), origin)
     return {**({_LAUNCHER: launcher} if launcher else {}), **options}
 
 
@@ -105,6 +105,17 @@ def _program(words: list[str]) -> int:
         elif program >= 0 and word.startswith("--"):
             break
     return program
+
+
+def _known(words: list[str], origin: str) -> list[str]:
+    """A program's words. One that the script does not set may hold arguments, unless it is an option's first value."""
+    for before, word in zip(["", *words], words, strict=False):
+        if word.startswith(("$", "`")) and not (_is_option(before) and "=" not in before):
+            raise BadInput(
+                f"'{origin}': {word[:40]} is not set in this script, and may hold arguments: write the arguments that"
+                ' hold into a file that ends in ".args".'
+            )
+    return words
 
 
 def _options(words: list[str], origin: str) -> dict[str, Any]:

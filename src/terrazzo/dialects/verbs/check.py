@@ -14,6 +14,9 @@ from terrazzo.dialects.verbs.understand import Understood
 
 __all__ = ["check"]
 
+_LEAST_STEP = {"bf16": "2^-8", "fp16": "2^-11"}
+"""Half the distance from 1 to the next number: of less, rounding to the nearest leaves nothing."""
+
 
 def check(understood: Understood) -> list[Finding]:
     """All findings, errors first."""
@@ -158,8 +161,9 @@ def _precision(description: Description) -> Iterator[Finding]:
     scaled = description.value("precision.loss_scaling") or description.value("precision.static_loss_scale")
     if dtype["compute"] == "fp16" and description["precision.loss_scaling"].is_set and not scaled:
         yield Finding.warning(key, "fp16 gradients without loss scaling underflow: turn it on, or use bf16")
-    if dtype["master"] in ("bf16", "fp16"):
-        text = f"the weights that the optimizer updates are {dtype['master']}: steps below 2^-8 of a weight are lost"
+    if dtype["master"] in _LEAST_STEP and description.value("precision.rounding") != "stochastic":
+        least = _LEAST_STEP[dtype["master"]]
+        text = f"the weights that the optimizer updates are {dtype['master']}: steps below {least} of a weight are lost"
         yield Finding.warning(description["precision.master"].key or key, text)
 
 

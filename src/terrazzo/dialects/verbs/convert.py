@@ -1,7 +1,8 @@
 """From one dialect to another, with one verdict for every key of the source.
 
-The target's document is read back. Whatever then means something else than the source, and has not been named by the
-writer, becomes lossy: no loss goes unnamed, not even one by a writer's mistake.
+The target's document is read back. A setting whose key is refused there is refused. Whatever then means something else
+than the source, and has not been named by the writer, becomes lossy: no loss goes unnamed, not even one by a writer's
+mistake.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_effect
-from terrazzo.dialects.core.description import Description, Extra, Setting, as_text, asks_for_nothing
+from terrazzo.dialects.core.description import PATHS, Description, Extra, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.dotted_keys import flatten, keys_in
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
@@ -57,8 +58,9 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     """As `convert`, from what has been read."""
     before = reading.description
     writing = target.write(before, context)
-    after = read_document(target, writing.document, context).description
-    fates = _Fates(before, after, writing, target)
+    read_back = read_document(target, writing.document, context)
+    after = read_back.description
+    fates = _Fates(before, read_back, writing, target)
     verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
     return Conversion(
         source, target, writing.document, verdicts, tuple(fates.unsaid()), tuple(fates.added()), before, after
@@ -68,8 +70,9 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
 class _Fates:
     """What became of keys and settings."""
 
-    def __init__(self, before: Description, after: Description, writing: Writing, target: Dialect) -> None:
-        self.before, self.after, self.target, self.missing = before, after, target, writing.missing
+    def __init__(self, before: Description, read_back: Reading, writing: Writing, target: Dialect) -> None:
+        self.before, self.after, self.target, self.missing = before, read_back.description, target, writing.missing
+        self.unreadable = {each.key: each.why for each in read_back.verdicts if each.kind == "refused"}
         self.extras = extras_by_key(before)
         foreign = before.dialect != target.name
         self.partial = {extra.key: extra for extra in before.extras if foreign and extra.loss != "harmless"}
@@ -81,7 +84,14 @@ class _Fates:
                 self.paths.setdefault(key, []).append(path)
 
     def _read_back(self, verdict: KeyVerdict) -> KeyVerdict:
-        """The writer's verdict; lossy where the document read back says otherwise, and the writer did not say why."""
+        """The writer's verdict; refused where the target refuses the key that was written.
+
+        It is lossy where the document read back says otherwise, and the writer did not say why.
+        """
+        for target in keys_in(verdict.target) if verdict.kind != "refused" else ():
+            for key, reason in self.unreadable.items():
+                if key == target or key.startswith(f"{target}."):
+                    return KeyVerdict(verdict.key, verdict.value, "refused", "", reason)
         if verdict.kind in ("lossy", "refused") or verdict.why or agree_on(verdict.key, self.before, self.after):
             return verdict
         now, title = as_text(self.after.value(verdict.key)), self.target.title
@@ -125,8 +135,10 @@ class _Fates:
             kind = "applied" if stays and read.kind == "applied" else "renamed"
         if kind == "renamed" and read.kind == "defaulted":
             kind = "defaulted"
-        grave = [verdict.why for verdict in verdicts if verdict.kind == kind] if kind in ("lossy", "refused") else []
-        why = "; ".join(_once([read.why, *(grave or [verdict.why for verdict in written])]))
+        grave = [verdict for verdict in verdicts if verdict.kind == kind] if kind in ("lossy", "refused") else []
+        reasons = [verdict for verdict in grave or written if verdict.why]
+        several = len({verdict.why for verdict in reasons}) > 1
+        why = "; ".join(_once([read.why, *(_reason(verdict, several) for verdict in reasons)]))
         return KeyVerdict(read.key, read.value, kind, ", ".join(targets), why)
 
     def unsaid(self) -> Iterable[KeyVerdict]:
@@ -152,6 +164,11 @@ class _Fates:
                 and not has_no_effect(self.after, path)
             ):
                 yield KeyVerdict(path, now.value, "defaulted", now.key, f"{self.target.title}'s default")
+
+
+def _reason(verdict: KeyVerdict, several: bool) -> str:
+    """Why, and where there are several reasons, of which setting."""
+    return f"{verdict.key}: {verdict.why}" if several and verdict.key in PATHS else verdict.why
 
 
 def _once(texts: Iterable[str]) -> list[str]:

@@ -74,7 +74,13 @@ def launched_document(environment: Mapping[str, str]) -> dict[str, Any]:
 def _section(environment: Mapping[str, str], start: str, prefix: str = "") -> dict[str, Any]:
     """Variables whose names begin with `start` as keys that begin with `prefix`, their values as in YAML."""
     variables = {name.removeprefix(start).lower(): text for name, text in environment.items() if name.startswith(start)}
-    return {f"{prefix}{name}": parse_value(text, "yaml", f"{start}{name.upper()}") for name, text in variables.items()}
+    return {f"{prefix}{name}": _value(text, f"{start}{name.upper()}") for name, text in variables.items()}
+
+
+def _value(text: str, variable: str) -> Any:
+    """A number, a switch or nothing as in YAML; any other text as it stands: it has no comments and no sections."""
+    value = parse_value(text, "yaml", variable)
+    return text if "#" in text or isinstance(value, str | list | dict) else value
 
 
 def _fsdp_key(variable: str) -> str:

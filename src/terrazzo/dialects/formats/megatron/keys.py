@@ -134,6 +134,8 @@ _TRAINING = {
     "adam-beta1": Key(number(high=1), 0.9, "decay of the first moment"),
     "adam-beta2": Key(number(high=1), 0.999, "decay of the second moment"),
     "adam-eps": Key(number(), 1e-8, "term added to the denominator"),
+    "lion-beta1": Key(number(high=1), 0.95, "lion: decay of the average whose sign is taken"),
+    "lion-beta2": Key(number(high=1), 0.98, "lion: decay of the average that is kept"),
     "sgd-momentum": Key(number(), 0.9, "momentum of sgd"),
     "muon-momentum": Key(number(high=1), 0.9, "muon: momentum of matrices; the rest is adam's"),
     "muon-nesterov": Key(BOOLEAN, False, "muon: look ahead by the momentum"),

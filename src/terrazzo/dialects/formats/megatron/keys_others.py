@@ -136,7 +136,7 @@ _FAMILIES = (
         _NUMBERS,
         """
         apply-wd-to-qk-layernorm decoupled-min-lr= decrease-batch-size-if-needed end-weight-decay= fp16-lm-cross-entropy
-        freeze-all-layers head-lr-mult=1.0 iterations-to-skip= lion-beta1=0.95 lion-beta2=0.98
+        freeze-all-layers head-lr-mult=1.0 iterations-to-skip=
         mtp-loss-scaling-factor=0.1 muon-coefficient-type=quintic muon-fp32-matmul-prec=medium muon-no-split-qkv
         muon-scalar-optimizer=adam muon-tp-mode=duplicated muon-use-syrk
         mup-attn-scale-power=1.0 mup-base-head-dim= mup-base-hidden-size= mup-embedding-mult=1.0 mup-output-mult=1.0

@@ -9,10 +9,12 @@ from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
 from terrazzo.dialects.formats.megatron.keys import KEYS
 
-__all__ = ["ADAMS_SHARE", "OPTIMIZERS", "read_training"]
+__all__ = ["ADAMS_SHARE", "OPTIMIZERS", "OWNER_OF_BETAS", "read_training"]
 
 OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
 """Class by --optimizer, as in torch.optim; Megatron-LM's adam decays weights as AdamW does."""
+OWNER_OF_BETAS = {"AdamW": "adam", "Muon": "adam", "Lion": "lion"}
+"""How the arguments of a class's betas begin; of Muon those are of what is no matrix."""
 
 
 def read_training(reader: Reader) -> SettingsByPath:
@@ -46,27 +48,34 @@ def _optimizer(reader: Reader) -> SettingsByPath:
         "optimizer.weight_decay": reader.take("weight-decay"),
         **only_from_file({"optimizer.lr": reader.take("lr")}),
     }
-    first, second, eps = (reader.take(f"adam-{each}") for each in ("beta1", "beta2", "eps"))
+    settings |= _betas_and_eps(reader, OWNER_OF_BETAS.get(name, ""))
     momentum = reader.take("sgd-momentum")
     if name == "SGD":
-        _unused(reader, (first, second, eps), "the optimizer is sgd")
-        options = derived({"momentum": momentum.value}, momentum, origin=momentum.origin)
-        return {**settings, "optimizer.options": options}
-    _unused(reader, (momentum,), "the optimizer is not sgd")
+        settings["optimizer.options"] = derived({"momentum": momentum.value}, momentum, origin=momentum.origin)
+    else:
+        _unused(reader, (momentum,), "the optimizer is not sgd")
     matrices = {key: reader.take(f"muon-{key}") for key in _OF_MATRICES}
     if name == "Muon":
         settings["optimizer.options"] = _muon(reader, settings.get("optimizer.lr"), matrices)
     else:
         _unused(reader, tuple(matrices.values()), "the optimizer is not muon")
-    if name not in ("AdamW", "Muon"):
-        _unused(reader, (first, second, eps), "the optimizer is not adam")
-        return settings
-    origin: Any = "file" if "file" in (first.origin, second.origin) else "default"
-    return {
-        **settings,
-        "optimizer.betas": derived((first.value, second.value), first, second, origin=origin),
-        "optimizer.eps": eps,
-    }
+    return settings
+
+
+def _betas_and_eps(reader: Reader, owner: str) -> SettingsByPath:
+    settings: SettingsByPath = {}
+    eps = reader.take("adam-eps")
+    for each in ("adam", "lion"):
+        first, second = reader.take(f"{each}-beta1"), reader.take(f"{each}-beta2")
+        if each == owner:
+            origin: Any = "file" if "file" in (first.origin, second.origin) else "default"
+            settings["optimizer.betas"] = derived((first.value, second.value), first, second, origin=origin)
+        else:
+            _unused(reader, (first, second), f"the optimizer is not {each}")
+    if owner == "adam":
+        return {**settings, "optimizer.eps": eps}
+    _unused(reader, (eps,), "the optimizer is not adam")
+    return settings
 
 
 _OF_MATRICES = ("momentum", "nesterov", "num-ns-steps", "scale-mode", "extra-scale-factor")

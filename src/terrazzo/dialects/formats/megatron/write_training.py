@@ -8,7 +8,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.formats.megatron.keys import DECAYS, KEYS, SCALES
-from terrazzo.dialects.formats.megatron.read_training import ADAMS_SHARE, OPTIMIZERS
+from terrazzo.dialects.formats.megatron.read_training import ADAMS_SHARE, OPTIMIZERS, OWNER_OF_BETAS
 
 __all__ = ["write_training"]
 
@@ -67,8 +67,11 @@ def _optimizer(draft: Draft) -> None:
         draft.implied("optimizer.name")
     _option(draft, "optimizer.lr", "lr")
     _option(draft, "optimizer.weight_decay", "weight-decay")
-    if word in (None, "adam", "muon") and (name is None or word):
-        _adam(draft)
+    owner = OWNER_OF_BETAS.get(name or "AdamW")
+    if owner is not None:
+        _betas(draft, owner)
+    if owner == "adam":
+        _option(draft, "optimizer.eps", "adam-eps")
     options = dict(draft.value("optimizer.options", {}))
     if word == "sgd":
         draft.put("optimizer.options", "sgd-momentum", options.pop("momentum", 0.0))
@@ -100,15 +103,11 @@ def _muon(draft: Draft, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _adam(draft: Draft) -> None:
-    betas = draft.value("optimizer.betas")
-    if betas is not None:
-        for path_key, value in zip(("adam-beta1", "adam-beta2"), betas, strict=True):
-            if value != KEYS[path_key].default:
-                draft.put("optimizer.betas", path_key, value)
-        if not draft.has("adam-beta1") and not draft.has("adam-beta2"):
-            draft.implied("optimizer.betas")
-    _option(draft, "optimizer.eps", "adam-eps")
+def _betas(draft: Draft, owner: str) -> None:
+    draft.implied("optimizer.betas")
+    for key, value in zip((f"{owner}-beta1", f"{owner}-beta2"), draft.value("optimizer.betas") or (), strict=False):
+        if value != KEYS[key].default:
+            draft.put("optimizer.betas", key, value)
 
 
 def _schedule(draft: Draft) -> None:

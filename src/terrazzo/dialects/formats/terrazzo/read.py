@@ -11,6 +11,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, 
 from terrazzo.dialects.core.keys import TEXT
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
+from terrazzo.dialects.formats.terrazzo.optimizer_arguments import argument_defaults
 from terrazzo.dialects.formats.terrazzo.paths import PATH_OF, WORDS
 from terrazzo.engine import DTYPE_NAMES, PRECISIONS, Place, Plan
 from terrazzo.errors import BadInput
@@ -41,7 +42,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     _settled_while_running(reader, settings)
     settings |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
     settings |= _sequences(reader, settings["mesh.cp"])
-    settings |= _final_decay(settings) | _options(reader) | _ALWAYS
+    settings |= _final_decay(settings) | _options(reader, settings["optimizer.name"].value) | _ALWAYS
     _tiers_of_name(reader, settings)
     _keep_others(reader)
     return reader.finish("terrazzo", settings, KEYS, unknown="refuses it")
@@ -241,13 +242,16 @@ def _final_decay(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
     return {"schedule.decay_steps": Setting(max(1, settings["schedule.total_steps"].value // 5), "default", decay.key)}
 
 
-def _options(reader: _SchemaReader) -> SettingsByPath:
-    """Further arguments of the optimizer; betas and eps have settings of their own."""
+def _options(reader: _SchemaReader, name: str) -> SettingsByPath:
+    """Further arguments of the optimizer; betas and eps have settings of their own, also where its class has them."""
     options = reader.take_raw("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
     if not isinstance(options.value, Mapping):
         reader.refuse("optimizer.options", f"it is {options.value!r}, expected a section of keys")
-    settings = {}
+    defaults = argument_defaults(name).items()
+    settings: SettingsByPath = {
+        f"optimizer.{key}": Setting(value, "default") for key, value in defaults if key not in raw
+    }
     betas = raw.get("betas")
     if isinstance(betas, list | tuple) and len(betas) == 2:
         settings["optimizer.betas"] = Setting(tuple(raw.pop("betas")), "file", options.key)

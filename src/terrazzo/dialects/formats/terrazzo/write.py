@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection
-
-from terrazzo.config import CONFIG_KEYS, MuonConfig
+from terrazzo.config import CONFIG_KEYS
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, as_text
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left
+from terrazzo.dialects.formats.terrazzo.optimizer_arguments import OPTIMIZERS, arguments
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
-from terrazzo.engine import ELEMENTWISE, OFFLOADS
-from terrazzo.optim import AdEMAMix, Lion, Muon
+from terrazzo.engine import OFFLOADS
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["write"]
 
-_OWN = (Lion, AdEMAMix, Muon)
-_OPTIMIZERS = {each.__name__: each for each in sorted((*ELEMENTWISE, *_OWN), key=lambda each: each.__name__)}
 _SCHEDULES = CONFIG_KEYS["schedule.name"].choices
 _PIPELINES = CONFIG_KEYS["parallel.pipeline.schedule"].choices
 _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
@@ -230,8 +225,8 @@ def _agrees(draft: TerrazzoDraft, whole: int, micro: int | None, count: int | No
 
 def _optimizer(draft: TerrazzoDraft) -> None:
     name = draft.value("optimizer.name")
-    if name is not None and name not in _OPTIMIZERS:
-        what = f"{name} does not work on flat shards, or is not there: use one of {', '.join(_OPTIMIZERS)}"
+    if name is not None and name not in OPTIMIZERS:
+        what = f"{name} does not work on flat shards, or is not there: use one of {', '.join(OPTIMIZERS)}"
         draft.refuse("optimizer.name", what)
     else:
         draft.carry("optimizer.name")
@@ -239,22 +234,12 @@ def _optimizer(draft: TerrazzoDraft) -> None:
     _options(draft, name or "AdamW")
 
 
-def _arguments(name: str) -> Collection[str]:
-    """What the optimizer takes; of Muon those are AdamW's, and beside them its own of matrices."""
-    if name == Muon.__name__:
-        return {
-            *inspect.signature(_OPTIMIZERS["AdamW"]).parameters,
-            *(f"muon.{key}" for key in MuonConfig.model_fields),
-        }
-    return inspect.signature(_OPTIMIZERS[name]).parameters if name in _OPTIMIZERS else ()
-
-
 def _options(draft: TerrazzoDraft, name: str) -> None:
-    if not draft.own and name not in _OPTIMIZERS:
+    if not draft.own and name not in OPTIMIZERS:
         paths = [path for path in _ARGUMENTS if draft.value(path)]
         draft.refuse(paths, f"it goes with optimizer.name {name}, which there is not")
         return
-    known = _arguments(name)
+    known = arguments(name)
     for path in ("optimizer.betas", "optimizer.eps"):
         field = path.rpartition(".")[2]
         if draft.left_to_defaults(path) or draft.value(path) is None:

@@ -23,10 +23,11 @@ _TELLING = (
 
 
 def recognises(document: ConfigDocument) -> bool:
-    """Whether it has fields that no other dialect has at the top."""
+    """Whether it has fields that no other dialect has at the top, and not Accelerate's word for its backend."""
     known = {*FIELDS, *ALIASES, *REMOVED, "distributed_config"}
     fields = [key for key in document if key in known]
-    return any(key in document for key in _TELLING) and 2 * len(fields) > len(document)
+    telling = any(key in document for key in _TELLING) and "distributed_type" not in document
+    return telling and 2 * len(fields) > len(document)
 
 
 DIALECT = Dialect(
