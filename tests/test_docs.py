@@ -11,6 +11,7 @@ import contextlib
 import io
 import re
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,12 @@ def printed_by(blocks: list[str], folder: Path) -> list[str]:
     names: dict[str, Any] = {"__name__": "documentation"}
     outputs = []
     for code in blocks:
-        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as output:
+        with (
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(io.StringIO()) as output,
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "tz.Precision: .* changes nothing")  # on the one rank that it runs on
             exec(compile(code, "<documentation>", "exec"), names)
         outputs.append(output.getvalue())
     return outputs

@@ -25,6 +25,11 @@ Subject = tuple[nn.Module, Any]
 State = dict[str, bytes]
 
 
+FILLED: tuple[str, ...] = ("embedding.weight", "head.weight", "gain")
+FILLED += ("linear.weight", "linear.bias", "norm.weight", "norm.bias", "frozen")
+"""Parameters in the order in which they take random numbers: that of the checkpoint of version 2."""
+
+
 class Net(nn.Module):
     """A tied, a frozen and a 0-dim parameter, sizes that no number of ranks divides, and buffers."""
 
@@ -63,7 +68,8 @@ def put(model: nn.Module, optimizer: Any, step: int) -> None:
     """The state of `step`: parameters, buffers, moments, hyper-parameters and random generators. Collective."""
     generator = torch.Generator().manual_seed(step)
     with tz.gathered(model, write=True) as parameters, torch.no_grad():
-        for value in parameters.values():
+        for name in FILLED:
+            value = parameters[name]
             value.copy_(torch.rand(value.shape, generator=generator))
         for buffer in model.buffers():
             buffer.fill_(step)

@@ -104,7 +104,8 @@ class Frontier:
         """The best, or where nothing fits what comes closest, with a note of everything that the request left open and
         a search does not choose.
 
-        Raises: `BadInput` where nothing fits and memory is no reason.
+        Raises:
+            BadInput: nothing fits, and memory is no reason.
         """
         shown = self.best or self.closest
         if shown is None:
