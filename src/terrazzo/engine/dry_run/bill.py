@@ -6,7 +6,7 @@ States follow from shapes, places and dtypes, the transient peak from a dry run 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
@@ -16,6 +16,7 @@ from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.plan.bucket_memory import publishes_late
 from terrazzo.engine.plan.bucket_spec import resting_bytes
 
 __all__ = ["MemoryBill", "memory_bill"]
@@ -86,7 +87,9 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     updated_here = [bucket for bucket in trainable if not bucket.updated_off_device]
     need = need_of(buckets, templates, offload.cell_numel)
     resting, reduces_each = resting_bytes(buckets), step.micro_batches > 1 and not step.local_sums
-    tallies = dry_run(units, step, templates), dry_run_outer_step(buckets)
+    tallies = [dry_run(units, step, templates), dry_run_outer_step(buckets)]
+    if offload.step != "synchronous" and any(map(publishes_late, buckets)):
+        tallies.append(dry_run(units, replace(step, behind_updates=True), templates))
     return MemoryBill(
         weight_bytes=resting["weight"],
         master_bytes=resting["master"],

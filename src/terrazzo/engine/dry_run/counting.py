@@ -14,9 +14,9 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.counts.traffic import Ledger, Traffic, kind_of_traffic
 from terrazzo.engine.comm.label import Label
-from terrazzo.engine.comm.transfer import Handle, Moves, Released
+from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
 from terrazzo.engine.plan import bucket_memory
-from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, StepMemory
+from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, When
 from terrazzo.engine.plan.moves import Divisor, MoveBytes
 from terrazzo.engine.schedule.schedule import Schedule
@@ -87,7 +87,7 @@ class CountingUnit:
         self.name, self.index, self.forward_only = name, index, forward_only
         self.comm_streams = counts.comm_streams
         self.buckets = [CountingBucket(bucket, counts) for bucket in buckets]
-        self.weights = CountingWeights(self.buckets)
+        self.weights = CountingWeights(self.buckets, counts.comm_streams)
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
         self.gradients: list[ExpectedGradient] = []
@@ -150,22 +150,46 @@ def agree(schedule: Schedule) -> None:
 class CountingWeights:
     """Those of such a unit."""
 
-    def __init__(self, buckets: Sequence[CountingBucket]) -> None:
-        self._buckets = buckets
+    def __init__(self, buckets: Sequence[CountingBucket], comm_streams: CommStreams | None) -> None:
+        self._buckets, self._streams = buckets, comm_streams
         self.regathered = any(bucket.spec.regathered for bucket in buckets)
+        self._reads_files = any(bucket.spec.tiers.weight == "nvme" for bucket in buckets)
+        self._updating = False
+        self._publishing: Transfer[None] | None = None
+
+    def begin_update(self) -> None:
+        """An update runs on: new weights come before they are gathered the next time."""
+        self._updating = True
 
     @property
     def at_hand(self) -> bool:
-        return all(bucket.present for bucket in self._buckets)
+        return self._publishing is not None or all(bucket.present for bucket in self._buckets)
 
     def gather(self, label: Label, from_rest: bool = False) -> None:
+        if self._updating:
+            self._updating, self._publishing = False, Transfer(self._publish_and_gather(), label, self._streams)
+        else:
+            self._gather()
+
+    def _gather(self) -> None:
         for bucket in self._buckets:
             bucket.gather()
 
+    def _publish_and_gather(self) -> Moves[None]:
+        for bucket in self._buckets:
+            if bucket.spec.trainable:
+                yield from bucket.publish()
+        self._gather()
+
     def advance(self) -> None:
-        """Nothing is under way in a dry run."""
+        """Nothing else is under way in a dry run."""
+        if self._publishing is not None and self._reads_files:
+            self._publishing.advance()
 
     def wait(self) -> None:
+        if self._publishing is not None:
+            self._publishing.finish()
+            self._publishing = None
         for bucket in self._buckets:
             bucket.decode()
         for bucket in self._buckets:
@@ -270,11 +294,18 @@ class CountingBucket:
             elif isinstance(event, GivenBack):
                 yield Released(self._ledgers[event.kind], event.nbytes, lent=event.lent)
             else:
-                if event.is_first:
-                    self._record([event.move])
-                with self._transient.holding(event.received_bytes):
-                    yield Handle(queued=True)
+                yield from self._fly(event)
 
-    def publish(self) -> None:
-        with self._transient.holding(self.spec.apart_bytes):
-            self._record(self.spec.collectives(When.UPDATE))
+    def _fly(self, event: InFlight) -> Moves[None]:
+        if event.move is not None and event.is_first:
+            self._record([event.move])
+        with self._transient.holding(event.received_bytes):
+            yield Handle(queued=event.move is not None)
+
+    def publish(self) -> Moves[None]:
+        """Bring new weights to where they rest."""
+        for event in bucket_memory.publish(self.spec):
+            if isinstance(event, Allocation):
+                self._count([event])
+            else:
+                yield from self._fly(event)

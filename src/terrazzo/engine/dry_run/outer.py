@@ -8,6 +8,7 @@ import torch
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
 from terrazzo.engine.plan.layout import round_up
 
@@ -42,5 +43,5 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
         with ledger.holding(apart * bucket.numel(bucket.optim_axes) * _ITEMSIZE):
             for move in bucket.outer_gathers:
                 traffic.record(move.kind, int(move.sent_bytes))
-        CountingBucket(bucket, StepCounts(traffic, ledger, axes.comm_streams)).publish()
+        Transfer(CountingBucket(bucket, StepCounts(traffic, ledger, None)).publish()).finish()
     return tally

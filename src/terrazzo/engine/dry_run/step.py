@@ -16,6 +16,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.counts.traffic import Traffic
+from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
@@ -41,6 +42,8 @@ class StepSpec:
         local_sums: whether those before the last only add their gradients on this rank.
         stages: of the model that this rank runs; None for a whole one.
         buffer_bytes: of the buffers of these, of which there are copies until every micro-batch has run.
+        behind_updates: whether updates away from the device run on into its first forward, from the step before: new
+            weights come there then, and not at the end.
     """
 
     prefetch: int
@@ -48,6 +51,7 @@ class StepSpec:
     local_sums: bool = False
     stages: Stages | None = None
     buffer_bytes: int = 0
+    behind_updates: bool = False
 
     @classmethod
     def least(cls, prefetch: int, stages: Stages | None, buffer_bytes: int) -> StepSpec:
@@ -70,6 +74,8 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     ]
     for unit, counting_unit, following in zip(units, counting, [*units[1:], None], strict=True):
         counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
+        if step.behind_updates and any(bucket.updated_off_device for bucket in unit.buckets):
+            counting_unit.weights.begin_update()
     meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
     if step.stages is None:
         schedule = Schedule(counting, step.prefetch, meeting)
@@ -99,8 +105,9 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], matrix_needs(templates), tally)
     for unit, counting_unit in zip(units, counting, strict=True):
         for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
-            if any(member.group >= 0 for member in bucket.members):
-                counting_bucket.publish()
+            comes_in_forward = step.behind_updates and bucket.updated_off_device
+            if any(member.group >= 0 for member in bucket.members) and not comes_in_forward:
+                Transfer(counting_bucket.publish()).finish()
     return tally
 
 

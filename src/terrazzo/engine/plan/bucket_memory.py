@@ -10,9 +10,10 @@ the dry run counts in the order of the engine's schedule (`CountingBucket`), the
     rest_between    forward has ended
     release         full weights go
     drop_between    what `between` kept goes
+    publish         new weights are brought from where they were stepped to where they rest
     reduction       gradients are summed over ranks, one collective after the other
 
-Single amounts are the spec's: `pending_bytes` with a bucket's first gradient, `apart_bytes` as new weights are sent.
+Single amounts are the spec's: `pending_bytes` with a bucket's first gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.bucket_spec import BucketSpec, When
 from terrazzo.engine.plan.moves import MoveBytes
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "drop_between",
     "finished_bytes",
     "gather",
+    "publish",
+    "publishes_late",
     "reduction",
     "release",
     "rest_between",
@@ -80,11 +83,15 @@ class GivenBack(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """One of the steps of a collective: for as long as it is in flight, what arrives has memory."""
+    """One of the steps of a collective: for as long as it is in flight, what arrives has memory.
 
-    move: MoveBytes
-    received_bytes: int
-    is_first: bool
+    Attributes:
+        move: None of what is read from files, for which the host waits.
+    """
+
+    move: MoveBytes | None
+    received_bytes: int = 0
+    is_first: bool = True
 
 
 # -- weights -------------------------------------------------------------------------------------------------------
@@ -157,6 +164,29 @@ def release(spec: BucketSpec) -> Iterator[Allocation]:
 def staying_bytes(spec: BucketSpec) -> int:
     """What stays from forward to backward."""
     return spec.between_bytes if spec.regathered else spec.full_bytes
+
+
+def publish(spec: BucketSpec) -> Iterator[Allocation | InFlight]:
+    """New weights are brought in line with their masters: at a step's end, or where updates away from the device run
+    on into the next forward, before that gathers them.
+    """
+    own = spec.numel(spec.weight_axes)
+    apart_bytes = spec.gathers_apart * own * spec.weight_dtype.itemsize
+    message_bytes = spec.update_wire.message_bytes(own)
+    scratch_bytes = spec.scratch_bytes if message_bytes else 0
+    yield Allocation(_GATHERED, apart_bytes)
+    if spec.gathers_apart and spec.tiers.optim == "nvme":
+        yield InFlight(None)
+    yield from (Allocation(_GATHERED, nbytes) for nbytes in (message_bytes, scratch_bytes, -scratch_bytes))
+    yield from (InFlight(move) for move in spec.collectives(When.UPDATE))
+    yield from (Allocation(_GATHERED, nbytes) for nbytes in (scratch_bytes, -scratch_bytes, -message_bytes))
+    yield Allocation(_GATHERED, -apart_bytes)
+
+
+def publishes_late(spec: BucketSpec) -> bool:
+    """Whether that takes memory, and may come in the next forward."""
+    events = publish(spec) if spec.updated_off_device else ()
+    return any(isinstance(event, Allocation) and event.nbytes for event in events)
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------

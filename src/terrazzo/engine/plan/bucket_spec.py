@@ -247,13 +247,6 @@ class BucketSpec:
         return on_device * self.numel(self.plan.grad.axes) * self.precision.accumulate.itemsize
 
     @property
-    def apart_bytes(self) -> int:
-        """New weights that are gathered on the device on their way to where they rest, and what they are sent as."""
-        own, wire = self.numel(self.weight_axes), self.update_wire
-        apart = self.gathers_apart * own * self.weight_dtype.itemsize
-        return apart + wire.message_bytes(own) + wire.scratch_bytes(self.whole, self._device_kind)
-
-    @property
     def scratch_bytes(self) -> int:
         """Memory to encode or decode what is sent of full weights, or to decode the codes that they rest in."""
         return self.wire.scratch_bytes(self.whole, self._device_kind)

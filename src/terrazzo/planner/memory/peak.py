@@ -203,6 +203,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         with_gradients=not states_only,
         update=max(float(matrix_updates(setup, stage).held_bytes), outer_held_bytes(setup, stage)),
         buffers=_buffer_bytes(setup, stage) if setup.staged else 0.0,
+        updates_run_on=setup.offload.step != "synchronous",
     )
     rows = list(_rows(setup, stage))
     if states_only:

@@ -15,6 +15,7 @@ import torch
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
+from terrazzo.engine.plan.bucket_memory import publishes_late
 from terrazzo.engine.plan.bucket_spec import Pass, resting_bytes
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
@@ -73,16 +74,19 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Trace
     """
     units = planned_units(setup)
     states, grads = _states([bucket for unit in units for bucket in unit])
-    player = _Player(setup, units, trace)
+    player, behind = _Player(setup, units, trace), _Player(setup, units, trace)
     count = min(setup.micro_batches, 3)  # the first, one in the middle, and the last, which finishes the gradients
     for index in range(count):
         player.play(last=index == count - 1)
+    if setup.offload.step != "synchronous" and any(publishes_late(bucket) for unit in units for bucket in unit):
+        behind.begin_updates()
+        behind.play(last=count == 1)
     update = {
         "gradients": grads,
         "activations": trace.buffer_bytes,
         "update": max(update_bytes, round(outer_held_bytes(setup, 0))),
     }
-    candidates = [*player.peaks.items(), ("update", update)]
+    candidates = [*player.peaks.items(), *behind.peaks.items(), ("update", update)]
     moment, parts = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return TracedPeak(moment, {**states, **parts})
 
@@ -148,6 +152,12 @@ class _Player:
         self._local_sums = setup.sums_locally
         self._index = {name: index for index, name in enumerate(names)}
         self._moment, self._live = "forward", trace.buffer_bytes
+
+    def begin_updates(self) -> None:
+        """Updates away from the device run on into the next forward."""
+        for unit in self._counting:
+            if any(bucket.spec.updated_off_device for bucket in unit.buckets):
+                unit.weights.begin_update()
 
     def play(self, *, last: bool) -> None:
         """One micro-batch."""

@@ -60,6 +60,7 @@ class StepSettings:
         with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs.
         buffers: of the model, of which the engine's stages have copies until every backward has run.
+        updates_run_on: updates away from the device run on into the next forward.
     """
 
     prefetch: int = 1
@@ -74,3 +75,4 @@ class StepSettings:
     with_gradients: bool = True
     update: float = 0.0
     buffers: float = 0.0
+    updates_run_on: bool = False

@@ -7,7 +7,7 @@ and the most in between. So a unit is summed once, and a search walks through ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -107,17 +107,19 @@ class UnderWay:
 class UnitEvents:
     """What each event of a step does to memory, of one unit on one rank.
 
-    Each event is the one of that name in `bucket_memory`, summed over the unit's buckets. With `_again` it is of a
-    gather in backward, which brings the buckets that do not stay from forward to backward.
+    Each event is the one of that name in `bucket_memory`, summed over the unit's buckets.
 
     Attributes:
         is_root: whether it is what belongs to no other unit.
         beside: whether chains of collectives run beside the computation, which waits for their ends alone: on CUDA.
         regathered: whether backward gathers weights again that forward has put down.
         trainable: whether any of its parameters is.
-        gather, gather_again: full weights are asked for, where none are here.
-        decode, decode_again: on CPU, what has been sent of them in blocks of 8 bits, or as codes, has come. On CUDA
-            this runs behind the gather, of which it is then a part.
+        gather: full weights are asked for, where none are here; last, on CPU, what has been sent of them in blocks of 8
+            bits, or as codes, has come. On CUDA that runs behind the gather, of which it is then a part.
+        gather_again: the same in backward, of the buckets that do not stay from forward to backward.
+        gather_late: the same behind an update away from the device that runs on into a forward: new weights come
+            before, where that takes memory, up to each point at which the host waits.
+        publish: new weights come at a step's end, one bucket after the other.
         rest_between: forward has ended.
         arrive: full weights can be read in place of what `rest_between` has kept.
         release: all full weights go.
@@ -125,7 +127,7 @@ class UnitEvents:
         pending: of an unreduced gradient that only adds up on this rank. `partial`: of sums of earlier micro-batches.
             `finished`: of finished gradients, from the end of backward on. All on the device.
         copied: as the gradients of other stages that have the same parameters come to be added.
-        apart: new weights that are gathered on the device on their way to where they rest, of one bucket at a time.
+        reads_files: whether weights at rest are in files.
         collectives: of the reduction that finishes its gradients, one after the other.
         first_gradients: of a backward whose gradients are summed over ranks, and of one whose gradients only add up.
         trained: its buckets that are trainable.
@@ -135,10 +137,10 @@ class UnitEvents:
     beside: bool
     regathered: bool
     trainable: bool
-    gather: Change
-    gather_again: Change
-    decode: Change
-    decode_again: Change
+    gather: tuple[Change, ...]
+    gather_again: tuple[Change, ...]
+    gather_late: tuple[Change, ...]
+    publish: Change
     rest_between: Change
     arrive: Change
     release: Change
@@ -147,7 +149,7 @@ class UnitEvents:
     partial: int
     finished: int
     copied: int
-    apart: int
+    reads_files: bool
     collectives: int
     first_gradients: tuple[FirstGradients, FirstGradients]
     trained: Sequence[PlannedBucket]
@@ -174,8 +176,6 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
     own = buckets(unit, placement)
     trained = [bucket for bucket in own if bucket.trainable]
     again = [bucket for bucket in own if bucket.regathered]
-    gather, decode = _gather_and_decode(own, again=False)
-    gather_again, decode_again = _gather_and_decode(again, again=True)
     early, late = _early_and_late(unit, own)
     pending = [bucket.pending_bytes(Pass.ADDS) for bucket in trained]
     return UnitEvents(
@@ -183,10 +183,10 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
         beside=not own[0].on_host,
         regathered=bool(again),
         trainable=bool(trained),
-        gather=gather,
-        gather_again=gather_again,
-        decode=decode,
-        decode_again=decode_again,
+        gather=_gather(own),
+        gather_again=_gather(again, again=True),
+        gather_late=_gather(own, publishes=any(map(bucket_memory.publishes_late, own))),
+        publish=_sum_of(_allocated(bucket_memory.publish(b)) for b in trained),
         rest_between=_sum_of(bucket_memory.rest_between(b, is_kept=b.wire.codes_stay) for b in again),
         arrive=_sum_of(bucket_memory.arrive(b) for b in again),
         release=_sum_of(bucket_memory.release(b) for b in own),
@@ -195,7 +195,7 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
         partial=sum(b.partial_bytes for b in trained),
         finished=sum(bucket_memory.finished_bytes(b) for b in trained),
         copied=max(map(bucket_memory.copied_bytes, trained, pending), default=0),
-        apart=max(b.apart_bytes for b in own),
+        reads_files=any(b.tiers.weight == "nvme" for b in own),
         collectives=sum(move.steps for b in trained for move in (*b.sums.last.partial, *b.sums.last.finish)),
         first_gradients=(_first_gradients(early, late, Pass.REDUCES), _first_gradients(early, late, Pass.ADDS)),
         trained=trained,
@@ -210,14 +210,24 @@ def _sum_of(events: Iterable[Iterable[Allocation]]) -> Change:
     return steps.end()
 
 
-def _gather_and_decode(own: Sequence[PlannedBucket], again: bool) -> tuple[Change, Change]:
-    """The two events; on CUDA, where decoding runs behind the gather, both in the first."""
-    gather, decode = _Steps(), _Steps()
+def _gather(own: Sequence[PlannedBucket], again: bool = False, publishes: bool = False) -> tuple[Change, ...]:
+    """The parts of a gather; in the last one, that which has been sent is decoded where the host waits for it."""
+    parts, gather, decode = list[Change](), _Steps(), _Steps()
+    for bucket in own if publishes else ():
+        for event in bucket_memory.publish(bucket) if bucket.trainable else ():
+            if isinstance(event, Allocation):
+                gather.take(*event)
+            elif bucket.on_host or event.move is None:
+                parts.append(gather.end())
     for bucket in own:
         from_between = again and bucket.between_bytes > 0
         gather.take_all(bucket_memory.gather(bucket, from_between))
         (decode if bucket.on_host else gather).take_all(bucket_memory.decode(bucket, from_between))
-    return gather.end(), decode.end()
+    return (*parts, gather.end(), decode.end())
+
+
+def _allocated(events: Iterable[Allocation | InFlight]) -> Iterator[Allocation]:
+    return (event for event in events if isinstance(event, Allocation))
 
 
 class _Steps:

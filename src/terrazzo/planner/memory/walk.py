@@ -46,6 +46,8 @@ def peak_of(units: Sequence[StepUnit], settings: StepSettings) -> Peak:
     else:
         walk.micro_batches()
     walk.update()
+    if settings.updates_run_on and any(unit.events.gather_late != unit.events.gather for unit in units):
+        walk.forward_behind_updates()
     return Peak(tuple(walk.best), walk.moment)
 
 
@@ -159,8 +161,19 @@ class _Walk(FullestMoment):
 
     def update(self) -> None:
         self.note_beside(WORKING, self.settings.update, "in the optimizer's update")
-        apart = max(unit.events.apart for unit in self.units)
-        self.note_beside(GATHERED, apart, "while new weights are gathered")
+        for unit in self.units:
+            self.apply(unit.events.publish, "while new weights are gathered")
+
+    def forward_behind_updates(self) -> None:
+        """The next step's first one, in which each unit's new weights come before they are gathered."""
+        self.restart()
+        self.add(BUFFERS, self.settings.buffers)
+        for unit in self.units:
+            unit.is_updating = True
+        last = max(unit.chunk for unit in self.units)
+        for chunk in range(last + 1):
+            if row := [unit for unit in self.units if unit.chunk == chunk]:
+                self.forward(row, ends_model=chunk == last)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -185,32 +198,28 @@ class _Walk(FullestMoment):
     def come_to(self, units: Sequence[WalkedUnit]) -> None:
         """Gather these; the weights of the first can be read."""
         for unit in units:
+            if unit.events.reads_files and len(unit.arriving) > 1:
+                self.bring(unit, one_part=True)
             self.fetch(unit)
         self.arrive(units[0])
 
     def fetch(self, unit: WalkedUnit) -> None:
         if not unit.is_here:
-            events, again = unit.events, unit.was_here
-            self.apply(events.gather_again if again else events.gather, "while gathering weights")
-            unit.to_decode = events.decode_again if again else events.decode
-            unit.is_here = unit.was_here = True
+            first = unit.events.gather_late if unit.is_updating else unit.events.gather
+            unit.arriving = unit.events.gather_again if unit.was_here else first
+            unit.is_here, unit.was_here, unit.is_updating = True, True, False
+            self.bring(unit, one_part=True)
 
     def arrive(self, unit: WalkedUnit) -> None:
         """Full weights can be read, in place of what `between` kept of them."""
-        self.decode(unit)
+        self.bring(unit)
         if unit.rests:
             unit.rests = False
             self.apply(unit.events.arrive, "while gathering weights")
 
-    def decode(self, unit: WalkedUnit) -> None:
-        """What was sent in blocks of 8 bits, or as codes, has come."""
-        if unit.to_decode is not NOTHING:
-            self.apply(unit.to_decode, "while gathering weights")
-            unit.to_decode = NOTHING
-
     def rest_between(self, unit: WalkedUnit) -> None:
         if unit.events.regathered and unit.is_here:
-            self.decode(unit)
+            self.bring(unit)
             unit.is_here, unit.rests = False, True
             self.apply(unit.events.rest_between, "in forward")
         self.rest_row(unit)
@@ -327,7 +336,7 @@ class _Walk(FullestMoment):
         if self.settings.turns:
             self.rest_between(unit)
         elif unit.is_here:
-            self.decode(unit)
+            self.bring(unit)
             unit.is_here = unit.was_here = False
             self.apply(unit.events.release, "in backward")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.planner.memory.step_settings import KINDS, StepUnit
-from terrazzo.planner.memory.unit_events import NOTHING, Change
+from terrazzo.planner.memory.unit_events import Change
 
 __all__ = ["FullestMoment", "WalkedUnit"]
 
@@ -45,6 +45,13 @@ class FullestMoment:
         if self.total > self.best_total:
             self.best, self.best_total, self.moment = list(self.now), self.total, moment
 
+    def bring(self, unit: WalkedUnit, one_part: bool = False) -> None:
+        """What is still to come of the gather of its weights, or a part of that."""
+        coming = unit.arriving[:1] if one_part else unit.arriving
+        unit.arriving = unit.arriving[len(coming) :]
+        for change in coming:
+            self.apply(change, "while gathering weights")
+
     def note_beside(self, kind: int, count_bytes: float, moment: str) -> None:
         """With so many bytes more, which go again."""
         self.add(kind, count_bytes)
@@ -61,7 +68,8 @@ class WalkedUnit:
         is_here: full weights are, or are on their way.
         was_here: they have been gathered in this pass, so that what `between` keeps of them is there.
         rests: they have been put down, to be gathered again.
-        to_decode: what is still to be done with weights that have been sent in blocks of 8 bits.
+        arriving: what is still to come of the gather of its weights.
+        is_updating: an update away from the device runs on, whose new weights come with the next gather.
         has_pending: there is an unreduced gradient. `only_adds`: one that has been added up over micro-batches.
         has_partial: there is a sum of earlier micro-batches.
         row_between, row_sums: bytes that the units which it stands for keep between forward and backward, and of sums.
@@ -69,7 +77,7 @@ class WalkedUnit:
 
     __slots__ = (
         *("events", "count", "others", "saved", "working", "chunk", "forward_only"),
-        *("is_here", "was_here", "rests", "to_decode", "has_pending", "only_adds", "has_partial"),
+        *("is_here", "was_here", "rests", "arriving", "is_updating", "has_pending", "only_adds", "has_partial"),
         *("row_between", "row_sums"),
     )
 
@@ -80,7 +88,7 @@ class WalkedUnit:
 
     def restart(self) -> None:
         """Nothing is there but weights at rest."""
-        self.is_here = self.was_here = self.rests = False
-        self.to_decode = NOTHING
+        self.is_here = self.was_here = self.rests = self.is_updating = False
+        self.arriving: tuple[Change, ...] = ()
         self.has_pending = self.only_adds = self.has_partial = False
         self.row_between = self.row_sums = 0
