@@ -18,11 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
+from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of, find_units
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of, stage_peak
+from terrazzo.planner.memory.replay import replay
 from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.memory.trace import traced_activations
 from terrazzo.planner.model.adapters import with_ends, with_frozen
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
@@ -117,10 +119,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-2)
 
 
-def backward(model: nn.Module) -> None:
+def loss_of(model: nn.Module) -> torch.Tensor:
     output = model(torch.zeros((1, 8), dtype=torch.int64))
     logits = output if isinstance(output, torch.Tensor) else output.logits
-    logits.float().square().mean().backward()
+    return logits.float().square().mean()
+
+
+def backward(model: nn.Module) -> None:
+    loss_of(model).backward()
 
 
 RUNS = [(plan, world) for world in WORLDS for plan in EVERY_PLAN if plan not in TABLE_2D or world in (6, 8)]
@@ -305,6 +311,18 @@ def test_transient_memory_of_a_model_that_is_frozen_in_front_is_that_of_the_bill
     """Tables are frozen, the head is trained: no backward comes to the first two blocks of three."""
     model, shape = frozen_in_front(CONFIGS["decoder, untied"])
     check_transient(model, shape, plan, PRECISIONS["bf16"], accumulation)
+
+
+def test_a_trace_has_no_backward_of_blocks_that_are_frozen_in_front() -> None:
+    """Without its activations it is the engine's bill; more would be held where the last of these came once more."""
+    model, shape = frozen_in_front(CONFIGS["decoder, untied"])
+    trace = traced_activations(copy.deepcopy(model), find_units(model, None)[0], torch.bfloat16, loss_of)
+    quiet = replace(trace, events=tuple(replace(event, rise=0, change=0) for event in trace.events), buffer_bytes=0)
+    with fake_group(8):
+        model, _ = tz.shard(model, adamw(model), "zero3", precision="bf16")
+        bill = engine_of(model).bill
+    setup = replace(setup_of(shape, "zero3", PRECISIONS["bf16"], 8), cluster=Cluster(Device("device"), 8))
+    assert replay(setup, quiet).parts["transient"] == bill.transient_bytes
 
 
 def check_transient(model: nn.Module, shape: ModelShape, plan: str, precision: Precision, accumulation: str) -> None:
