@@ -200,7 +200,7 @@ MUTATIONS = [
     # -- offload
     Mutation(
         "an update that is under way sees a rate set later",
-        "engine/optim/settings.py",
+        "engine/optim/stock/settings.py",
         "return value.clone()",
         "return value",
         "engine/offload/test_bits.py engine/offload/test_modes.py",

@@ -18,8 +18,8 @@ from torch.optim import _muon
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.optim.matrix_steps import dry_run_matrices
-from terrazzo.engine.optim.template import matrix_needs
+from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
+from terrazzo.engine.optim.stock.template import matrix_needs
 from terrazzo.errors import BadInput
 from terrazzo.optim.matrix_selection import HEADS
 from tests.engine.offload.runs import MOMENTS, SMALL_BLOCK, assert_reference, on_tiers, plan_id, train

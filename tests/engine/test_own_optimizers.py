@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import terrazzo as tz
-from terrazzo.engine.optim.stock import choose_kernel
+from terrazzo.engine.optim.stock.param_groups import choose_kernel
 from terrazzo.errors import RanksApart
 from tests.engine.toys import Net, assert_close, batch, full_parameters, loss_of, on_ranks, step
 from tests.helpers.fake import fake_group

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import ModelState, engine_of
-from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.stock.stepper import Stepper
 from tests.engine.toys import (
     Block,
     Net,

@@ -19,7 +19,7 @@ from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Handle
 from terrazzo.engine.offload.activations import Copy, Route
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.device import Stream
 from tests.hostcuda.cases import Case, train

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import terrazzo as tz
 from terrazzo.engine import Plan, Precision
-from terrazzo.engine.optim.stock import choose_kernel
+from terrazzo.engine.optim.stock.param_groups import choose_kernel
 from terrazzo.files import GIB
 from terrazzo.planner.api import ask
 from terrazzo.planner.layout.stages import in_flight, stage_units

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import terrazzo as tz
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS
-from terrazzo.engine.optim.elementwise import ELEMENTWISE
-from terrazzo.engine.optim.probe import OptimizerProbe
+from terrazzo.engine.optim.stock.elementwise import ELEMENTWISE
+from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh

@@ -68,8 +68,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     pipeline                                    the stages of a model, for what cuts it into these
     comm                                        the collectives of a group, and where a step's time goes
     schedule.schedule, dry_run.counting         a dry run of a step, for the planner
-    optim.matrix_bucket, optim.matrix_owners    dry runs of updates of whole matrices, likewise
-    optim.matrix_steps, optim.template
+    optim.segments.group_runs, optim.matrices   dry runs of updates of whole matrices, likewise
+    optim.stock.template
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     sharding.mesh_checks                        whether a model was divided for a mesh
@@ -96,7 +96,7 @@ from terrazzo.engine.model.ema import EMA
 from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
 from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise, check_narrow
+from terrazzo.engine.optim.stock.elementwise import ELEMENTWISE, check_elementwise, check_narrow
 from terrazzo.engine.pipeline.absent_parameters import give_up
 from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of

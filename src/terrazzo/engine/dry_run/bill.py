@@ -14,8 +14,8 @@ from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes, moment_names, need_of
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.segment import held_range, runs
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.segments.group_runs import held_range, runs
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.plan.bucket_memory import publishes_late
 from terrazzo.engine.plan.bucket_spec import resting_bytes
 

@@ -11,7 +11,7 @@ from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec

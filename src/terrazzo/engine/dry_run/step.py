@@ -20,8 +20,8 @@ from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
-from terrazzo.engine.optim.matrix_steps import dry_run_matrices
-from terrazzo.engine.optim.template import Templates, matrix_needs
+from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
+from terrazzo.engine.optim.stock.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec

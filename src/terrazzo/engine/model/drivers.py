@@ -11,7 +11,7 @@ from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.optim.driver import OptimizerDriver
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.runtime.calls import do_nothing
 
 __all__ = ["Drivers"]

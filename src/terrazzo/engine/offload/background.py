@@ -11,9 +11,9 @@ from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.options import StepMode
 from terrazzo.engine.offload.update import ElementwiseStep, Updater
-from terrazzo.engine.optim.protocols import OffDeviceUpdates, SegmentWork
-from terrazzo.engine.optim.segment import Segment, handed_over
-from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.segments.off_device_updates import OffDeviceUpdates, SegmentWork
+from terrazzo.engine.optim.segments.segment import Segment, handed_over
+from terrazzo.engine.optim.stock.stepper import Stepper
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 

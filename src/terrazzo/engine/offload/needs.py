@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.segment import runs
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.segments.group_runs import runs
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up
 

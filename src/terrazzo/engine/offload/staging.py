@@ -13,7 +13,7 @@ from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.formats.block_format import BlockFormat
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
-from terrazzo.engine.optim.protocols import Uses
+from terrazzo.engine.optim.segments.off_device_updates import Uses
 from terrazzo.engine.plan.layout import Range, padded_bytes
 
 __all__ = ["StagingBuffer"]

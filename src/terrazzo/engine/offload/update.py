@@ -25,11 +25,11 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.protocols import SegmentWork, Uses
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.segment_step import step_segment
-from terrazzo.engine.optim.state_memory import StateMemory
-from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.segments.off_device_updates import SegmentWork, Uses
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.segments.segment_step import step_segment
+from terrazzo.engine.optim.segments.state_memory import StateMemory
+from terrazzo.engine.optim.stock.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import Stream, set_current
 from terrazzo.engine.runtime.topology import bind_to

@@ -6,9 +6,9 @@ goes through these modules, from top to bottom:
     optimizer.step()
       torch's hook before it: OptimizerDriver._before_step               driver
         engine.before_step()           edits of users are taken over     model/engine
-        ParamGroups.hold_segments      segments replace parameters       groups
+        SwappedGroups.hold_segments    segments replace parameters       swapped_groups
         LossScale.skips                fp16 only: overflow ends here     autograd/loss_scale
-        ParamGroups.recut              split at parameters without       groups, segment
+        SwappedGroups.recut            split at parameters without       swapped_groups, segment
                                        a gradient
         OffDeviceUpdates.before_step   waits for updates that last       offload/background
         MatrixSteps.step               whole matrices (Muon):            matrix_steps, matrix_owners
@@ -22,7 +22,7 @@ goes through these modules, from top to bottom:
           Segment.take_gradient        - all others: `.grad` is set      segment
       the optimizer's own code: updates what has a `.grad`               torch
       torch's hook behind it: OptimizerDriver._after_step                driver
-        ParamGroups.hold_parameters    parameters are back               groups
+        SwappedGroups.hold_parameters  parameters are back               swapped_groups
         engine.publish()               weights follow the masters        model/engine
         OffDeviceUpdates.after_step    waits, if step='synchronous'      offload/background
         engine.after_step()            an outer step, where one is due   model/outer_step
@@ -31,7 +31,13 @@ So an element is updated by the optimizer's own code in either of two callers: i
 in its groups; or a `Stepper`, which runs the same code on one segment and on any thread. The latter steps what
 `DeviceUpdates.excludes` from the former. Matrices alone have code of their own: `terrazzo.optim.MatrixOptimizer`.
 
-Read template, matrix_bucket (what counting asks of one), segment, settings, stock, stepper, probe, elementwise,
-state_memory, segment_step, protocols (what is asked of later folders), matrix_owners,
-matrix_exchange, matrix_host_steps, matrix_steps, device_updates, groups, clipping, zeroing, driver, in that order.
+    stock           the optimizer that a user has built, of torch or of their own
+    segments        flat runs of master weights, which it steps in the place of parameters
+    matrices        matrices that it needs whole, each on one rank
+    device_updates  gives segments their gradients, and steps those that the optimizer's own step cannot
+    clipping        the global norm of gradients
+    zeroing         what ranks note where gradients are forgotten or zeroed
+    driver          drives one optimizer: what torch's hooks around its step do
+
+Read them in that order.
 """

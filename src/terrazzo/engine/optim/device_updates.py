@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.optim.matrix_steps import MatrixSteps
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.segment_step import step_segment
-from terrazzo.engine.optim.state_memory import StateMemory
-from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.matrices.matrix_steps import MatrixSteps
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.segments.segment_step import step_segment
+from terrazzo.engine.optim.segments.state_memory import StateMemory
+from terrazzo.engine.optim.stock.stepper import Stepper
 from terrazzo.engine.plan.precision import Precision
 
 __all__ = ["DeviceUpdates"]

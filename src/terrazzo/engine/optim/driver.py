@@ -10,31 +10,50 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.autograd.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.noted_numbers import NotedNumbers
+from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.optim.clipping import overflowed
 from terrazzo.engine.optim.device_updates import DeviceUpdates
-from terrazzo.engine.optim.groups import ParamGroups
-from terrazzo.engine.optim.matrix_steps import MatrixSteps
-from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
-from terrazzo.engine.optim.segment import Segment, handed_over, segments_of
-from terrazzo.engine.optim.settings import Settings
-from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.matrices.matrix_steps import MatrixSteps
+from terrazzo.engine.optim.segments.off_device_updates import OffDeviceUpdates
+from terrazzo.engine.optim.segments.segment import Segment, handed_over, segments_of
+from terrazzo.engine.optim.segments.swapped_groups import SwappedGroups
+from terrazzo.engine.optim.stock.settings import Settings, hyper_parameters, move_step_hooks
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.runtime.callers import is_inside_own_step
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import model_gone, weakly
+from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 from terrazzo.optim import is_matrix_group
 
 __all__ = ["OptimizerDriver"]
+
+
+class Driven(Protocol):
+    """What a driver asks of the model whose weights it steps: its `Engine`."""
+
+    units: Sequence[Unit]
+    progress: Progress
+    schedule: Schedule
+
+    def before_step(self) -> None:
+        """Gradients are about to be taken, and master weights to be changed."""
+
+    def publish(self, among: Collection[Bucket] | None = None) -> None:
+        """Bring compute weights of some buckets in line with updated master weights."""
+
+    def after_step(self) -> None:
+        """The optimizer has stepped, and its updates are made or under way."""
 
 
 class OptimizerDriver:
@@ -58,7 +77,7 @@ class OptimizerDriver:
         self._model = weakref.ref(model)  # which owns this driver
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
         self.sharding = self.units[0].sharding
-        self.groups = ParamGroups(optimizer, first)
+        self.groups = SwappedGroups(optimizer, first)
         self._unpublished = False  # from the first change of master weights until the step's end
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups.numbers)

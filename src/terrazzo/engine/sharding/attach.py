@@ -15,10 +15,10 @@ from terrazzo.engine.offload.background import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
-from terrazzo.engine.optim.elementwise import check_narrow, check_optimizer
-from terrazzo.engine.optim.probe import OptimizerProbe
-from terrazzo.engine.optim.stock import assign_groups, choose_kernel
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer
+from terrazzo.engine.optim.stock.param_groups import assign_groups, choose_kernel
+from terrazzo.engine.optim.stock.probe import OptimizerProbe
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.checks import check_several
 from terrazzo.engine.sharding.compared import optimizer_facts, state_facts

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.optim.settings import NOT_HYPER
+from terrazzo.engine.optim.stock.settings import NOT_HYPER
 from terrazzo.engine.plan.partition import UnitSpec
 
 __all__ = ["check_versions", "model_facts", "optimizer_facts", "state_facts"]

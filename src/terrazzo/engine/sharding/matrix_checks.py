@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.errors import BadInput, listed
 from terrazzo.optim import MatrixOptimizer
 

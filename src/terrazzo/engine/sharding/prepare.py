@@ -22,10 +22,10 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.elementwise import check_narrow, check_optimizer, drop_meta_states
-from terrazzo.engine.optim.probe import OptimizerProbe
-from terrazzo.engine.optim.stock import assign_groups
-from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, drop_meta_states
+from terrazzo.engine.optim.stock.param_groups import assign_groups
+from terrazzo.engine.optim.stock.probe import OptimizerProbe
+from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks

@@ -32,7 +32,7 @@ from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.stock import orphans
+from terrazzo.engine.optim.stock.param_groups import orphans
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import Units

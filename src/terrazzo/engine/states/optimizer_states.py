@@ -18,11 +18,11 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.optim.probe import OptimizerProbe
-from terrazzo.engine.optim.settings import NOT_HYPER
-from terrazzo.engine.optim.stepper import bare_copy
-from terrazzo.engine.optim.stock import take_fused
-from terrazzo.engine.optim.template import Template
+from terrazzo.engine.optim.stock.param_groups import take_fused
+from terrazzo.engine.optim.stock.probe import OptimizerProbe
+from terrazzo.engine.optim.stock.settings import NOT_HYPER
+from terrazzo.engine.optim.stock.stepper import bare_copy
+from terrazzo.engine.optim.stock.template import Template
 from terrazzo.engine.pipeline.stages import require_whole
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import require_known_states

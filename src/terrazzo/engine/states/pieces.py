@@ -18,7 +18,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Resting
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
-from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.plan.box import Owned
 from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range, Slot

@@ -14,8 +14,8 @@ from torch import Tensor
 from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.optim.driver import OptimizerDriver
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.template import Template
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.stock.template import Template
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range, Slot

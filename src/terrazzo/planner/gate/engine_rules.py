@@ -242,7 +242,7 @@ ENGINE_RULES = (
         alternative=(
             "Use adamw, adam, lion, ademamix, rmsprop, adagrad, momentum or sgd; or muon, whose matrices it does."
         ),
-        source="terrazzo.engine.optim.elementwise.check_elementwise",
+        source="terrazzo.engine.optim.stock.elementwise.check_elementwise",
     ),
     Rule(
         name="optimizer that torch does not have",

@@ -1,8 +1,8 @@
 """Updates of whole matrices, planned: what the first rank of each axis sends and holds for them, and what they compute.
 
 Which rank owns which matrix, what goes where and what is held on the way is the engine's own code
-(`terrazzo.engine.optim.matrix_owners` and `matrix_steps`). It asks of a bucket what is in `MatrixBucket`, which the
-engine's own and a `SizedBucket` have.
+(`terrazzo.engine.optim.matrices`). It asks of a bucket what is in `GroupedBucket`, which the engine's own and a
+`SizedBucket` have.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.counts.traffic import Traffic
-from terrazzo.engine.optim.matrix_bucket import MatrixAxis
-from terrazzo.engine.optim.matrix_owners import CUT, Owners, owners_of
-from terrazzo.engine.optim.matrix_steps import dry_run_matrices
+from terrazzo.engine.optim.matrices.matrix_owners import CUT, Owners, owners_of
+from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
+from terrazzo.engine.optim.segments.group_runs import GroupedAxis
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.plan.precision import Precision
@@ -97,7 +97,7 @@ _DEALT = "experts' "
 
 
 class SizedMember(NamedTuple):
-    """A `MatrixMember`."""
+    """A `GroupedMember`."""
 
     group: int
     boxes: tuple[Box, ...] = ()
@@ -105,12 +105,12 @@ class SizedMember(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SizedBucket:
-    """What the first rank has of a bucket: a `MatrixBucket` without tensors."""
+    """What the first rank has of a bucket: a `GroupedBucket` without tensors."""
 
     precision: Precision
     updated_off_device: bool
     optim_axes: tuple[str, ...]
-    ranks: Mapping[str, MatrixAxis]
+    ranks: Mapping[str, GroupedAxis]
     tp: int
     layout: Layout
     members: Sequence[SizedMember]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.engine import Precision, StateFormat
-from terrazzo.engine.optim.template import MatrixNeeds
+from terrazzo.engine.optim.stock.template import MatrixNeeds
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.optim import Muon, moments_of
 

@@ -78,7 +78,7 @@ FORMULAS = {
     "time.matrices": Formula(
         "pace * flops / rate, of bf16 products; flops of a matrix of sides m <= n are iterations * (4 m^2 n + 2 m^3), "
         "one after the other on the rank that has most of them, of each exchange",
-        "Jordan et al. 2024; terrazzo/engine/optim/matrix_owners.py",
+        "Jordan et al. 2024; terrazzo/engine/optim/matrices/matrix_owners.py",
     ),
     "time.turns": Formula(
         "max(0, work_s / cores - alone_s); work_s of all ranks of a host, what they compute and hand on",

@@ -49,7 +49,7 @@ FORMULAS = {
     "traffic.all_to_all": Formula(
         "of matrices that are updated whole, on the first rank: 2 bytes for each element of its share that another "
         "rank owns, and for each element of others' shares of what it owns itself",
-        "terrazzo/engine/optim/matrix_owners.py; equals the engine's count",
+        "terrazzo/engine/optim/matrices/matrix_owners.py; equals the engine's count",
     ),
     "traffic.send": Formula(
         "elements * bytes_per_element of unreduced gradients, once in a step, of a tied matrix that two stages have",

@@ -15,8 +15,7 @@ from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.optim.matrix_bucket import MatrixBucket
-from terrazzo.engine.optim.matrix_exchange import (
+from terrazzo.engine.optim.matrices.matrix_exchange import (
     ExchangeAlong,
     MatrixBuffers,
     exchange_parts,
@@ -24,13 +23,14 @@ from terrazzo.engine.optim.matrix_exchange import (
     room,
     scatter_cut,
 )
-from terrazzo.engine.optim.matrix_host_steps import ApplyOffDevice, PrepareOffDevice
-from terrazzo.engine.optim.matrix_owners import Matrix, MatrixPart, Owners, owners_of
-from terrazzo.engine.optim.protocols import OffDeviceUpdates
-from terrazzo.engine.optim.segment import Segment, held_range, runs
-from terrazzo.engine.optim.segment_step import SegmentStates
-from terrazzo.engine.optim.state_memory import StateMemory
-from terrazzo.engine.optim.template import MatrixNeeds
+from terrazzo.engine.optim.matrices.matrix_host_steps import ApplyOffDevice, PrepareOffDevice
+from terrazzo.engine.optim.matrices.matrix_owners import Matrix, MatrixPart, Owners, owners_of
+from terrazzo.engine.optim.segments.group_runs import GroupedBucket, held_range, runs
+from terrazzo.engine.optim.segments.off_device_updates import OffDeviceUpdates
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.segments.segment_step import SegmentStates
+from terrazzo.engine.optim.segments.state_memory import StateMemory
+from terrazzo.engine.optim.stock.template import MatrixNeeds
 from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["MatrixSteps", "dry_run_matrices"]
@@ -47,7 +47,7 @@ class MatrixSteps:
     def __init__(self, buckets: Sequence[Bucket], groups: Mapping[int, dict[str, object]]) -> None:
         self._groups = groups
         self._owners = owners_of(buckets, groups.keys())
-        self._buckets: Mapping[MatrixBucket, Bucket] = {bucket: bucket for bucket in buckets}
+        self._buckets: Mapping[GroupedBucket, Bucket] = {bucket: bucket for bucket in buckets}
 
     def has(self, segment: Segment) -> bool:
         """Whether it is of matrices."""
@@ -66,7 +66,7 @@ class MatrixSteps:
             finished: the gradients of buckets.
             off_device: carries out what is done where states rest away from the device.
         """
-        own: dict[MatrixBucket, list[Segment]] = {}
+        own: dict[GroupedBucket, list[Segment]] = {}
         for segment in segments:
             if self.has(segment):
                 own.setdefault(segment.bucket, []).append(segment)
@@ -80,7 +80,7 @@ class MatrixSteps:
         optimizer: MatrixOptimizer,
         owners: Owners,
         due: Sequence[Matrix],
-        own: Mapping[MatrixBucket, Sequence[Segment]],
+        own: Mapping[GroupedBucket, Sequence[Segment]],
         finished: Mapping[Bucket, SummedGradient],
         off_device: OffDeviceUpdates,
     ) -> None:
@@ -182,7 +182,7 @@ class _CountingAxis:
 
 
 def dry_run_matrices(
-    buckets: Sequence[MatrixBucket],
+    buckets: Sequence[GroupedBucket],
     groups: Mapping[int, MatrixNeeds],
     tally: Tally,
     traffic_along: Callable[[str], Traffic] | None = None,
@@ -220,7 +220,7 @@ def dry_run_matrices(
             buffers.drop(matrix)
 
 
-def _segments_of(matrix: Matrix, owners: Owners, own: Mapping[MatrixBucket, Collection[Segment]]) -> list[Segment]:
+def _segments_of(matrix: Matrix, owners: Owners, own: Mapping[GroupedBucket, Collection[Segment]]) -> list[Segment]:
     """Those with this rank's part of it: one, or on drives one for each cell; none where it holds nothing."""
     part = owners.held(matrix)
     return [each for each in own.get(matrix.bucket, ()) if each.range.intersect(part).numel]

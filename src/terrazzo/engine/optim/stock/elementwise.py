@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.probe import OptimizerProbe
-from terrazzo.engine.optim.settings import frozen
-from terrazzo.engine.optim.stepper import Stepper, bare_copy, is_torchs, unhooked_step
+from terrazzo.engine.optim.stock.probe import OptimizerProbe
+from terrazzo.engine.optim.stock.settings import frozen
+from terrazzo.engine.optim.stock.stepper import Stepper, bare_copy, is_torchs, unhooked_step
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput
 from terrazzo.optim import Lion, MatrixOptimizer

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.resting.buffer import Buffer
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.stepper import bring_back
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.stock.stepper import bring_back
 from terrazzo.errors import Misuse
 
-__all__ = ["ParamGroups"]
+__all__ = ["SwappedGroups"]
 
 
-class ParamGroups:
-    """They are known by their order, and so are the parameters in each.
+class SwappedGroups:
+    """The param groups of one optimizer. They are known by their order, and so are the parameters in each.
 
     Args:
         first: number of the first among the param groups of all the model's optimizers.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.formats.stochastic_rounding import round_stochastically
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.settings import frozen
-from terrazzo.engine.optim.state_memory import StateMemory
-from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.segments.state_memory import StateMemory
+from terrazzo.engine.optim.stock.settings import frozen
+from terrazzo.engine.optim.stock.stepper import Stepper
 from terrazzo.engine.plan.layout import Range, tiles
 
 __all__ = ["SegmentStates", "step_segment"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from terrazzo.engine.optim.matrix_bucket import MatrixBucket
+from terrazzo.engine.optim.segments.group_runs import GroupedBucket
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Range, share
 
@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
         boxes: what each rank along `tp` has of it, where they have parts.
     """
 
-    bucket: MatrixBucket
+    bucket: GroupedBucket
     number: int
     range: Range
     shape: tuple[int, int]
@@ -85,7 +85,7 @@ class Owners:
         return self.coordinates.keys()
 
     @cached_property
-    def _any(self) -> MatrixBucket:
+    def _any(self) -> GroupedBucket:
         return next(iter(self.coordinates)).bucket
 
     @property
@@ -178,13 +178,13 @@ class Owners:
         return all(self.along(axis)[0] == self.coordinates[matrix][axis] for axis in axes)
 
 
-def owners_of(buckets: Sequence[MatrixBucket], groups: Collection[int]) -> list[Owners]:
+def owners_of(buckets: Sequence[GroupedBucket], groups: Collection[int]) -> list[Owners]:
     """Give each matrix of the param groups `groups` an owner; the same on every rank.
 
     Exchanged at once are matrices of so many buckets in a row that each rank has one, if there are as many.
     """
     owners: list[Owners] = []
-    alike: dict[tuple[object, ...], list[MatrixBucket]] = {}
+    alike: dict[tuple[object, ...], list[GroupedBucket]] = {}
     for bucket in buckets:
         alike.setdefault((bucket.optim_axes, tuple(bucket.ranks)), []).append(bucket)
     for among in alike.values():
@@ -201,7 +201,7 @@ def owners_of(buckets: Sequence[MatrixBucket], groups: Collection[int]) -> list[
     return owners
 
 
-def _matrices(bucket: MatrixBucket, groups: Collection[int]) -> Iterator[Matrix]:
+def _matrices(bucket: GroupedBucket, groups: Collection[int]) -> Iterator[Matrix]:
     for index, (slot, member) in enumerate(zip(bucket.slots, bucket.members, strict=True)):
         if member.group in groups and member.boxes:
             rows, columns = member.boxes[0].shape

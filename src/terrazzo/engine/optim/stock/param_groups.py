@@ -1,34 +1,18 @@
-"""What the engine asks of a stock `torch.optim` optimizer: how it updates, what its groups hold, and what it keeps."""
+"""Param groups of a user's optimizers as a model is sharded: which owns each parameter, and which kernel steps it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS
 from terrazzo.engine.plan.partition import Member
 from terrazzo.errors import BadInput
 from terrazzo.optim import MatrixOptimizer
 
-__all__ = [
-    "assign_groups",
-    "choose_kernel",
-    "hyper_parameters",
-    "move_step_hooks",
-    "orphans",
-    "take_fused",
-]
-
-
-def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) -> None:
-    """Call the hook of one number last before each step, and that of another first after it."""
-    before, after = (vars(optimizer)[name] for name in STEP_HOOKS)
-    before.move_to_end(last_before)
-    after.move_to_end(first_after, last=False)
+__all__ = ["assign_groups", "choose_kernel", "orphans", "take_fused"]
 
 
 def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], first: int = 0) -> None:
@@ -62,23 +46,6 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
         owned[id(member)] = number
     for member in members:
         member.assign_group(owned.get(id(member), member.group))
-
-
-def hyper_parameters(optimizer: Optimizer) -> dict[str, float | Tensor]:
-    """Every number in its param groups, by where it is; tensors of one element as they are."""
-    settings = [(number, *item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
-    entries = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in settings if key not in NOT_HYPER]
-    return {key: number for each in entries for key, number in _numbers(*each)}
-
-
-def _numbers(key: str, value: Any) -> Iterator[tuple[str, float | Tensor]]:
-    if isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from _numbers(f"{key}[{index}]", part)
-    elif isinstance(value, int | float):
-        yield key, float(value)
-    elif isinstance(value, Tensor) and value.numel() == 1:
-        yield key, value
 
 
 def orphans(members: Sequence[Member]) -> list[str]:

@@ -1,8 +1,8 @@
-"""What the driver of an optimizer asks of what comes later in the engine: the model, and updates off the device."""
+"""What the driver of an optimizer asks of updates away from the device, which `offload` makes; here none are."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -10,30 +10,10 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.consensus.progress import Progress
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.state_memory import StateMemory
-from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.segments.state_memory import StateMemory
 
-__all__ = ["Driven", "OffDeviceUpdates", "SegmentWork", "Uses"]
-
-
-class Driven(Protocol):
-    """A model whose weights an optimizer steps: its `Engine`."""
-
-    units: Sequence[Unit]
-    progress: Progress
-    schedule: Schedule
-
-    def before_step(self) -> None:
-        """Gradients are about to be taken, and master weights to be changed."""
-
-    def publish(self, among: Collection[Bucket] | None = None) -> None:
-        """Bring compute weights of some buckets in line with updated master weights."""
-
-    def after_step(self) -> None:
-        """The optimizer has stepped, and its updates are made or under way."""
+__all__ = ["OffDeviceUpdates", "SegmentWork", "Uses"]
 
 
 class Uses(NamedTuple):

@@ -1,13 +1,14 @@
-"""What an optimizer has beside parameters and states."""
+"""What an optimizer has beside parameters and states: attributes, hyper-parameters, hooks around its step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["NOT_HYPER", "STEP_HOOKS", "Settings", "frozen"]
+__all__ = ["NOT_HYPER", "STEP_HOOKS", "Settings", "frozen", "hyper_parameters", "move_step_hooks"]
 
 NOT_HYPER = ("params", "param_names")
 """Keys of a param group whose values are no hyper-parameters."""
@@ -41,6 +42,30 @@ class Settings:
         _put_back(vars(optimizer), _own(vars(optimizer)).keys() - self.attributes.keys(), self.attributes)
         for group, earlier in zip(optimizer.param_groups, self.groups, strict=True):
             _put_back(group, group.keys() - earlier.keys() - {*NOT_HYPER}, earlier)
+
+
+def hyper_parameters(optimizer: Optimizer) -> dict[str, float | Tensor]:
+    """Every number in its param groups, by where it is; tensors of one element as they are."""
+    settings = [(number, *item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
+    entries = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in settings if key not in NOT_HYPER]
+    return {key: number for each in entries for key, number in _numbers(*each)}
+
+
+def _numbers(key: str, value: Any) -> Iterator[tuple[str, float | Tensor]]:
+    if isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _numbers(f"{key}[{index}]", part)
+    elif isinstance(value, int | float):
+        yield key, float(value)
+    elif isinstance(value, Tensor) and value.numel() == 1:
+        yield key, value
+
+
+def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) -> None:
+    """Call the hook of one number last before each step, and that of another first after it."""
+    before, after = (vars(optimizer)[name] for name in STEP_HOOKS)
+    before.move_to_end(last_before)
+    after.move_to_end(first_after, last=False)
 
 
 def frozen(value: Any) -> Any:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.settings import frozen
-from terrazzo.engine.optim.stepper import Stepper, is_torchs
-from terrazzo.engine.optim.template import MatrixNeeds, Template
+from terrazzo.engine.optim.stock.settings import frozen
+from terrazzo.engine.optim.stock.stepper import Stepper, is_torchs
+from terrazzo.engine.optim.stock.template import MatrixNeeds, Template
 from terrazzo.engine.runtime import device as devices
 from terrazzo.optim import is_matrix_group
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.settings import STEP_HOOKS, Settings, frozen
+from terrazzo.engine.optim.stock.settings import STEP_HOOKS, Settings, frozen
 
 __all__ = ["Stepper", "bare_copy", "bring_back", "is_torchs", "unhooked_step"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.buckets.resting.coded import CodedState
-from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.plan.layout import Range
 
 __all__ = ["StateMemory"]

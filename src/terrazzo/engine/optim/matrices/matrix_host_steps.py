@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from terrazzo.engine.optim.matrix_exchange import MatrixBuffers
-from terrazzo.engine.optim.matrix_owners import MatrixPart
-from terrazzo.engine.optim.protocols import Uses
-from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.segment_step import SegmentStates
-from terrazzo.engine.optim.settings import frozen
-from terrazzo.engine.optim.state_memory import StateMemory
+from terrazzo.engine.optim.matrices.matrix_exchange import MatrixBuffers
+from terrazzo.engine.optim.matrices.matrix_owners import MatrixPart
+from terrazzo.engine.optim.segments.off_device_updates import Uses
+from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.segments.segment_step import SegmentStates
+from terrazzo.engine.optim.segments.state_memory import StateMemory
+from terrazzo.engine.optim.stock.settings import frozen
 from terrazzo.engine.plan.layout import Range
 from terrazzo.optim import MatrixOptimizer
 

@@ -20,11 +20,11 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.parameters.parameter import StateIn8Bits, StateOnDrive, StatePlaceholder
 from terrazzo.engine.buckets.resting.buffer import Buffer
-from terrazzo.engine.optim.matrix_bucket import MatrixBucket
-from terrazzo.engine.optim.template import Template
+from terrazzo.engine.optim.segments.group_runs import held_range, runs
+from terrazzo.engine.optim.stock.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 
-__all__ = ["Segment", "handed_over", "held_range", "runs", "segments_of"]
+__all__ = ["Segment", "handed_over", "segments_of"]
 
 
 @dataclass(eq=False)
@@ -160,15 +160,6 @@ def handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:
     return {b: b.gradient.handed_over([each.range for each in due if each.bucket is b]) for b in buckets}
 
 
-def runs(bucket: MatrixBucket) -> Iterator[tuple[int, int]]:
-    """First and last (exclusive) member of each run with one param group."""
-    start = 0
-    for _, members in itertools.groupby(bucket.members, key=lambda member: member.group):
-        stop = start + len(list(members))
-        yield start, stop
-        start = stop
-
-
 def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Template) -> list[Segment]:
     """Empty where this rank holds nothing of it; members that lie outside the window are left out."""
     within = [index for index in range(first, last) if held_range(bucket, index, index + 1).intersect(window).numel]
@@ -181,9 +172,3 @@ def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Tem
     else:
         parameter = nn.Parameter(torch.empty(own.numel, dtype=master.dtype, device="meta"))
     return [Segment(bucket, first, last, window, parameter, template)]
-
-
-def held_range(bucket: MatrixBucket, first: int, last: int) -> Range:
-    """What this rank holds of members `first` to `last` (exclusive), padding included."""
-    run = Range(bucket.slots[first].offset, bucket.slots[last - 1].padded.stop)
-    return bucket.part(bucket.optim_axes).intersect(run)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.optim.matrix_owners import CUT, AxisExchange, Matrix, MatrixPart, Owners
+from terrazzo.engine.optim.matrices.matrix_owners import CUT, AxisExchange, Matrix, MatrixPart, Owners
 from terrazzo.engine.plan.layout import Range
 
 __all__ = ["ExchangeAlong", "MatrixBuffers", "exchange_parts", "gather_cut", "room", "scatter_cut"]
