@@ -210,14 +210,14 @@ MUTATIONS = [
         "engine/offload/update.py",
         "self._ring.append(staging)\n        staging.finish_writing()",
         "self._ring.append(staging)",
-        "engine/offload/test_bits.py engine/offload/test_disk_faults.py",
+        "engine/offload/test_bits.py engine/offload/test_swap_faults.py",
     ),
     Mutation(
         "a cell is read while an earlier write of it is under way",
         "engine/offload/update.py",
         "            if staging.holds(task.bucket, task.window):\n                staging.finish_writing()",
         "            pass",
-        "engine/offload/test_disk_faults.py engine/offload/test_bits.py",
+        "engine/offload/test_swap_faults.py engine/offload/test_bits.py",
     ),
     Mutation(
         "weights are gathered from a file that is being written",
@@ -228,10 +228,10 @@ MUTATIONS = [
     ),
     Mutation(
         "a block goes to the start of its stripe",
-        "engine/offload/disk.py",
+        "engine/offload/nvme/swap_space.py",
         "stripe * size + inside, at",
         "stripe * size, at",
-        "engine/offload/test_disk.py",
+        "engine/offload/test_swap_space.py",
     ),
     # -- checkpoints
     Mutation(

@@ -14,7 +14,7 @@ from benchmarks.cpu.compare import progress
 from benchmarks.environment import processor, versions
 from benchmarks.offload import adam, drive, nvme, training
 from benchmarks.offload.report import report
-from terrazzo.engine.offload.disk_folder import mount_of
+from terrazzo.engine.offload.nvme.swap_folder import mount_of
 
 PARTS = ("adam", "drive", "nvme", "training")
 RESULTS = Path(__file__).parents[1] / "results" / "offload"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.offload.turns import Others, attempt, in_fresh_process, seconds, take_turns
-from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.nvme.swap_space import SwapSpace
 from terrazzo.engine.offload.options import Offload
 
 KINDS = ("read", "write")
@@ -45,7 +45,7 @@ def measure(folder: Path, effort: Effort = Effort()) -> dict[str, Any]:
 def _measure(folder: Path, effort: Effort) -> dict[str, Any]:
     missing: dict[str, str] = {}
     chosen = settings(folder)
-    disk = Disk(chosen, 0, effort.size_bytes)
+    disk = SwapSpace(chosen, 0, effort.size_bytes)
     memory = HostArena(effort.size_bytes, pin_for=None).allocate(effort.size_bytes)
     memory.random_(0, 256)
     offset = disk.reserve(effort.size_bytes)

@@ -28,8 +28,8 @@ from benchmarks.cpu.rank import join
 from benchmarks.offload.drive import settings
 from benchmarks.offload.turns import Others, Turns, attempt, in_fresh_process, seconds, take_turns
 from terrazzo.engine import engine_of
-from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.nvme.swap_space import SwapSpace
 
 STATE_BYTES = 12  # of a parameter in files: master and two moments
 SEQUENCE = 8  # short: a backward only has to leave gradients
@@ -129,7 +129,7 @@ class Floor:
     """The same bytes through the same kind of file, and the same arithmetic in memory."""
 
     def __init__(self, folder: Path, numel: int) -> None:
-        self.disk = Disk(settings(folder), 0, STATE_BYTES * numel)
+        self.disk = SwapSpace(settings(folder), 0, STATE_BYTES * numel)
         arena = HostArena((STATE_BYTES + 16) * numel, pin_for=None)
         self.memory = arena.allocate(STATE_BYTES * numel)
         parts = [arena.allocate(4 * numel).view(torch.float32).fill_(1e-3) for _ in range(4)]

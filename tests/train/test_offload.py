@@ -16,7 +16,7 @@ import torch
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import Plan
-from terrazzo.engine.offload.disk import Disk
+from terrazzo.engine.offload.nvme.swap_space import SwapSpace
 from terrazzo.engine.offload.options import Offload
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
@@ -196,7 +196,7 @@ def test_files_of_runs_that_are_gone_count_as_room_and_are_left_to_the_run(
     asked = on_drives([str(tmp_path), str(tmp_path)], tmp_path)
     bill = memory_of(setup_of(asked, 1))
     needed = round(sum(term.value for term in bill.disk))
-    disk = Disk(Offload(tmp_path, direct=False), 0, needed + (1 << 20))
+    disk = SwapSpace(Offload(tmp_path, direct=False), 0, needed + (1 << 20))
     (mine,) = disk.paths
     monkeypatch.setattr(offload, "free_bytes", lambda path: 0)
     assert "Swap files" in str(host_lacks_room(asked, bill, 1)), "they are of a run that goes on"

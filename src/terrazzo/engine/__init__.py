@@ -48,7 +48,7 @@ Four ways through it, each from its first call to its last:
         buckets/resting/buffer          Buffer.gather                   cast, and one all-gather for each axis
         buckets/weights/full            FullWeights.install             modules may read the parameters
 
-    A step of what is kept in files: the docstring of `offload`, and of all else that of `optim`
+    A step of what is on `nvme`: the docstring of `offload`, and of all else that of `optim`
 
     `p.data.copy_(new)` by a user
         buckets/parameters/parameter  AtRest._answer             values not here: `.data` is a Measured,
@@ -71,7 +71,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     optim.segments.group_runs, optim.matrices   dry runs of updates of whole matrices, likewise
     optim.stock.template
     offload.needs                               what rests away from the device, likewise
-    offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
+    offload.nvme.swap_file                      swap files and their folders, for advice on them
+    offload.nvme.swap_folder
     sharding.mesh_checks                        whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     consensus.equal_values                      tensors that all ranks have alike before a model is cut

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from tests.engine.offload.test_disk_faults import failing
+from tests.engine.offload.test_swap_faults import failing
 from tests.engine.toys import Net, adamw, batch, loss_of, train
 
 PLANS = {"exit": "zero3@cpu", "live": "zero3@nvme-all", "fail": "zero3@nvme-all"}

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from terrazzo.engine.offload.disk import Disk, page_aligned
+from terrazzo.engine.offload.nvme.swap_space import SwapSpace, page_aligned
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES
 
 
-def disk_in(*folders: Path, pages: int = 64, block: int = 4, direct: bool = False, digest: bool = False) -> Disk:
-    """A Disk of so many pages, with so many in a block."""
+def disk_in(*folders: Path, pages: int = 64, block: int = 4, direct: bool = False, digest: bool = False) -> SwapSpace:
+    """A SwapSpace of so many pages, with so many in a block."""
     settings = Offload(folders, block_mib=block * PAGE_BYTES / 2**20, depth=4, direct=direct, digest=digest)
-    return Disk(settings, 0, pages * PAGE_BYTES)
+    return SwapSpace(settings, 0, pages * PAGE_BYTES)
 
 
 def random_pages(count: int) -> Tensor:
     return page_aligned(count * PAGE_BYTES).random_()
 
 
-def read_back(disk: Disk, offset: int, pages: int) -> Tensor:
+def read_back(disk: SwapSpace, offset: int, pages: int) -> Tensor:
     into = random_pages(pages)
     disk.read(offset, into).wait()
     return into

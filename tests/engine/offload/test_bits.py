@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, Precision
-from terrazzo.engine.offload.disk_file import SwapFile
+from terrazzo.engine.offload.nvme.swap_file import SwapFile
 from terrazzo.engine.optim.stock import stepper
 from tests.engine.models import base_model
 from tests.engine.offload.runs import (

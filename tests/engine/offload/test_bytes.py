@@ -84,9 +84,9 @@ def check_files(engine: Any, disk_bytes: int) -> None:
         with pytest.raises(tz.Misuse):
             arena.allocate(1)
     if not disk_bytes:
-        assert engine.store.drive is None
+        assert engine.store.nvme is None
         return
-    disk = engine.store.drive.disk
+    disk = engine.store.nvme.swap
     found = [path.stat() for path in disk.paths]
     assert sum(stat.st_size for stat in found) == disk_bytes
     assert sum(stat.st_blocks for stat in found) * 512 >= disk_bytes

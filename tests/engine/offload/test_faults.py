@@ -16,7 +16,7 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.errors import BadInput, SwapFailed
 from tests.engine.offload.runs import MODES, SMALL_BLOCK, TIERS
-from tests.engine.offload.test_disk_faults import failing
+from tests.engine.offload.test_swap_faults import failing
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 

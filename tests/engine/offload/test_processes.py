@@ -59,7 +59,7 @@ def test_a_killed_program_leaves_files_that_the_next_start_removes(tmp_path: Pat
         program.communicate()
         assert len(left_in(tmp_path)) == 2
         model, optimizer = tz.shard(Net(96), adamw, "zero3@nvme-all", offload=offload)
-        swap = [engine_of(found).store.drive.disk.paths[0].name for found in (beside, model)]  # type: ignore[union-attr]
+        swap = [engine_of(found).store.nvme.swap.paths[0].name for found in (beside, model)]  # type: ignore[union-attr]
         assert left_in(tmp_path) == sorted(swap)
         checkpoint.load(str(tmp_path / "saved"), model, optimizer)
         train(model, optimizer, 1, 0)

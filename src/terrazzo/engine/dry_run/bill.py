@@ -38,8 +38,8 @@ class MemoryBill:
             buffers, weights kept between forward and backward; of a model in stages also copies of its buffers.
         outer_bytes: what replicas that train by themselves keep for their outer step; see `DiLoCo`.
         residual_bytes: what codes of gradients have lost, for the next ones; see `Precision.error_feedback`.
-        host_bytes: states in the host's memory, and buffers for those in files.
-        disk_bytes: states in files.
+        host_bytes: states in the host's memory, and buffers for those on `nvme`.
+        disk_bytes: states on `nvme`.
     """
 
     weight_bytes: int

@@ -57,7 +57,7 @@ class Engine:
         tally: what has been sent, and transient memory held.
         units: in registration order, root first.
         why_units: how the units were found.
-        store: memory and files of what does not rest on the device.
+        store: host memory and swap files of what does not rest on the device.
         stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
         drivers: one for each optimizer.
         process: that sharded the model.
@@ -251,7 +251,7 @@ class Engine:
         return self.blocks.block(write, self.settle, self.publish)
 
     def close(self) -> None:
-        """Remove what is in files. States that were there cannot be used afterwards."""
+        """Remove swap files. States that were there cannot be used afterwards."""
         self.store.close()
 
     def describe(self) -> str:

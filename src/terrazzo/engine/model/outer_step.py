@@ -164,7 +164,7 @@ def _messages(buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
 
 
 def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucket, Range, slice]]:
-    """The same a little at a time, as states in files are read."""
+    """The same a little at a time, as states on `nvme` are read."""
     for bucket, elements, in_message in parts:
         for cut in bucket.master.cuts(elements):
             for tile in tiles(cut, device.type):

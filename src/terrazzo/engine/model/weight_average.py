@@ -83,7 +83,7 @@ class Average:
         self.swapped = not self.swapped
 
     def _parts(self, access: Access) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the average, and of the master weights, which may be in files."""
+        """Parts of the average, and of the master weights, which may be on `nvme`."""
         for bucket, average in self.buffers.items():
             for cut in bucket.master.cuts(average.range):
                 with bucket.master.opened(cut, access) as weights:

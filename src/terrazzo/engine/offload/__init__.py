@@ -1,4 +1,6 @@
-"""What is away from the device, in host memory or in files: where it rests, how it is updated, when it comes back.
+"""What is away from the device, on the tiers `cpu` and `nvme`: where it rests, how it is updated, when it comes back.
+
+On `cpu` it is in host memory, on `nvme` in swap files.
 
 A step of units A, B and C, all of whose states are away, with `Offload(step="overlapped")`; time runs to the right:
 
@@ -12,16 +14,24 @@ With "synchronous", `step()` returns behind the update of C. With "backward", up
 
 What happens to one unit, and where:
 
-    gradient   FinishedGradient.land, Store.commit                     device to host memory or file
+    gradient   FinishedGradient.land, Store.commit                     device to `cpu` or `nvme`
     update     BackgroundUpdates.begin, or .unit_reduced in backward   background: when
                Updater.begin, then _UpdateThread on its thread         update: how, segment by segment
-                 StagingBuffer                                         staging: files only, cell by cell, reads ahead
+                 StagingBuffer                                         nvme/staging: cell by cell, reads ahead
                  step_segment                                          the optimizer's own code, see `engine.optim`
                  Sending.copy                                          sending: new weights that rest on the device
     weight     UnitWeights.gather waits for the update, then           buckets/unit_weights
-               Bucket.publish, FullWeights.gather, DriveBuffer.load    file to device, then all ranks' parts
+               Bucket.publish, FullWeights.gather, NvmeBuffer.load     `nvme` to device, then all ranks' parts
 
-Read options and needs; host, disk (on disk_file and disk_folder), drive and store, where states rest; then staging,
-sending, update and background, how they are updated, by threads on the CPUs of `runtime.topology`. activations is about
-what checkpointed units keep for backward.
+    options      what a user can choose
+    needs        what a model takes on each tier
+    host         host memory: one block for states, a pool for what comes and goes
+    nvme         swap files, states in them, and the buffers that these stream through
+    sending      new weights on their way to the device
+    store        both tiers behind one interface
+    update       a thread that steps states where they rest, on the CPUs of `runtime.topology`
+    background   when such updates begin, and who waits for them
+    activations  what checkpointed units keep for backward, in host memory
+
+Read them in that order.
 """

@@ -43,8 +43,8 @@ class Need:
 
     Attributes:
         cpu, nvme: bytes of every state there, one entry for each state of a bucket.
-        load_bytes: one cell of weights that are read from drives; 0 for none.
-        staging_bytes: one cell of all states that are updated on drives; 0 for none.
+        load_bytes: one cell of weights that are read from `nvme`; 0 for none.
+        staging_bytes: one cell of all states that are updated on `nvme`; 0 for none.
         send_bytes: one cell of new weights that are cast on their way to the device; 0 for none.
     """
 
@@ -121,7 +121,7 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
 
     Args:
         templates: none without an optimizer.
-        cell: elements of states on drives that are handled at once.
+        cell: elements of states on `nvme` that are handled at once.
     """
     resting: list[StateBytes] = []
     staging = 0
@@ -140,7 +140,7 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
 
 
 def load_bytes(bucket: BucketSpec, cell: int) -> int:
-    """One cell of weights that are gathered from drives, to compute with them or to make new ones of master weights."""
+    """One cell of weights that are gathered from `nvme`, to compute with them or to make new ones of master weights."""
     if bucket.tiers.weight != "nvme":
         return 0
     weight_bytes = bucket.weight_bytes(min(cell, bucket.numel(bucket.weight_axes)))
@@ -150,7 +150,7 @@ def load_bytes(bucket: BucketSpec, cell: int) -> int:
 
 
 def staging_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
-    """One cell of everything that an update brings from drives and back.
+    """One cell of everything that an update brings from `nvme` and back.
 
     Args:
         moments: bytes per element of each state that the optimizer keeps for every element.
@@ -180,7 +180,7 @@ def staging_count(settings: Offload) -> int:
 
 
 def host_bytes(need: Need, settings: Offload) -> int:
-    """Host memory of a store: states, and buffers for what goes to the device, and comes from and goes to drives."""
+    """Host memory of a store: states, and buffers for what goes to the device, and comes from and goes to `nvme`."""
     states = sum(padded_bytes(size) for size in need.cpu) + SENDS * padded_bytes(need.send_bytes)
     if not need.nvme:
         return states
@@ -192,5 +192,5 @@ def host_bytes(need: Need, settings: Offload) -> int:
 
 
 def disk_bytes(need: Need) -> int:
-    """Size of a store's files."""
+    """Size of a store's swap files."""
     return sum(padded_bytes(size) for size in need.nvme)

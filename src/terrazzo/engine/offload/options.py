@@ -1,7 +1,6 @@
 """What a user can choose about states that do not rest on the device.
 
-A user calls the tier `nvme`, or its drives. Here a `Disk` is this rank's swap files and moves bytes, and a `Drive`
-moves cells of states in them.
+Words: `nvme` is the tier, as `cpu` is; what lies there is in swap files, and a disk is what these are on.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Offload:
         pin: page-lock the host memory of states, and of activations, where CUDA is there, so that copies run beside
             computation.
         direct: read and write swap files past the page cache (O_DIRECT), where the file system allows it.
-        block_mib: size of one read or write, in MiB; states on drives are updated in pieces of so much.
+        block_mib: size of one read or write, in MiB; states on `nvme` are updated in pieces of so much.
         depth: blocks in flight on this rank.
         digest: check every block that is read against what was written.
 

@@ -1,6 +1,6 @@
-"""The tiers behind one interface: memory and files for every state that does not rest on the device.
+"""The tiers `cpu` and `nvme` behind one interface: host memory and swap files for states off the device.
 
-What a model needs on each tier is known before it is built, so host memory is one arena and the files are allocated
+What a model needs on each tier is known before it is built, so host memory is one arena and swap files are allocated
 once; nothing is allocated in a step.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
 from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
-from terrazzo.engine.offload.disk import Disk
-from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, staging_count
+from terrazzo.engine.offload.nvme.nvme_buffer import NvmeBuffer, NvmeTier
+from terrazzo.engine.offload.nvme.swap_space import SwapSpace
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.sending import Sending
 from terrazzo.engine.plan.layout import padded_bytes
@@ -47,7 +47,7 @@ class Steps:
 
 
 class Store:
-    """Memory and files of one model's offloaded states on this rank.
+    """Host memory and swap files of one model's offloaded states on this rank.
 
     Args:
         device: of the mesh.
@@ -66,7 +66,7 @@ class Store:
         self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
         self.arenas = [self._arena(arena_bytes)] if arena_bytes else []
-        self.drive = self._open_drive(need, rank) if need.nvme else None
+        self.nvme = self._open_nvme(need, rank) if need.nvme else None
         cells = [self.host(padded_bytes(need.send_bytes)) for _ in range(SENDS if need.send_bytes else 0)]
         self.sending = Sending(self.copies_in, cells)
         self._writer = Worker("terrazzo-write") if need.cpu or need.nvme else None
@@ -78,11 +78,11 @@ class Store:
         threads, cpus = step_threads(self.device, ranks_here(otherwise=self._local_ranks))
         return self.settings.threads or threads, cpus
 
-    def _open_drive(self, need: Need, rank: int) -> Drive:
+    def _open_nvme(self, need: Need, rank: int) -> NvmeTier:
         settings = self.settings
-        disk = Disk(settings, rank, disk_bytes(need))
+        swap = SwapSpace(settings, rank, disk_bytes(need))
         buffers = [self.host(padded_bytes(need.load_bytes)) for _ in range(settings.depth if need.load_bytes else 0)]
-        return Drive(disk, settings.cell_numel, buffers, self.copies_in)
+        return NvmeTier(swap, settings.cell_numel, buffers, self.copies_in)
 
     def _arena(self, size_bytes: int) -> HostArena:
         """Pinning touches its pages, which then lie on the device's NUMA node."""
@@ -107,7 +107,7 @@ class Store:
     def commit(self, state: Resting, source: Buffer) -> Job | None:
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with.
 
-        Two may be under way: a slow drive must not let gradients pile up.
+        Two may be under way: a slow disk must not let gradients pile up.
         """
         if self.device.type == "cpu" and isinstance(state, Buffer):
             state.save(source)
@@ -130,11 +130,11 @@ class Store:
             return space.zeros(axes, dtype)
         numel = space.range(axes).numel
         if tier == "nvme":
-            assert self.drive is not None, "no files were asked for"
-            offset = self.drive.disk.reserve(padded_bytes(numel * dtype.itemsize))
-            cell, blocks = self.drive.cell_numel, space.layout.blocks
+            assert self.nvme is not None, "nothing was to be on nvme"
+            offset = self.nvme.swap.reserve(padded_bytes(numel * dtype.itemsize))
+            cell, blocks = self.nvme.cell_numel, space.layout.blocks
             numel = cell if blocks is None else blocks.size_bytes(cell)
-            return DriveBuffer(space, axes, dtype, self.drive, offset, numel)
+            return NvmeBuffer(space, axes, dtype, self.nvme, offset, numel)
         return Buffer(space, axes, self.host(numel * dtype.itemsize).view(dtype))
 
     def staging(self) -> Sequence[Tensor]:
@@ -145,20 +145,20 @@ class Store:
         return [self.host(padded_bytes(cell_bytes)) for _ in range(staging_count(self.settings))]
 
     def set_recorder(self, recorder: Recorder) -> None:
-        """Report to `recorder` updates, and what is read from files and written to them."""
+        """Report to `recorder` updates, and what is read from `nvme` and written to it."""
         self.steps.recorder = recorder
-        if self.drive is not None:
-            self.drive.disk.traffic.recorder = recorder
+        if self.nvme is not None:
+            self.nvme.swap.traffic.recorder = recorder
 
     def usage(self) -> dict[str, float]:
         """Bytes held beside the device, bytes read and written so far and seconds with such transfers under way,
         elements updated on the CPU and the seconds it took.
         """
-        traffic = self.drive.disk.traffic if self.drive is not None else None
+        traffic = self.nvme.swap.traffic if self.nvme is not None else None
         return {
             "host_bytes": sum(arena.size_bytes for arena in self.arenas),
             "pinned_bytes": sum(arena.pinned_bytes for arena in self.arenas),
-            "disk_bytes": self.drive.disk.size_bytes if self.drive is not None else 0,
+            "disk_bytes": self.nvme.swap.size_bytes if self.nvme is not None else 0,
             "read_bytes": traffic.read_bytes if traffic else 0,
             "written_bytes": traffic.written_bytes if traffic else 0,
             "read_s": traffic.read_s if traffic else 0.0,
@@ -168,6 +168,6 @@ class Store:
         }
 
     def close(self) -> None:
-        """Remove the files. Nothing that was on drives can be used afterwards."""
-        if self.drive is not None:
-            self.drive.disk.close()
+        """Remove the swap files. Nothing that was on `nvme` can be used afterwards."""
+        if self.nvme is not None:
+            self.nvme.swap.close()

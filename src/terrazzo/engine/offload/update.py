@@ -2,7 +2,7 @@
 
 The optimizer's own code runs, on a stepper that holds one segment and the hyper-parameters of the moment the step
 began: the user may go on to change them. Of matrices that an optimizer needs whole only their elementwise part is done
-here, and the step waits for it. States in files stream through a few buffers, cell by cell: the next cells are
+here, and the step waits for it. States on `nvme` stream through a few buffers, cell by cell: the next cells are
 read while one is stepped and earlier ones are written. The order of everything is fixed and each element's arithmetic
 is the same, so the bits are those of a step on the spot.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.offload.staging import StagingBuffer
+from terrazzo.engine.offload.nvme.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segments.off_device_updates import SegmentWork, Uses
 from terrazzo.engine.optim.segments.segment import Segment
@@ -40,7 +40,7 @@ __all__ = ["ElementwiseStep", "Updater"]
 
 @dataclass
 class _Task:
-    """Some segments of one bucket that are stepped together; those in files share a cell.
+    """Some segments of one bucket that are stepped together; those on `nvme` share a cell.
 
     Attributes:
         segments: all of the cell.
@@ -229,7 +229,7 @@ class _UpdateThread:
                 self._finish_weights(task.bucket)
 
     def _finish_weights(self, bucket: Bucket) -> None:
-        """New weights in files are complete before anyone reads them."""
+        """New weights on `nvme` are complete before anyone reads them."""
         if bucket.tiers.weight == "nvme":
             for staging in self._ring:
                 staging.finish_writing()
@@ -273,7 +273,7 @@ class ElementwiseStep:
 
 
 class _StagedStates(StateMemory):
-    """States in files, of which a cell is in a staging buffer."""
+    """States on `nvme`, of which a cell is in a staging buffer."""
 
     def __init__(self, segment: Segment, staging: StagingBuffer) -> None:
         super().__init__(segment)

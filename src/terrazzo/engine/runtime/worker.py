@@ -1,4 +1,4 @@
-"""Threads that do a rank's errands: exchanges with its neighbours, updates of offloaded states, transfers of drives."""
+"""Threads that do a rank's errands: exchanges with its neighbours, transfers from and to host memory and swap files."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def shard(  # structure: signature fixed by the design
         first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
     _intercept(model, engine)
-    if engine.axes.device.type == "cpu" and store.drive is None:
+    if engine.axes.device.type == "cpu" and store.nvme is None:
         bill = engine.bill
         keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, _in_form_of(optimizer, prepared.optimizers)
@@ -217,7 +217,7 @@ def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store
     need = need_of(buckets, prepared.templates, offload.cell_numel)
     local_ranks = _ranks_beside(prepared.mesh_axes)
     store = all_or_none(prepared.mesh_axes, lambda: Store(axes.device, offload, need, dist.get_rank(), local_ranks))
-    if store.drive is not None:
+    if store.nvme is not None:
         return_freed()  # before anything large is built
     return store
 

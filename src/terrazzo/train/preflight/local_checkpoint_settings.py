@@ -7,7 +7,7 @@ from pathlib import Path
 
 from terrazzo.config import Config
 from terrazzo.engine import Plan
-from terrazzo.engine.offload.disk_folder import free_bytes, is_memory
+from terrazzo.engine.offload.nvme.swap_folder import free_bytes, is_memory
 from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
 from terrazzo.planner import Setup

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.config import Config
-from terrazzo.engine.offload.disk_file import left_behind_bytes
-from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, is_memory
+from terrazzo.engine.offload.nvme.swap_file import left_behind_bytes
+from terrazzo.engine.offload.nvme.swap_folder import free_bytes, inspect_folder, is_memory
 from terrazzo.files import gib_text
 from terrazzo.planner import MemoryFigures
 from terrazzo.planner.formulas import Term

@@ -28,7 +28,7 @@ __all__ = [
     "Note",
     "Placeholder",
     "StateIn8Bits",
-    "StateOnDrive",
+    "StateOnNvme",
     "StatePlaceholder",
     "Zeros",
     "has_hooks",
@@ -228,12 +228,12 @@ class StatePlaceholder(Placeholder):
         return cls.blank(torch.empty(numel, dtype=dtype, device="meta"), key)
 
 
-class StateOnDrive(StatePlaceholder):
-    """For a state that rests in files."""
+class StateOnNvme(StatePlaceholder):
+    """For a state that rests on `nvme`."""
 
     def _refusal(self) -> str:
         return (
-            f"{self.terrazzo_note.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "
+            f"{self.terrazzo_note.name!r}, which the optimizer keeps on nvme: it cannot be read or "
             "changed by hand. Place it in host memory, as plan 'zero3@cpu' does, or load a checkpoint without "
             "the optimizer's state to begin anew."
         )

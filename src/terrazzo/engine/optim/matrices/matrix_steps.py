@@ -221,6 +221,6 @@ def dry_run_matrices(
 
 
 def _segments_of(matrix: Matrix, owners: Owners, own: Mapping[GroupedBucket, Collection[Segment]]) -> list[Segment]:
-    """Those with this rank's part of it: one, or on drives one for each cell; none where it holds nothing."""
+    """Those with this rank's part of it: one, or on `nvme` one for each cell; none where it holds nothing."""
     part = owners.held(matrix)
     return [each for each in own.get(matrix.bucket, ()) if each.range.intersect(part).numel]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.buckets.parameters.parameter import StateIn8Bits, StateOnDrive, StatePlaceholder
+from terrazzo.engine.buckets.parameters.parameter import StateIn8Bits, StateOnNvme, StatePlaceholder
 from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.optim.segments.group_runs import held_range, runs
 from terrazzo.engine.optim.stock.template import Template
@@ -32,8 +32,8 @@ class Segment:
     """Members `first` to `last` (exclusive) of a bucket, within `window`; never empty on this rank.
 
     Attributes:
-        window: of the bucket's flat space; on drives a cell, which is read, updated and written as one.
-        parameter: the elements, a view into the master weights; on drives a stand-in without memory, on `meta`, and so
+        window: of the bucket's flat space; on `nvme` a cell, which is read, updated and written as one.
+        parameter: the elements, a view into the master weights; on `nvme` a stand-in without memory, on `meta`, and so
             are the states that the optimizer keeps for each of its elements; so are those in 8 bits on any tier.
         template: what the optimizer keeps for a parameter of its group, as far as that is known.
     """
@@ -91,7 +91,7 @@ class Segment:
         precision, numel = self.bucket.precision, self.range.numel
         if precision.narrow is not None:
             return StateIn8Bits.of(numel, precision.shown_moments, key)
-        return StateOnDrive.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
+        return StateOnNvme.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
 
     def adopt_states(self, state: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
@@ -139,7 +139,7 @@ class Segment:
 
 
 def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Template]) -> list[Segment]:
-    """One segment per run of parameters with the same param group; on drives, per run within a cell.
+    """One segment per run of parameters with the same param group; on `nvme`, per run within a cell.
 
     Args:
         templates: of the param groups that are asked for, by their numbers.

@@ -27,7 +27,7 @@ class StateMemory:
         state = self.segment.bucket.moments[key]
         if isinstance(state, CodedState):
             elements, state = elements.as_bytes(state.blocks), state.codes
-        assert isinstance(state, Buffer), "what is in files has to be staged"
+        assert isinstance(state, Buffer), "what is on nvme has to be staged"
         return state.part(elements)
 
     def keep(self, key: str) -> None:

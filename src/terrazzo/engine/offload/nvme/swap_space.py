@@ -1,4 +1,4 @@
-"""Swap files of one rank: state that rests on local disks, read and written in blocks by a few threads.
+"""Swap files of one rank as one space of bytes, read and written in blocks by a few threads.
 
 Nothing here outlives the process or is ever flushed: a checkpoint holds what must survive. Blocks go round-robin over
 one file per folder, so that several disks work at once.
@@ -23,19 +23,19 @@ from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent, require_own
 from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
-from terrazzo.engine.offload.disk_file import SwapFile, lost, sweep
-from terrazzo.engine.offload.disk_folder import mount_of
+from terrazzo.engine.offload.nvme.swap_file import SwapFile, lost, sweep
+from terrazzo.engine.offload.nvme.swap_folder import mount_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job, Worker, again
 from terrazzo.errors import Misuse, SwapChanged, warn
 
-__all__ = ["Disk", "DiskTraffic", "Pending", "page_aligned"]
+__all__ = ["Pending", "SwapSpace", "SwapTraffic", "page_aligned"]
 
 
 @dataclass
-class DiskTraffic:
+class SwapTraffic:
     """Bytes moved, and seconds of wall time with at least one such transfer in flight.
 
     `recorder` is called with each block.
@@ -93,10 +93,10 @@ class _Block(NamedTuple):
     data: memoryview
 
 
-class Disk:
-    """Swap files of one rank: one preallocated file per folder, blocks striped over them.
+class SwapSpace:
+    """The space of one rank's swap files: one preallocated file per folder, blocks striped over them.
 
-    Offsets are those of one space of `size_bytes`; what was never written reads as zeros. Transfers run at once and in
+    Offsets are those of `size_bytes` in all; what was never written reads as zeros. Transfers run at once and in
     any order: whoever starts two that overlap waits for the first. After a failure all later transfers raise it again.
     A forked child has no part in it.
     """
@@ -108,7 +108,7 @@ class Disk:
             BadInput: if a folder cannot be used.
         """
         self.size_bytes = padded_bytes(size_bytes)
-        self.traffic = DiskTraffic()
+        self.traffic = SwapTraffic()
         self._settings, self._block_bytes, self._reserved_bytes = settings, settings.block_bytes, 0
         self._lock = threading.Lock()
         self._digests = _Digests(self._block_bytes)
@@ -118,8 +118,8 @@ class Disk:
         self._files = _make_files(settings, rank, self.size_bytes)
         self._ending = Ending(self, functools.partial(_remove, self._files))
         leaves_to_parent(self)
-        # Its jobs hold this Disk: no file goes before them.
-        self._worker = Worker("terrazzo-disk", threads=settings.depth)
+        # Its jobs hold this SwapSpace: no file goes before them.
+        self._worker = Worker("terrazzo-swap", threads=settings.depth)
         self._warned_of_deletion = False
         self._warn_if_buffered()
 
@@ -139,8 +139,8 @@ class Disk:
             end = start + padded_bytes(count_bytes)
             if end > self.size_bytes:
                 raise Misuse(
-                    f"A region of {count_bytes} bytes does not fit behind byte {start} of a Disk of {self.size_bytes}: "
-                    "make it larger (size_bytes)."
+                    f"A region of {count_bytes} bytes does not fit behind byte {start} of a SwapSpace of "
+                    f"{self.size_bytes}: make it larger (size_bytes)."
                 )
             self._reserved_bytes = end
         return start
@@ -167,9 +167,9 @@ class Disk:
         return Pending([self._worker.submit(functools.partial(self._move, writes, block)) for block in blocks])
 
     def _check(self, offset: int, tensor: Tensor) -> None:
-        require_own(self._process, "Disk")
+        require_own(self._process, "SwapSpace")
         if self._closed:
-            raise Misuse("This Disk is closed: start transfers before that.")
+            raise Misuse("This SwapSpace is closed: start transfers before that.")
         if self._failure is not None:
             raise again(self._failure)
         plain = tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu and tensor.is_contiguous()
@@ -181,8 +181,8 @@ class Disk:
             )
         if not 0 <= offset <= offset + tensor.numel() <= self.size_bytes:
             raise Misuse(
-                f"Bytes {offset} to {offset + tensor.numel()} are not within this Disk's {self.size_bytes}: use an "
-                "offset from reserve(), and no more bytes than were reserved."
+                f"Bytes {offset} to {offset + tensor.numel()} are not within this SwapSpace's {self.size_bytes}: use "
+                "an offset from reserve(), and no more bytes than were reserved."
             )
         self._warn_if_deleted()
 
@@ -276,7 +276,7 @@ class _Digests:
 def page_aligned(count_bytes: int) -> Tensor:
     """Fresh zeroed uint8 memory that starts on a page.
 
-    It may lie in large pages: direct transfers are then two to three times as fast, as the drive is handed a few long
+    It may lie in large pages: direct transfers are then two to three times as fast, as the disk is handed a few long
     pieces of memory instead of one for each 4 KiB.
     """
     if not count_bytes:

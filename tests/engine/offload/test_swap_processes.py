@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from terrazzo.engine.offload.disk_file import sweep
+from terrazzo.engine.offload.nvme.swap_file import sweep
 from terrazzo.errors import Misuse
 from tests.checkpoint.faults import reap, spawn_child
 from tests.engine.offload.swap import disk_in, random_pages, read_back
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.alone
 
 @contextmanager
 def living(folder: Path) -> Iterator[tuple[int, Path]]:
-    """A process that has a Disk and waits until it is killed, here at the latest; its number and its file."""
+    """A process that has a SwapSpace and waits until it is killed, here at the latest; its number and its file."""
     ready, tell = os.pipe()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""The buffers that states in files stream through: pieces of host memory, each with one cell of a bucket at a time."""
+"""The buffers that states on `nvme` stream through: pieces of host memory, each with one cell of a bucket at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.formats.block_format import BlockFormat
-from terrazzo.engine.offload.disk import Pending
-from terrazzo.engine.offload.drive import DriveBuffer
+from terrazzo.engine.offload.nvme.nvme_buffer import NvmeBuffer
+from terrazzo.engine.offload.nvme.swap_space import Pending
 from terrazzo.engine.optim.segments.off_device_updates import Uses
 from terrazzo.engine.plan.layout import Range, padded_bytes
 
@@ -23,7 +23,7 @@ __all__ = ["StagingBuffer"]
 class _Entry:
     """One state's part of a staging buffer; of one in `blocks`, its bytes are what is read."""
 
-    state: DriveBuffer
+    state: NvmeBuffer
     raw: Tensor
     writes: bool
     blocks: BlockFormat | None
@@ -34,8 +34,8 @@ class _Entry:
 
 
 class StagingBuffer:
-    """One cell at a time of a bucket whose optimizer state is in files: `master`, the moments by name, and where they
-    are in files too, `weight` and `grad`.
+    """One cell at a time of a bucket whose optimizer state is on `nvme`: `master`, the moments by name, and where they
+    are there too, `weight` and `grad`.
 
     Args:
         raw: uint8, page-aligned, large enough for every state's cell.
@@ -106,10 +106,10 @@ class StagingBuffer:
         self._writing = []
 
     def _add(self, key: str, state: object, offset: int, *, writes: bool) -> int:
-        """Give a state that is in files its part of the memory; returns where the next one begins."""
+        """Give a state that is on `nvme` its part of the memory; returns where the next one begins."""
         stored, blocks = (state.codes, state.blocks) if isinstance(state, CodedState) else (state, None)
         own = _as_stored(self._cell, blocks)
-        if not isinstance(stored, DriveBuffer) or not stored.range.intersect(own).numel:
+        if not isinstance(stored, NvmeBuffer) or not stored.range.intersect(own).numel:
             return offset
         end = offset + padded_bytes(own.numel * stored.dtype.itemsize)
         self._entries[key] = _Entry(stored, self._raw[offset:end], writes, blocks)

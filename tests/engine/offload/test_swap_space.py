@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from terrazzo.engine.offload import disk as disk_module
-from terrazzo.engine.offload.disk import Disk, DiskTraffic, page_aligned
-from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder
+from terrazzo.engine.offload.nvme import swap_space as disk_module
+from terrazzo.engine.offload.nvme.swap_folder import free_bytes, inspect_folder
+from terrazzo.engine.offload.nvme.swap_space import SwapSpace, SwapTraffic, page_aligned
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.errors import Misuse
@@ -162,7 +162,7 @@ def test_more_folders_than_blocks(tmp_path: Path) -> None:
 
 
 def test_a_file_is_named_after_its_rank(tmp_path: Path) -> None:
-    disk = Disk(Offload(tmp_path, direct=False), 12, PAGE_BYTES)
+    disk = SwapSpace(Offload(tmp_path, direct=False), 12, PAGE_BYTES)
     (name,) = os.listdir(tmp_path)
     assert name.startswith("terrazzo-swap-")
     assert name.endswith("-rank00012.bin")
@@ -239,7 +239,7 @@ def test_traffic_counts_bytes_exactly(tmp_path: Path) -> None:
 def test_seconds_count_once_for_transfers_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(10.0, 1.0)
     monkeypatch.setattr(disk_module.time, "perf_counter", lambda: next(clock))
-    traffic = DiskTraffic()
+    traffic = SwapTraffic()
     traffic.begin(writes=True, blocks=2)  # at 10
     traffic.begin(writes=False, blocks=1)  # at 11
     traffic.end(writes=True, moved_bytes=5)
@@ -275,7 +275,7 @@ def test_what_cannot_be_transferred_is_refused(tmp_path: Path, tensor: torch.Ten
 def test_nothing_beyond_the_end_is_touched(tmp_path: Path, page: int) -> None:
     disk = disk_in(tmp_path, pages=64)
     for start in (disk.read, disk.write):
-        with pytest.raises(Misuse, match="are not within this Disk's 262144"):
+        with pytest.raises(Misuse, match="are not within this SwapSpace's 262144"):
             start(at_page(page), random_pages(2))
     disk.close()
 

@@ -1,4 +1,4 @@
-"""A state that rests in swap files: read and written in cells of one block, which never overlap."""
+"""A state that rests on `nvme`: read from swap files, and written to them, in cells of one block that never overlap."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Access, Resting, Space
 from terrazzo.engine.comm.transfer import Handle, Moves
-from terrazzo.engine.offload.disk import Disk, Pending, page_aligned
+from terrazzo.engine.offload.nvme.swap_space import Pending, SwapSpace, page_aligned
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.runtime.worker import Worker
 
-__all__ = ["Drive", "DriveBuffer", "cells"]
+__all__ = ["NvmeBuffer", "NvmeTier", "cells"]
 
 
 def cells(elements: Range, size: int) -> Iterator[Range]:
@@ -26,8 +26,8 @@ def cells(elements: Range, size: int) -> Iterator[Range]:
         yield Range(start, min(start + size, elements.stop))
 
 
-class Drive:
-    """This rank's swap files, and what reading them for computation takes.
+class NvmeTier:
+    """The tier `nvme` of this rank: its swap files, and what reading them for computation takes.
 
     Args:
         cell_numel: elements of each state that are read and written together.
@@ -35,13 +35,13 @@ class Drive:
         copies: from there to the device.
     """
 
-    def __init__(self, disk: Disk, cell_numel: int, buffers: Sequence[Tensor], copies: Stream) -> None:
-        self.disk, self.cell_numel, self.buffers, self.copies = disk, cell_numel, buffers, copies
+    def __init__(self, swap: SwapSpace, cell_numel: int, buffers: Sequence[Tensor], copies: Stream) -> None:
+        self.swap, self.cell_numel, self.buffers, self.copies = swap, cell_numel, buffers, copies
         self.reader = Worker("terrazzo-read")
 
 
 @dataclass(eq=False)
-class DriveBuffer(Resting):
+class NvmeBuffer(Resting):
     """The elements of `space.range(axes)` in swap files, from byte `offset` on; zero at first.
 
     Attributes:
@@ -51,7 +51,7 @@ class DriveBuffer(Resting):
     space: Space
     axes: tuple[str, ...]
     stored: torch.dtype
-    drive: Drive
+    nvme: NvmeTier
     offset: int
     cell_numel: int
 
@@ -78,7 +78,7 @@ class DriveBuffer(Resting):
 
     def load(self, into: Tensor) -> Moves[None]:
         mark = Stream.current(into.device).mark()
-        yield Handle([self.drive.reader.submit(lambda: self._fill(into, mark))], [into])
+        yield Handle([self.nvme.reader.submit(lambda: self._fill(into, mark))], [into])
 
     def read(self, cell: Range, into: Tensor) -> Pending:
         """Start reading one cell.
@@ -86,11 +86,11 @@ class DriveBuffer(Resting):
         Args:
             into: uint8, page-aligned, of the cell's bytes rounded up to pages.
         """
-        return self.drive.disk.read(self._at(cell), into)
+        return self.nvme.swap.read(self._at(cell), into)
 
     def write(self, cell: Range, data: Tensor) -> Pending:
         """Start writing one cell; `data` as for `read`, and unchanged until it is waited for."""
-        return self.drive.disk.write(self._at(cell), data)
+        return self.nvme.swap.write(self._at(cell), data)
 
     def _at(self, cell: Range) -> int:
         return self.offset + (cell.start - self.range.start) * self.dtype.itemsize
@@ -115,8 +115,8 @@ class DriveBuffer(Resting):
         """Read everything into a tensor, as many cells at once as there are buffers."""
         under_way: deque[tuple[Range, Tensor, Pending]] = deque()
         cell_bytes = padded_bytes(min(self.cell_numel, self.range.numel) * self.dtype.itemsize)
-        free = [block for block in self.drive.buffers if block.numel() >= cell_bytes] or [page_aligned(cell_bytes)]
-        with self.drive.copies.completing(mark):
+        free = [block for block in self.nvme.buffers if block.numel() >= cell_bytes] or [page_aligned(cell_bytes)]
+        with self.nvme.copies.completing(mark):
             for cell in cells(self.range, self.cell_numel):
                 if not free:
                     free.append(self._take(under_way, into))

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from terrazzo.engine.offload.disk_folder import free_bytes, is_network, require_folder
+from terrazzo.engine.offload.nvme.swap_folder import free_bytes, is_network, require_folder
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.errors import BadInput, SwapFailed, TerrazzoError
 from terrazzo.files import gib_text

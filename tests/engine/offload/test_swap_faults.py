@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from terrazzo.engine.offload.disk_file import sweep
-from terrazzo.engine.offload.disk_folder import inspect_folder
+from terrazzo.engine.offload.nvme.swap_file import sweep
+from terrazzo.engine.offload.nvme.swap_folder import inspect_folder
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.errors import BadInput, SwapFailed
 from tests.engine.offload.swap import at_page, changed, disk_in, mounted, random_pages, read_back, supports_direct
