@@ -82,7 +82,9 @@ _WHOLE = (
 _STATES = "States of whole parameters, as `torch.optim` has them. Collective."
 
 ACTS: Mapping[str, Act] = {
-    "measure": Act("p.norm(), p.isnan().any()", "dddddd", "dddddd", "border/measured", _REFUSED, "Collective."),
+    "measure": Act(
+        "p.norm(), p.isnan().any()", "dddddd", "dddddd", "border/measuring/measured", _REFUSED, "Collective."
+    ),
     "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameters/parameter", _REFUSED, _WAITS),
     "write": Act(
         "p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "buckets/parameters/edits", _REFUSED, _LEAVES_TRACES
@@ -108,20 +110,22 @@ ACTS: Mapping[str, Act] = {
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "border/grad_edits", _DONE),
+        *("ddlddd", "ddlddd", "border/gradients/grad_edits", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "border/grad_edits"),
+        *("d", "d", "border/gradients/grad_edits"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(
         "p.grad.mul_(0.5), p.grad.zero_()",
-        *("d", "d", "border/gradient_stand_in"),
+        *("d", "d", "border/gradients/gradient_stand_in"),
         note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
     ),
-    "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "border/gradient_stand_in"),
+    "clip": Act(
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "border/gradients/gradient_stand_in"
+    ),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",
         *("d", "d", "border/sharded_optimizer"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.border.measures import ELEMENTWISE, can_be_measured
+from terrazzo.engine.border.measuring.measures import ELEMENTWISE, can_be_measured
 from tests.engine.toys import EVERY_PLAN, Net, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import mostly_long, places
 from tests.helpers.fake import fake_group
@@ -210,10 +210,12 @@ MIXED: dict[str, Callable[[list[Any], int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", MIXED)
-def test_ranks_that_measure_other_things_are_refused_on_each(what: str) -> None:
+@pytest.mark.parametrize(("what", "plan"), [*((what, "zero3") for what in MIXED), ("another order", "hybrid_shard")])
+def test_ranks_that_measure_other_things_are_refused_on_each(what: str, plan: str) -> None:
+    """Under `hybrid_shard` also in the replica whose ranks agree."""
+
     def body(rank: int) -> str:
-        model, _ = sharded(Net(), "zero3", 4)
+        model, _ = sharded(Net(), plan, 4)
         with pytest.raises(
             tz.RanksApart, match=r"here it is the turn of [a-z0-9.]+(weight|bias)\.[a-z]+\(.*in the same order"
         ):
@@ -221,3 +223,15 @@ def test_ranks_that_measure_other_things_are_refused_on_each(what: str) -> None:
         return str(model.embed.weight.norm().item())
 
     assert len({*on_ranks(4, body)}) == 1
+
+
+def test_ranks_that_measure_other_gradients_are_refused_in_each_replica() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "hybrid_shard", 4)
+        loss_of(model, batch(0, rank)).backward()
+        gradients: Any = [model.embed.weight.grad, model.head.bias.grad]
+        with pytest.raises(tz.RanksApart, match=r"here it is the turn of (embed\.weight|head\.bias)\.grad\.sum\(\)"):
+            gradients[int(rank == 0)].sum()
+        assert gradients[0].sum().isfinite()
+
+    on_ranks(4, body)

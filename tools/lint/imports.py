@@ -38,6 +38,7 @@ INNER_LAYERS = {
         *("hooks", "optim", "offload", "dry_run", "model", "states", "border", "sharding", ""),
     ),
     "engine.buckets": ("resting", "parameters", "gradients", "weights", CORE, ""),
+    "engine.border": ("measuring", "gradients", CORE, ""),
     "engine.optim": ("stock", "segments", "matrices", CORE, ""),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "layout", "memory", "traffic"),

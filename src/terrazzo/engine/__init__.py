@@ -52,7 +52,7 @@ Four ways through it, each from its first call to its last:
 
     `p.data.copy_(new)` by a user
         buckets/parameters/parameter  AtRest._answer             values not here: `.data` is a Measured,
-        border/measured               Measured._answer           and `copy_` of that raises
+        border/measuring/measured               Measured._answer           and `copy_` of that raises
         buckets/parameters/parameter  `data` in _linked          values here: noted, or an alias that counts versions
         buckets/parameters/edits      Edits.take_written         gathered for reading: raises as they are released
         model/gathered_blocks         GatheredBlocks.block       `tz.gathered(model, write=True)`: taken over

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.grad_attribute import show_gradients
-from terrazzo.engine.border.measured import let_measure
+from terrazzo.engine.border.gradients.grad_attribute import show_gradients
+from terrazzo.engine.border.measuring.measured import let_measure
 from terrazzo.engine.border.sharded_module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.equal_values import synchronize

@@ -1,4 +1,4 @@
-"""Stand-ins of the gradients of one bucket, in and out of its parameters' `.grad`."""
+"""The gradients of one bucket as its parameters' `.grad` shows them: their stand-ins, set there and taken away."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from itertools import compress
 
 from torch import nn
 
-from terrazzo.engine.border.gradient_answers import GradientAnswers
-from terrazzo.engine.border.gradient_stand_in import GradientStandIn
+from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers
+from terrazzo.engine.border.gradients.gradient_stand_in import GradientStandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.mesh.family import Family
 
-__all__ = ["BucketStandIns"]
+__all__ = ["ShownGradients"]
 
 
-class BucketStandIns:
+class ShownGradients:
     """The trainable parameters of a bucket and what stands in for their gradients.
 
     Args:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from terrazzo.engine.border.bucket_stand_ins import BucketStandIns
-from terrazzo.engine.border.gradient_answers import GradientAnswers
+from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers
+from terrazzo.engine.border.gradients.shown_gradients import ShownGradients
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.private_torch import plainly
@@ -23,7 +23,7 @@ from terrazzo.errors import Misuse
 __all__ = ["adopt_dropped", "refuse_set_before", "refuse_unused"]
 
 
-def adopt_dropped(shown: Sequence[BucketStandIns], engine: Engine, answers: GradientAnswers) -> None:
+def adopt_dropped(shown: Sequence[ShownGradients], engine: Engine, answers: GradientAnswers) -> None:
     """Forget gradients whose `.grad` has been set to None since they were shown.
 
     Raises:
@@ -44,7 +44,7 @@ def adopt_dropped(shown: Sequence[BucketStandIns], engine: Engine, answers: Grad
         bucket.gradient.zero_some(indices)  # later micro-batches may add to the others
 
 
-def refuse_set_before(entries: Sequence[BucketStandIns], engine: Engine) -> None:
+def refuse_set_before(entries: Sequence[ShownGradients], engine: Engine) -> None:
     """A backward begins, and adds to the `.grad` that users have set.
 
     Raises:
@@ -58,7 +58,7 @@ def refuse_set_before(entries: Sequence[BucketStandIns], engine: Engine) -> None
                 raise _put_back(member) if is_forgotten else _set_before(member)
 
 
-def refuse_unused(entries: Sequence[BucketStandIns], engine: Engine) -> None:
+def refuse_unused(entries: Sequence[ShownGradients], engine: Engine) -> None:
     """Gradients are about to be clipped or taken, which are those of the engine alone.
 
     Raises:
@@ -71,7 +71,7 @@ def refuse_unused(entries: Sequence[BucketStandIns], engine: Engine) -> None:
                     raise _put_back(member) if is_forgotten else _set_by_hand(member)
 
 
-def _dropped(entry: BucketStandIns) -> list[int]:
+def _dropped(entry: ShownGradients) -> list[int]:
     """Parameters of a bucket whose shown `.grad` is None now."""
     seen, indices = entry.bucket.gradient.seen, list[int]()
     for index, parameter, stand_in in entry.shown:
@@ -85,7 +85,7 @@ def _dropped(entry: BucketStandIns) -> list[int]:
     return indices
 
 
-def _unused(entry: BucketStandIns) -> Iterator[tuple[Member, bool]]:
+def _unused(entry: ShownGradients) -> Iterator[tuple[Member, bool]]:
     """Parameters with a `.grad` that no step would use, and whether it stands for a gradient that was forgotten."""
     seen = entry.bucket.gradient.seen
     for index, parameter, stand_in in entry.numbered:

@@ -31,7 +31,7 @@ class Spread:
 
     Attributes:
         axes: of the mesh.
-        over: the axes over which it is split; ranks along the others hold the same.
+        over: the axes over which it is split; ranks along the others hold the same, and measure it too.
         numel: elements of the whole.
     """
 
@@ -46,9 +46,10 @@ class Spread:
             expression: what this rank measures, as a user writes it.
 
         Raises:
-            RanksApart: on every rank that has a part of the tensor, where another one of these measures something else.
+            RanksApart: on every rank of the stage, where one of them measures something else: also in replicas that
+                agree. Of a tensor that is whole on each rank nothing is compared.
         """
-        if self.axes.differing({"measure": expression}, self.over):
+        if self.axes.live(self.over) and self.axes.differing({"measure": expression}):
             raise RanksApart(
                 f"The ranks have not measured the same: here it is the turn of {expression}, and on another rank of "
                 "something else. The number is of all their parts: ask for the same ones in the same order on every "
@@ -79,7 +80,7 @@ class SplitValues:
         """`reduce` of the values of all parts. Collective.
 
         Raises:
-            RanksApart: on every rank that has a part of the tensor, where another one of these measures something else.
+            RanksApart: as of `Spread.check`.
         """
         self.spread.check(self.expression)
         return self.spread.axes.total(value, self.spread.over, reduce)

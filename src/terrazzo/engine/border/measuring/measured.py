@@ -10,12 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.measures import ALIASES, ELEMENTWISE, MEASURES, SplitValues, Spread, can_be_measured
+from terrazzo.engine.border.measuring.measures import (
+    ALIASES,
+    ELEMENTWISE,
+    MEASURES,
+    SplitValues,
+    Spread,
+    can_be_measured,
+)
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.parameter import Placeholder, note_of
 from terrazzo.engine.model.engine import Engine
@@ -24,6 +31,10 @@ from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse
 
 __all__ = ["let_measure", "measured_gradient"]
+
+_WEIGHTS_ARE_READ = "inside 'with tz.gathered(model):'"
+_GRADIENTS_ARE_READ = "before ranks sum it, in a function that parameter.register_hook calls"
+"""Where single elements can be read, for errors."""
 
 
 def let_measure(engine: Engine) -> None:
@@ -50,7 +61,8 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     over = (*bucket.weight_axes, *engine.axes.cut_along(member.family))
     spread = Spread(engine.axes, over, math.prod(member.shape))
     differentiable = member.trainable and func not in ALIASES
-    measured = Measured.of(part, member.parameter, member.name, spread, differentiable)
+    values = SplitValues(member.name, member.name, len(member.shape), part, spread, _WEIGHTS_ARE_READ)
+    measured = Measured.of(values, member.parameter, differentiable)
     return Measured.__torch_function__(func, (Measured,), (measured, *args[1:]), named)
 
 
@@ -71,30 +83,25 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
     part = bucket.gradient.finished.contribution(index)
     part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
     spread = Spread(axes, engine.sharding.contributed_over, math.prod(member.shape))
-    measured = MeasuredGradient.of(part.to(axes.device), member.parameter, name, spread)
+    values = SplitValues(name, name, len(member.shape), part.to(axes.device), spread, _GRADIENTS_ARE_READ)
+    measured = Measured.of(values, member.parameter)
     return Measured.__torch_function__(func, (Measured,), (measured, *rest), named)
 
 
 class Measured(Placeholder):
-    """One value for each element of a parameter, of which this rank holds a part.
+    """One value for each element of a parameter or of a gradient, of which this rank holds a part.
 
     Attributes:
         local: this rank's part.
         differentiable: whether plain torch would record how they were computed, for a gradient.
-        where_to_read: where single elements can be read, for errors.
     """
 
     local: SplitValues
     differentiable: bool
-    where_to_read: ClassVar[str] = "inside 'with tz.gathered(model):'"
 
     @classmethod
-    def of(cls, part: Tensor, like: Tensor, name: str, spread: Spread, differentiable: bool = False) -> Self:
-        """The values `part`, of a tensor of the shape and device of `like`."""
-        return cls._holding(SplitValues(name, name, like.dim(), part, spread, cls.where_to_read), like, differentiable)
-
-    @classmethod
-    def _holding(cls, values: SplitValues, like: Tensor, differentiable: bool) -> Self:
+    def of(cls, values: SplitValues, like: Tensor, differentiable: bool = False) -> Self:
+        """These values, of a tensor of the shape and device of `like`."""
         made = cls.blank(like, values.name, values.part.dtype)
         made.local, made.differentiable = values, differentiable
         return made
@@ -113,7 +120,7 @@ class Measured(Placeholder):
             part = func(self.local.part, *rest, **kwargs)
         values = replace(self.local, part=part, expression=self._expression(func, rest, kwargs))
         differentiable = self.differentiable and func not in ALIASES and part.is_floating_point()
-        return self._holding(values, self, differentiable)
+        return self.of(values, self, differentiable)
 
     def _number(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """What `func` makes of all values. Collective."""
@@ -130,17 +137,11 @@ class Measured(Placeholder):
         return (
             f"{self.terrazzo_note.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
             "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it "
-            f"{self.where_to_read}."
+            f"{self.local.where_to_read}."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise Misuse(f"pickle was called on {self._refusal()}")
-
-
-class MeasuredGradient(Measured):
-    """One value for each element of a gradient: of its sum over ranks, which none of them holds whole."""
-
-    where_to_read = "before ranks sum it, in a function that parameter.register_hook calls"
 
 
 def _without_gradient(number: Tensor, name: str) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine.autograd.listeners import eager, inside_backward
-from terrazzo.engine.border.bucket_stand_ins import BucketStandIns
-from terrazzo.engine.border.grad_edits import adopt_dropped, refuse_set_before, refuse_unused
-from terrazzo.engine.border.gradient_answers import GradientAnswers
+from terrazzo.engine.border.gradients.grad_edits import adopt_dropped, refuse_set_before, refuse_unused
+from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers
+from terrazzo.engine.border.gradients.shown_gradients import ShownGradients
 from terrazzo.engine.buckets.parameters.parameter import register_gradient_hook
 from terrazzo.engine.hooks.backward_hooks import GradientListener
 from terrazzo.engine.model.engine import Engine
@@ -41,8 +41,8 @@ class _GradAttributes(GradientListener):
     def __init__(self, engine: Engine) -> None:
         self._weak_engine = weakref.ref(engine)
         self._buckets, self._answers = engine.trainable(), GradientAnswers(engine)
-        self._stand_ins: list[BucketStandIns] = []  # of all buckets, once there has been a gradient
-        self._shown: list[BucketStandIns] = []
+        self._stand_ins: list[ShownGradients] = []  # of all buckets, once there has been a gradient
+        self._shown: list[ShownGradients] = []
         engine.hooks.listen_to_gradients(self)
         # Autograd must not add to a stand-in. Where weights are gathered for backward, its begin is noticed before any
         # gradient comes; elsewhere a gradient may be the first that is seen of it.
@@ -58,13 +58,13 @@ class _GradAttributes(GradientListener):
         assert engine is not None, "the model is gone"
         return engine
 
-    def _all_stand_ins(self) -> list[BucketStandIns]:
+    def _all_stand_ins(self) -> list[ShownGradients]:
         if not self._stand_ins:
             firsts = [0]
             for bucket in self._buckets:
                 firsts.append(firsts[-1] + len(bucket.members))
             pairs = zip(self._buckets, firsts, strict=False)
-            self._stand_ins = [BucketStandIns(self._answers, *each) for each in pairs]
+            self._stand_ins = [ShownGradients(self._answers, *each) for each in pairs]
         return self._stand_ins
 
     # -- in the order of a step --------------------------------------------------------------------------------

@@ -11,19 +11,22 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.engine.border.gradient_stand_in import GradientKey
-from terrazzo.engine.border.measured import measured_gradient
-from terrazzo.engine.border.measures import Spread
+from terrazzo.engine.border.measuring.measured import measured_gradient
+from terrazzo.engine.border.measuring.measures import Spread
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.noted_numbers import NotedNumbers
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.errors import Misuse
 
-__all__ = ["GradientAnswers"]
+__all__ = ["GradientAnswers", "GradientKey"]
+
+GradientKey = tuple[Bucket, int]
+"""A bucket and the index of one of its members."""
 
 
 class GradientAnswers:
-    """The gradients of one model, as `GradientStandIn` asks for them.
+    """The gradients of one model, as each `GradientStandIn` asks for its own.
 
     Attributes:
         keys: all of its gradients, in the order of their numbers.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.measures import can_be_measured, order_of_norm
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers, GradientKey
+from terrazzo.engine.border.measuring.measures import can_be_measured, order_of_norm
 from terrazzo.engine.buckets.parameters.parameter import Placeholder
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.device import is_cuda
@@ -22,44 +22,17 @@ from terrazzo.engine.runtime.private_torch import FOREACH
 from terrazzo.engine.runtime.weak import model_gone
 from terrazzo.errors import Misuse
 
-__all__ = ["GradientKey", "GradientStandIn"]
-
-GradientKey = tuple[Bucket, int]
-"""A bucket and the index of one of its members."""
-
-
-class Gradients(Protocol):
-    """What a stand-in asks of the gradients of its model: `GradientAnswers`."""
-
-    keys: list[GradientKey]
-
-    def norm(self, key: GradientKey, kind: float) -> Tensor:
-        """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
-
-    def measured(self, key: GradientKey, func: Any, *rest: Any, **named: Any) -> Any:
-        """What `func`, one that measures, makes of one parameter's gradient."""
-
-    def change(
-        self, key: GradientKey, what: str, change: Callable[[Tensor], Any], numbers: Sequence[Tensor] = ()
-    ) -> None:
-        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank.
-
-        Args:
-            numbers: that it is done with, as far as they are in a device's memory.
-        """
-
-    def zero(self, key: GradientKey) -> None:
-        """Set one parameter's gradient to zero: no step will have what was sent of it."""
+__all__ = ["GradientStandIn"]
 
 
 class GradientStandIn(Placeholder):
     """Shape, dtype and device of a gradient; what is not one of the actions below raises `Misuse`."""
 
-    answers: weakref.ref[Gradients]
+    answers: weakref.ref[GradientAnswers]
     number: int
 
     @classmethod
-    def of(cls, member: Member, answers: Gradients, number: int) -> Self:
+    def of(cls, member: Member, answers: GradientAnswers, number: int) -> Self:
         """The gradient of a parameter, which is the one of that number among `answers.keys`."""
         made = cls.blank(member.parameter, f"{member.name}.grad")
         made.answers, made.number = weakref.ref(answers), number  # a parameter owns this, and must not own itself
@@ -85,7 +58,7 @@ class GradientStandIn(Placeholder):
         )
 
 
-def _answers_for(grad: GradientStandIn) -> tuple[Gradients, GradientKey]:
+def _answers_for(grad: GradientStandIn) -> tuple[GradientAnswers, GradientKey]:
     if (answers := grad.answers()) is None:
         raise model_gone(f"The gradient {grad.terrazzo_note.name!r}")
     return answers, answers.keys[grad.number]
