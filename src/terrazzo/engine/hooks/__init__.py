@@ -1,4 +1,4 @@
-"""Hooks that torch calls while a model runs, and that drive the schedule.
+"""Hooks that torch calls while a model runs, and that drive the schedule. The entry is `model_hooks.ModelHooks`.
 
 One micro-batch, in the order in which torch calls them:
 
@@ -16,7 +16,11 @@ One micro-batch, in the order in which torch calls them:
       a parameter's gradient is accumulated     BackwardHooks.accumulate_gradient   it moves into the bucket
     backward returns                            BackwardHooks.end              BackwardPass.end, then Agreement
 
-Read forward_hooks and backward_hooks, and hooks, which has both; module_tree, which a forward asks for modules and
-parameters that have come to the model after it was sharded. What watches outputs and saved weights is in
+    backward_hooks  what torch calls in a backward, and who else hears of gradients
+    module_tree     modules and parameters that have come to the model after it was sharded, which a forward looks for
+    forward_hooks   what torch calls in a forward
+    model_hooks     both of one model: puts them on it, and passes on what the engine asks of them
+
+Read them in that order. What watches outputs and saved weights is in
 `autograd`; hooks around an optimizer's step are in `optim/driver`.
 """

@@ -222,7 +222,7 @@ class ForwardHooks:
         training, forward = torch.is_grad_enabled(), self._schedule.forward
         announced, opaque = self._watch(unit, output) if training else (False, False)
         if opaque:
-            self._keep_until_backward_ends(unit)
+            self._keep_unannounced(unit)
         elif forward is None:
             self._schedule.leave_alone(unit, announced)
         else:
@@ -237,8 +237,8 @@ class ForwardHooks:
         hook = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
         return self._announcements.watch(unit, output, hook)
 
-    def _keep_until_backward_ends(self, unit: Unit) -> None:
-        """Keep the weights of `unit`, whose backward nothing may announce."""
+    def _keep_unannounced(self, unit: Unit) -> None:
+        """Keep the weights of `unit` until backward ends, since nothing may announce its own."""
         self._backward.may_surprise()
         (self._schedule.forward or self._schedule).keep_until_backward_ends(unit)
 
@@ -255,5 +255,5 @@ class ForwardHooks:
             return False
         forward.enter(unit)
         if torch.is_grad_enabled():
-            self._keep_until_backward_ends(unit)
+            self._keep_unannounced(unit)
         return unit.weights.present

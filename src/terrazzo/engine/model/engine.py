@@ -20,7 +20,7 @@ from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.dry_run.promise import Promise
-from terrazzo.engine.hooks.hooks import Hooks
+from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
@@ -74,7 +74,7 @@ class Engine:
     units: Sequence[Unit]
     why_units: str
     schedule: Schedule
-    hooks: Hooks
+    hooks: ModelHooks
     store: Store
     stages: Stages | None = None
     buffer_bytes: int = 0

@@ -14,7 +14,7 @@ from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.written_weights import broadcast_first, compare_written
-from terrazzo.engine.hooks.hooks import Hooks
+from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
@@ -32,7 +32,7 @@ _INSIDE = (
 class GatheredBlocks:
     """The blocks of `tz.gathered` of one model; one may be in another."""
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, hooks: Hooks, axes: Axes) -> None:
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, hooks: ModelHooks, axes: Axes) -> None:
         self._units, self._schedule, self._hooks, self._axes = units, schedule, hooks, axes
         self._buckets: list[Bucket] = [bucket for unit in units for bucket in unit.buckets]
         self._inside: Literal["read", "write"] | None = None

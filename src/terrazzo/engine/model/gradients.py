@@ -9,7 +9,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.progress import Progress
-from terrazzo.engine.hooks.hooks import Hooks
+from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.zeroing import note_zeroed
@@ -32,7 +32,7 @@ class ModelGradients:
     sharding: ShardingSpec
     progress: Progress
     schedule: Schedule
-    hooks: Hooks
+    hooks: ModelHooks
     drivers: Iterable[OptimizerDriver]
 
     @property

@@ -25,7 +25,7 @@ from terrazzo.engine.consensus.pass_end import meet, weights_are_split
 from terrazzo.engine.consensus.progress import Denominator, Progress
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
-from terrazzo.engine.hooks.hooks import Hooks
+from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.offload.activations import offloading_of
@@ -265,7 +265,7 @@ def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Sto
         units=units,
         why_units=prepared.why_units,
         schedule=schedule,
-        hooks=Hooks(units, schedule, sharding, progress),
+        hooks=ModelHooks(units, schedule, sharding, progress),
         store=store,
         stages=stages,
         buffer_bytes=0 if stages is None else stages.buffer_bytes(model),

@@ -134,7 +134,7 @@ def _states(all_buckets: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
 
 
 class _Player:
-    """Drives the schedule by the events of a trace, as `engine.hooks.hooks` does by those of a model."""
+    """Drives the schedule by the events of a trace, as `engine.hooks` does by those of a model."""
 
     def __init__(self, setup: Setup, units: Sequence[Sequence[PlannedBucket]], trace: ActivationTrace) -> None:
         self.peaks: dict[str, dict[str, int]] = {}

@@ -16,10 +16,10 @@ from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 
-__all__ = ["Hooks"]
+__all__ = ["ModelHooks"]
 
 
-class Hooks:
+class ModelHooks:
     """The hooks of one sharded model.
 
     Args:
