@@ -69,6 +69,23 @@ def test_what_the_first_rank_does_all_ranks_hear_of(said: object) -> None:
     assert done == [0]
 
 
+def test_a_long_value_of_the_first_rank_is_sent_as_it_is_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded, every rank would send as many bytes."""
+    monkeypatch.setattr(dist, "all_gather", lambda *_: pytest.fail("it is of one rank"))
+    value, order = {"ü": list(range(1000)), "none": None}, list[str]()
+
+    def body(rank: int) -> Any:
+        if rank == 1:
+            time.sleep(0.2)
+            order.append("the last has come")
+        told = on_first(lambda: value)
+        order.append("one goes on")
+        return told
+
+    assert run_in_threads(3, body) == [value] * 3
+    assert order[0] == "the last has come"
+
+
 def test_long_work_on_one_rank_keeps_no_other_waiting_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     real, waits = exchange.gather_json, []
 

@@ -16,7 +16,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.process_groups import backends_by_device, timeout_s_of
 from terrazzo.errors import BY_NAME, SaveFailed, TerrazzoError
 
-__all__ = ["agree", "gather_json", "on_first", "patiently", "timeout_s", "together"]
+__all__ = ["agree", "broadcast_json", "gather_json", "on_first", "patiently", "timeout_s", "together"]
 
 ROUND_S = 1.0
 """How long ranks that have done their part of `patiently` wait until they ask again."""
@@ -39,6 +39,22 @@ def gather_json(value: Any) -> list[Any]:
     received = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(received, padded)
     return [json.loads(part[: int(size)].cpu().numpy().tobytes()) for part, size in zip(received, sizes, strict=True)]
+
+
+def broadcast_json(value: Any) -> Any:
+    """Rank 0's `value` (anything JSON can hold) on every rank, once all have come. Collective.
+
+    A long value is sent as it is: `gather_json` would have every rank send as many bytes as the longest takes.
+    """
+    device = _device()
+    encoded = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(encoded)], device=device)
+    dist.all_reduce(size, dist.ReduceOp.MAX)  # and no broadcast, from which rank 0 would go on before the others come
+    data = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if encoded:
+        data.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+    dist.broadcast(data, src=0)
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def _device() -> torch.device:
@@ -94,7 +110,7 @@ def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) ->
     Raises on all ranks what it raises there; as `failed` where that is not an error of Terrazzo's.
     """
     text, problem = _tried(lambda: json.dumps(work()), failed) if dist.get_rank() == 0 else (None, None)
-    told, problem = gather_json([text, problem])[0]
+    told, problem = broadcast_json([text, problem])
     _refuse([problem])
     value: T = json.loads(told)
     return value

@@ -27,7 +27,7 @@ from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse, SaveFailed
-from terrazzo.exchange import gather_json, on_first, timeout_s, together
+from terrazzo.exchange import broadcast_json, gather_json, on_first, timeout_s, together
 
 __all__ = ["Saver"]
 
@@ -195,7 +195,7 @@ class Saver:
             seen: list[bool] = []
             if job.rank == 0:
                 self._briefly(lambda: seen.append(draft.committed()))
-            committed = gather_json(seen)[0] == [True]
+            committed = broadcast_json(seen) == [True]
         if committed:
             self._briefly(draft.close)
             return

@@ -33,7 +33,7 @@ from terrazzo.engine import (
     persistent_buffers,
 )
 from terrazzo.errors import BadInput
-from terrazzo.exchange import gather_json, together
+from terrazzo.exchange import broadcast_json, together
 from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["Snapshot", "take"]
@@ -78,7 +78,7 @@ def take(
     collect_buffers(model)
     listed = listing(model)
     owned = _owned_entries(model, with_optimizer=optimizer is not None)
-    nonce = gather_json(os.urandom(4).hex())[0]
+    nonce = broadcast_json(os.urandom(4).hex())
     is_first = dist.get_rank() == 0
 
     def describe() -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from terrazzo.checkpoint.series.retention import set_aside
 from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder, step_of
 from terrazzo.errors import BadInput, Damaged, Misuse
-from terrazzo.exchange import gather_json, on_first, patiently, together
+from terrazzo.exchange import broadcast_json, on_first, patiently, together
 
 __all__ = ["Resumed", "load_newest"]
 
@@ -69,7 +69,7 @@ def load_newest(
     """
     beside = besides or {}
     seen = together(lambda: [*complete_checkpoints(folder), *beside], BadInput)
-    paths: Sequence[str] = gather_json(seen)[0]  # the first rank decides: others may lag
+    paths: Sequence[str] = broadcast_json(seen)  # the first rank decides: others may lag
     refused: dict[str, str] = {}
     for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True):
         try:
@@ -112,7 +112,7 @@ def _set_refused_aside(refused: dict[str, str]) -> dict[str, str]:
     def work() -> dict[str, str]:
         return {path: f"{why} {_moved(path)}".rstrip() for path, why in refused.items()} if is_first else {}
 
-    texts: dict[str, str] = gather_json(patiently(work, Misuse))[0] if refused else {}  # some stores copy to rename
+    texts: dict[str, str] = broadcast_json(patiently(work, Misuse)) if refused else {}  # some stores copy to rename
     return texts
 
 

@@ -16,7 +16,7 @@ import terrazzo as tz
 from terrazzo.checkpoint import Source
 from terrazzo.checkpoint.exporters.full_state import full_state_dict
 from terrazzo.errors import BadInput
-from terrazzo.exchange import gather_json, on_first
+from terrazzo.exchange import broadcast_json, on_first
 from terrazzo.files import replace_file, replacing
 from terrazzo.integrations.deepspeed.requested import Configuration
 from terrazzo.integrations.shared.checkpoints import opened, save_over, settle
@@ -57,7 +57,7 @@ class Checkpoints:
         """
         if exclude_frozen_parameters:
             raise BadInput("save_checkpoint(exclude_frozen_parameters=True): a checkpoint here is whole; leave it out.")
-        name = str(gather_json(f"global_step{self.global_steps}" if tag is None else str(tag))[0])
+        name = str(broadcast_json(f"global_step{self.global_steps}" if tag is None else str(tag)))
         path = Path(save_dir) / name
         own: dict[str, Any] = {count: getattr(self, count) for count in _COUNTS}
         own["client_state"] = dict(client_state or {})

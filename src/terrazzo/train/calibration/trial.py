@@ -22,7 +22,7 @@ from terrazzo.config import Config, load_config
 from terrazzo.engine import engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.exchange import gather_json
+from terrazzo.exchange import broadcast_json, gather_json
 from terrazzo.telemetry import PeakMemory
 from terrazzo.train.launch.environment import is_rank
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
@@ -112,7 +112,7 @@ def _timed_step(session: Session) -> float:
 def _goes_on(steps: list[float]) -> bool:
     """Until it is enough on rank 0: all ranks must make the same number of steps."""
     enough = len(steps) >= LEAST_STEPS and (sum(steps) >= ENOUGH_S or len(steps) >= MOST_STEPS)
-    return not gather_json(enough)[0]
+    return not broadcast_json(enough)
 
 
 def _mean_over_ranks(value: float) -> float:

@@ -18,7 +18,7 @@ from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, FolderLost, Misuse
-from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.exchange import broadcast_json, on_first, together
 from terrazzo.files import GIB
 from terrazzo.train.checkpoints.local_checkpoints import LocalCheckpoints
 from terrazzo.train.checkpoints.resume import saying_what_differs
@@ -57,7 +57,7 @@ class RunCheckpoints:
         self._config, self._local = config, LocalCheckpoints(config)
         self._settings, self.folder, self.is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
         self._patience_s = config.launch.timeout_s
-        self.run: str = gather_json(os.urandom(6).hex())[0]
+        self.run: str = broadcast_json(os.urandom(6).hex())
         self._saver: Saver | None = None
         # Steps of saves in `checkpoint.folder`, 0 for none: the newest, which may still be under way, and the newest
         # that is known to be complete. One in the background is when it was waited for, as the next one does. Both are

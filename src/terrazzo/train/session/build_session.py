@@ -17,7 +17,7 @@ import terrazzo as tz
 from terrazzo.config import Config
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError, listed
-from terrazzo.exchange import gather_json, on_first, patiently, together
+from terrazzo.exchange import broadcast_json, on_first, patiently, together
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import RunConsole, resident_bytes
 from terrazzo.train.checkpoints.resume import (
@@ -117,7 +117,7 @@ def _before_model(config: Config, ranks: Ranks, checkpoints: RunCheckpoints) -> 
     """Find what the run goes on from, and read its data: all that may be refused before a model takes memory."""
     local = checkpoints.find_local()
     here = together(lambda: resume_from(config, local) or "", BadInput)
-    newest = gather_json(here)[0]  # rank 0 decides: file systems may lag
+    newest = broadcast_json(here)  # rank 0 decides: file systems may lag
     data = load_data(
         config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
     )
@@ -125,7 +125,7 @@ def _before_model(config: Config, ranks: Ranks, checkpoints: RunCheckpoints) -> 
     limit = evaluation_limit(config, share_of(config, ranks).readers)
     _check_validation(data, limit)
     question = on_first(lambda: question_of(config, data), BadInput)
-    saved = gather_json(_saved_with_reference(checkpoints, newest) if newest and ranks.is_first else {})[0]
+    saved = broadcast_json(_saved_with_reference(checkpoints, newest) if newest and ranks.is_first else {})
     due = reference_due(config, data, limit, saved)
     check_same_initial(due, config, saved)
     return _BeforeModel(newest, data, None if question is None else Prompt(*question), saved, due)
