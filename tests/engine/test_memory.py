@@ -241,6 +241,27 @@ def test_frozen_blocks_in_front_are_billed_as_they_run(plan: str, inner: bool) -
             assert +engine.traffic.bytes == +engine.promise.traffic(micro_batches, local).bytes
 
 
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_a_backward_of_frozen_blocks_in_front_is_told_of_and_billed_from_then_on(plan: str) -> None:
+    """It comes where an input requires gradients, which nobody knows before a forward."""
+    with fake_group(8):
+        model = _frozen_in_front(inner=False)
+        model.embed.register_forward_hook(lambda module, args, output: output.requires_grad_())
+        optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+        model, optimizer = tz.shard(model, optimizer, plan, units=[Block])
+        engine = engine_of(model)
+        unaware = engine.bill.transient_bytes
+        with pytest.warns(
+            UserWarning, match=r"Backward comes to unit 'blocks\.0', which is frozen and in front"
+        ) as told:
+            _step(model, optimizer, 2, None)
+        assert len(told) == 1
+        engine.tally.reset()
+        _step(model, optimizer, 2, None)
+        assert engine.peak_transient_bytes == engine.promise.memory(2).transient_bytes > unaware
+        assert +engine.traffic.bytes == +engine.promise.traffic(2).bytes
+
+
 def _gloo_peaks() -> list[tuple[int, int]]:
     plans = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
     return [

@@ -27,7 +27,8 @@ class MemoryBill:
     """Bytes that the engine holds on this rank. Activations and the framework's own memory come on top.
 
     All but the last two lie on the device; on CPU ranks `host_bytes` come out of the same memory. Finished gradients on
-    their way to another tier, two units' at most, are not in it.
+    their way to another tier, two units' at most, are not in it. Before the first step it has no backward of units that
+    are frozen and in front of all that is trained: that runs where an input requires gradients, see `Promise`.
 
     Attributes:
         weight_bytes: weights at rest; they include the master weights wherever both are one memory.

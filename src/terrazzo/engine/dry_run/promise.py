@@ -24,6 +24,9 @@ __all__ = ["Promise"]
 class Promise:
     """On this rank, before a step runs: memory, and what is sent.
 
+    Before the first forward nobody knows whether an input requires gradients. If one does, backward comes also to units
+    that are frozen and in front of all that is trained: they are promised from the second step on.
+
     Attributes:
         sharding: of the model; a bucket may follow its own family's.
         templates: gives what is kept for a parameter of each param group.
@@ -74,7 +77,9 @@ class Promise:
         return dry_run_outer_step([bucket for unit in self.units for bucket in unit.buckets]).traffic
 
     def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:
+        order = self.schedule.order
+        reached = order.backward if order.agreed else ()
         if micro_batches is None:
-            return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes)
+            return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes, reached)
         adds = self.stages is not None or self.sharding.pass_of(last=False, local=local) is Pass.ADDS
-        return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)
+        return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes, reached=reached)

@@ -7,7 +7,7 @@ faster (`terrazzo.planner.memory.walk`); tests hold it equal to this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,8 @@ class StepSpec:
         buffer_bytes: of the buffers of these, of which there are copies until every micro-batch has run.
         behind_updates: whether updates away from the device run on into its first forward, from the step before: new
             weights come there then, and not at the end.
+        reached: units that backward has been seen to come to, although they are frozen and in front of all that is
+            trained: because of an input that requires gradients.
     """
 
     prefetch: int
@@ -52,11 +54,13 @@ class StepSpec:
     stages: Stages | None = None
     buffer_bytes: int = 0
     behind_updates: bool = False
+    reached: Collection[int] = ()
 
     @classmethod
-    def least(cls, prefetch: int, stages: Stages | None, buffer_bytes: int) -> StepSpec:
+    def least(cls, prefetch: int, stages: Stages | None, buffer_bytes: int, reached: Collection[int] = ()) -> StepSpec:
         """With the fewest micro-batches: one, or of a model in stages as many as ranks have some."""
-        return cls(prefetch, 1 if stages is None else stages.ranks, stages is not None, stages, buffer_bytes)
+        micro_batches = 1 if stages is None else stages.ranks
+        return cls(prefetch, micro_batches, stages is not None, stages, buffer_bytes, reached=reached)
 
 
 def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) -> Tally:
@@ -69,9 +73,10 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     tally, sharding = Tally(), units[0].sharding
     traffic, comm_streams = tally.traffic, sharding.axes.comm_streams and CommStreams(torch.device("meta"))
     counts = StepCounts(traffic, tally.ledger, comm_streams)
-    counting = [
-        CountingUnit(unit.name, unit.index, unit.buckets, unit.compiled, unit.forward_only, counts) for unit in units
-    ]
+    counting = []
+    for unit in units:
+        forward_only = unit.forward_only and unit.index not in step.reached
+        counting.append(CountingUnit(unit.name, unit.index, unit.buckets, unit.compiled, forward_only, counts))
     for unit, counting_unit, following in zip(units, counting, [*units[1:], None], strict=True):
         counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
         if step.behind_updates and any(bucket.updated_off_device for bucket in unit.buckets):

@@ -30,7 +30,7 @@ from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.errors import Misuse
+from terrazzo.errors import Misuse, warn
 
 __all__ = ["ForwardHooks"]
 
@@ -58,6 +58,7 @@ class ForwardHooks:
         self._agreement, self._exchanges = backward.agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, sharding.axes.size() == 1
+        self._warned = False
         self.refuse(None)
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
         storages = Storages()
@@ -221,6 +222,8 @@ class ForwardHooks:
             return output
         training, forward = torch.is_grad_enabled(), self._schedule.forward
         announced, opaque = self._watch(unit, output) if training else (False, False)
+        if announced and unit.forward_only:
+            self._warn_of_backward(unit)
         if opaque:
             self._keep_unannounced(unit)
         elif forward is None:
@@ -236,6 +239,17 @@ class ForwardHooks:
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
         hook = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
         return self._announcements.watch(unit, output, hook)
+
+    def _warn_of_backward(self, unit: Unit) -> None:
+        """Say, once, that a backward comes which was not promised."""
+        if not self._warned:
+            self._warned = True
+            warn(
+                f"Backward comes to {unit.title}, which is frozen and in front of all that is trained: an input "
+                "requires gradients. The memory bill and the promised traffic were made without it; asked again "
+                "behind this step they have it. Give inputs without requires_grad (transformers: without "
+                "enable_input_require_grads()) unless their gradients are wanted."
+            )
 
     def _keep_unannounced(self, unit: Unit) -> None:
         """Keep the weights of `unit` until backward ends, since nothing may announce its own."""
