@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import engine_of, estimate
+from terrazzo.engine.dry_run.outer import dry_run_outer_step
+from terrazzo.engine.plan import diloco
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.engine.narrow import as_sent
 from tests.engine.toys import (
@@ -219,6 +221,28 @@ def test_the_bill_has_what_an_outer_step_keeps_and_needs(plan: str, traffic: Any
             assert bill.outer_bytes == kept
         without = estimate(Even(), adamw, plan, mesh=mesh_of(2, 2))
         assert without.outer_bytes == 0
+
+    on_ranks(4, body)
+
+
+def test_masters_on_nvme_that_are_whole_come_together_in_memory_that_the_bill_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU ranks too: collectives write to host memory, and not to files. Messages are short: this is most."""
+    monkeypatch.setattr(diloco, "MESSAGE_NUMEL", 1024)
+
+    def body(rank: int) -> None:
+        plan = tz.Plan.named("zero0").on(optim="nvme")
+        offload = tz.Offload(path=tmp_path, direct=False)
+        model, _ = tz.shard(Even(), adamw, plan, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(1), offload=offload)
+        engine = engine_of(model)
+        assert engine.outer is not None
+        engine.outer.begin()
+        engine.settle()
+        engine.tally.reset()
+        engine.outer.run()
+        whole_bytes = 4 * max(bucket.whole for bucket in engine.trainable())
+        assert engine.peak_transient_bytes == dry_run_outer_step(engine.buckets()).ledger.peak_bytes == whole_bytes
 
     on_ranks(4, body)
 

@@ -10,7 +10,6 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
-from terrazzo.engine.plan.layout import round_up
 
 __all__ = ["dry_run_outer_step"]
 
@@ -36,11 +35,10 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
             if along.size > 1 and settings.traffic == "int8":
                 traffic.record("all_gather", settings.sent_bytes(numel, along.size))
             elif along.size > 1:
-                with ledger.holding(along.receive_bytes(round_up(numel, along.size) * _ITEMSIZE)):
+                with ledger.holding(along.receive_bytes(settings.message_numel(numel, along.size) * _ITEMSIZE)):
                     traffic.record("all_reduce", settings.sent_bytes(numel, along.size))
     for bucket in trained:
-        apart = bucket.outer_axes != bucket.optim_axes and bucket.updated_off_device and not bucket.on_host
-        with ledger.holding(apart * bucket.numel(bucket.optim_axes) * _ITEMSIZE):
+        with ledger.holding(bucket.outer_gathers_apart * bucket.numel(bucket.optim_axes) * _ITEMSIZE):
             for move in bucket.outer_gathers:
                 traffic.record(move.kind, int(move.sent_bytes))
         Transfer(CountingBucket(bucket, StepCounts(traffic, ledger, None)).publish()).finish()

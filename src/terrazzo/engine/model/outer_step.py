@@ -7,6 +7,7 @@ in the order of the replicas, and all take the same bytes: so all replicas go on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.diloco import MESSAGE_NUMEL, OUTER_BLOCKS, DiLoCo
-from terrazzo.engine.plan.layout import Range, round_up, tiles
+from terrazzo.engine.plan.diloco import OUTER_BLOCKS, DiLoCo
+from terrazzo.engine.plan.layout import Range, tiles
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import Misuse, RanksApart
 
@@ -102,7 +103,7 @@ class OuterSteps:
         """
         self._compare()
         label = Label(Purpose.OUTER, number=self.number + 1)
-        for parts in _messages(self._buckets):
+        for parts in _messages(self.settings, self._buckets):
             numel, device = parts[-1].in_message.stop, self._axes.device.type
             with self._ledger.holding(self.settings.held_bytes(numel, self._along.size, device)):
                 self._exchange(parts, label)
@@ -126,7 +127,7 @@ class OuterSteps:
     def _exchange(self, parts: Sequence[_Part], label: Label) -> None:
         """Have the mean of outer gradients, and take the step."""
         numel, along, device = parts[-1].in_message.stop, self._along, self._axes.device
-        message = torch.zeros(round_up(numel, along.size), device=device)
+        message = torch.zeros(self.settings.message_numel(numel, along.size), device=device)
         for bucket, tile, within in _tiles(parts, device):
             with bucket.outer[0].opened(tile) as first, bucket.master.opened(tile) as weights:
                 message[within].copy_(first - weights)
@@ -146,20 +147,19 @@ class OuterSteps:
             weights.sub_(step.mul(lr))
 
 
-def _messages(buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
+def _messages(settings: DiLoCo, buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
     """What is exchanged at once: this rank's parts of the buckets, one behind the other."""
-    parts, end = list[_Part](), 0
-    for bucket in buckets:
-        own = bucket.space.range(bucket.outer_axes)
-        start = own.start
-        while start < own.stop:
-            stop = min(own.stop, start + MESSAGE_NUMEL - end)
-            parts.append(_Part(bucket, Range(start, stop), Range(end, end + stop - start)))
-            start, end = stop, end + stop - start
-            if end == MESSAGE_NUMEL:
-                yield parts
-                parts, end = [], 0
-    if parts:
+    owned = [(bucket, bucket.space.range(bucket.outer_axes)) for bucket in buckets]
+    left = deque((bucket, own) for bucket, own in owned if own.numel)
+    for numel in settings.messages(sum(own.numel for _, own in left)):
+        parts, end = list[_Part](), 0
+        while end < numel:
+            bucket, own = left.popleft()
+            stop = min(own.stop, own.start + numel - end)
+            parts.append(_Part(bucket, Range(own.start, stop), Range(end, end + stop - own.start)))
+            end += stop - own.start
+            if stop < own.stop:
+                left.appendleft((bucket, Range(stop, own.stop)))
         yield parts
 
 
@@ -187,12 +187,13 @@ def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[No
 
 def _set_master(bucket: Bucket, label: Label) -> None:
     """Bring the new weights to where the optimizer's are; ranks that have more of these get the others' parts."""
-    first, master, device = bucket.outer[0], bucket.master, bucket.sharding.axes.device
+    first, master = bucket.outer[0], bucket.master
     if bucket.outer_axes == bucket.optim_axes:
         for cut in master.cuts(master.range):
             with master.opened(cut, "replace") as weights, first.opened(cut) as new:
                 weights.copy_(new)
-    elif isinstance(master, Buffer) and master.data.device == device:
+    elif not bucket.outer_gathers_apart:
+        assert isinstance(master, Buffer), "collectives write to it"
         Transfer(master.gather(first), label).finish()
     else:
         with bucket.ledger.holding(master.nbytes):

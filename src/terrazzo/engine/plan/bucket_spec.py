@@ -121,6 +121,7 @@ class BucketSpec:
         updated_off_device: whether the optimizer steps it away from the device.
         moments_apart: whether what the optimizer keeps for each element is not tensors of its own, but the bucket's.
         gathers_apart: whether new weights are gathered in device memory of their own, on their way to where they rest.
+        outer_gathers_apart: whether those of an outer step are, on their way to master weights.
     """
 
     whole: int
@@ -166,8 +167,9 @@ class BucketSpec:
         self.regathered = not self.resident and not self.keeps_full
         self.updated_off_device = trainable and tiers.optim != "device"
         self.moments_apart = self.updated_off_device or (trainable and self.precision.narrow is not None)
-        reached = on_device or (tiers.weight == "cpu" and self.on_host)
-        self.gathers_apart = not reached and self.weight_axes != self.optim_axes
+        reached = ("device", "cpu") if self.on_host else ("device",)
+        self.gathers_apart = tiers.weight not in reached and self.weight_axes != self.optim_axes
+        self.outer_gathers_apart = tiers.optim not in reached and self.outer_axes != self.optim_axes
 
     def _wire(self) -> Wire:
         if self.packed is not None:

@@ -11,7 +11,6 @@ from terrazzo.engine.plan.layout import ALIGN, round_up
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = [
-    "MESSAGE_NUMEL",
     "OUTER_BLOCKS",
     "OUTER_MOMENTUM",
     "DiLoCo",
@@ -82,6 +81,10 @@ class DiLoCo:
         """Elements of each message, of all that a rank has a part of."""
         return [min(MESSAGE_NUMEL, numel - start) for start in range(0, numel, MESSAGE_NUMEL)]
 
+    def message_numel(self, numel: int, replicas: int) -> int:
+        """Elements of a message of `numel`, with what makes it as long for each replica."""
+        return round_up(numel, replicas)
+
     def held_bytes(self, numel: int, replicas: int, device: str) -> int:
         """Memory of one message, and to make it and take its step a tile at a time.
 
@@ -89,13 +92,13 @@ class DiLoCo:
             device: its kind.
         """
         blocks = OUTER_BLOCKS.size_bytes(numel) * replicas if self.traffic == "int8" else 0
-        return round_up(numel, replicas) * 4 + blocks + OUTER_BLOCKS.scratch_bytes(numel, device)
+        return self.message_numel(numel, replicas) * 4 + blocks + OUTER_BLOCKS.scratch_bytes(numel, device)
 
     def sent_bytes(self, numel: int, replicas: int) -> int:
         """What a rank sends of so many elements."""
         if self.traffic == "int8":
             return OUTER_BLOCKS.size_bytes(numel) * (replicas - 1)
-        return 2 * (round_up(numel, replicas) * 4 // replicas) * (replicas - 1)
+        return 2 * (self.message_numel(numel, replicas) * 4 // replicas) * (replicas - 1)
 
 
 def _is_number(value: object) -> bool:
