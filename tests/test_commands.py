@@ -208,6 +208,10 @@ def test_going_on_repeats_what_was_asked_for() -> None:
     assert words == ["terrazzo", "train", "a b.yaml", *asked, "checkpoint.resume=if_exists"]
     said = RunCommand(Path("a.yaml"), asked).going_on(config, finished=True)
     assert shlex.split(said)[-3:] == ["log.note=two words", "checkpoint.resume=if_exists", "train.steps=500"]
+    twice = RunCommand(Path("a.yaml"), ["train.steps=3", "plan=zero1", "train.steps=5"])
+    assert twice.going_on(config, finished=False).endswith(
+        " a.yaml plan=zero1 train.steps=5 checkpoint.resume=if_exists"
+    )
     assert RunCommand().going_on(config, finished=False) == "the same command with checkpoint.resume=if_exists"
     for width in range(40, 120):
         lines = fold_command("continue  ", said, width)

@@ -71,6 +71,15 @@ def test_no_rarer_evaluation_than_one_a_run_is_proposed(every: int, edit: str) -
     assert edit in found.edit.text
 
 
+@pytest.mark.parametrize("cause", ["evaluate", "save"])
+def test_what_a_run_ends_with_is_not_what_bounds_its_steps(cause: str) -> None:
+    once = [record(10), record(20), record(30, **{cause: 0.6})]
+    assert of(once).bound == "compute"
+    assert of([record(10), record(20, **{cause: 0.6}), record(30, **{cause: 0.6})]).bound == cause
+    few = record(4, **{cause: 0.6}) | {"steps": 4}
+    assert of([few]).bound == "compute"
+
+
 def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, float]]:
     return {f"{axis} all_gather": {"n": 8, "sent_bytes": 100, "exposed_s": seconds + 0.02, "late_s": 0.02}}
 

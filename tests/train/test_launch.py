@@ -368,13 +368,14 @@ def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_on_gpus_get_segments_that_grow_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
+    assert set(environment_of(2)) == {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"}
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert environment_of(2)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
 
 

@@ -24,6 +24,10 @@ from terrazzo.files import GIB
 __all__ = ["Dialects", "convert_config"]
 
 
+OF_USER = ("model", "data")
+"""Sections of a configuration for `terrazzo train` that stand for what a script has in code."""
+
+
 class Dialects(NamedTuple):
     """Names: of the file's dialect, None for the one that it looks like, and of the one to write."""
 
@@ -55,6 +59,12 @@ def convert_config(
         _say_conversion(str(file), conversion, understood.context, stderr=out is None)
         if is_written:
             say(f"written: {out}") if out is not None else print(text, end="")
+            if target.name == "terrazzo" and (missing := [name for name in OF_USER if name not in conversion.document]):
+                say(
+                    f"left:    {' and '.join(missing)}, which {conversion.source.title} does not have. Without them"
+                    " `terrazzo train` takes a small decoder and the texts of Python's standard library.",
+                    stderr=out is None,
+                )
     return 0 if is_written else 1
 
 

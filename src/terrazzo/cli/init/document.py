@@ -140,11 +140,16 @@ def _document(files: TrainFiles, answers: InitAnswers, file: Path) -> dict[str, 
         "batch": config["batch"],
         "optimizer": {**config["optimizer"], "lr": rate},
         "schedule": {"name": "cosine", "warmup_steps": max(1, answers["steps"] // 20)},
-        "train": {"steps": answers["steps"], "eval_every": max(1, answers["steps"] // 10), **config["train"]},
-        "checkpoint": {"every": max(1, answers["steps"] // 4)},
+        "train": {"steps": answers["steps"], "eval_every": _every(answers["steps"], 10), **config["train"]},
+        "checkpoint": {"every": _every(answers["steps"], 4)},
         **({"launch": launch} if launch else {}),
         "log": {"folder": str(log)},
     }
+
+
+def _every(steps: int, times: int) -> int:
+    """Steps between two of `times` in a run of so many, and no fewer than 100, so that they are a small part of it."""
+    return max(min(steps, 100), steps // times)
 
 
 def _reasons(frontier: Frontier, best: Estimate, answers: InitAnswers) -> dict[str, list[str]]:

@@ -21,6 +21,9 @@ SPREADS = 3
 """How many of its own median deviations a cause must be, where there are records enough to know these."""
 
 ENOUGH = 4
+FEW_STEPS = 10
+"""Before so many, an evaluation or a save says nothing about a run: it may be the one that every run ends with."""
+
 ONE_RANK = 0.8
 """Least share of the waits for late ranks that one rank explains, and of the records in which it is the same one."""
 
@@ -93,8 +96,8 @@ def verdict_of(
     """What bounds the steps of these records, since there are as many ranks as now; None where there are none.
 
     The largest cause beside compute, if it takes 5 % of a step at least and more than three times its own median
-    deviation; else compute. A rank is named where it alone explains four fifths of the waits for late ranks, in four
-    of five records.
+    deviation; else compute. Evaluations and saves count if they have not only come at the end. A rank is named where it
+    alone explains four fifths of the waits for late ranks, in four of five records.
 
     Args:
         records: of kind `step`, as `steps_of` gives them.
@@ -109,6 +112,7 @@ def verdict_of(
     causes = _causes(records) if knows_causes else _on_the_host(records)
     causes = [cause for cause in causes if cause.seconds >= LEAST_SHARE * step_s]
     causes = [cause for cause in causes if cause.name != "update" or _has_setting(cause, settings, admits)]
+    causes = [cause for cause in causes if cause.name not in _BETWEEN or _comes_again(cause, records)]
     clear = [cause for cause in causes if _is_steady(cause)]
     uneven = [cause for cause in causes if cause not in clear]
     largest = max(clear, key=lambda cause: cause.seconds, default=None)
@@ -202,6 +206,12 @@ def _is_steady(cause: _Cause) -> bool:
         return True
     middle = median(cause.each)
     return cause.seconds >= SPREADS * median(abs(value - middle) for value in cause.each)
+
+
+def _comes_again(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether it is more than what a run has once, at its end: no setting makes that rarer."""
+    only_last = len(records) > 1 and not any(cause.each[:-1])
+    return not only_last and sum(record["steps"] for record in records) >= FEW_STEPS
 
 
 def _has_setting(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) -> bool:

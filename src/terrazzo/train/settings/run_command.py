@@ -27,5 +27,10 @@ class RunCommand:
         changed = [f"{key}={value}" for key, value in settings.items()]
         if self.path is None:
             return " ".join(["the same command", *(["with"] if changed else ["again"]), *changed])
-        unchanged = [word for word in self.overrides if word.partition("=")[0] not in settings]
+        keys = [word.partition("=")[0] for word in self.overrides]
+        unchanged = [
+            word
+            for place, (key, word) in enumerate(zip(keys, self.overrides, strict=True))
+            if key not in settings and key not in keys[place + 1 :]  # of one key, the last counts
+        ]
         return " ".join([terrazzo_command(), "train", *map(shlex.quote, [str(self.path), *unchanged, *changed])])
