@@ -587,7 +587,7 @@ def test_a_plan_that_fails_in_a_framework_says_so_before_it_says_that_it_fits() 
 
 def test_reasons_name_only_the_numbers_of_gpus_that_they_hold_for() -> None:
     text = shown("--model", "llama3-70b", "--gpu", "h100-sxm", "--gpus", "8..32")
-    alone = [line for line in text.splitlines() if "alone are 131 of" in line]
+    alone = [line for line in text.splitlines() if "alone need 131 GiB" in line]
     assert [line.partition(" GPUs:")[0].strip() for line in alone] == [
         "zero3, shard_grad_op on 8",
         "hybrid_shard, hybrid_shard_zero2 on 16, 24, 32",

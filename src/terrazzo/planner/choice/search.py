@@ -124,7 +124,7 @@ class _Tried:
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
             if reason := _refusal(findings(leanest)):  # then it is not what comes nearest
                 return self._refuse(choice, reason, untried)
-            reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
+            reason = f"weights, gradients and optimizer alone need {_gib(floor)} GiB; the device has {_gib(capacity)}."
             return self._refuse(choice, reason, untried, leanest)
         largest = 0
         for mode in modes:
