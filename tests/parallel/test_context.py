@@ -309,6 +309,22 @@ def test_the_positions_of_a_part_are_those_of_no_whole_sequence() -> None:
     run_in_threads(2, on_rank)
 
 
+def test_ulysses_gathers_on_all_ranks_what_one_rank_was_given_anew() -> None:
+    """A rank whose part is the same as before, in the same tensor, has a mask of the other's part as it was."""
+    before, after = positions_of([[16]]), positions_of([[10, 6]])  # which differ in the second half
+
+    def on_rank(rank: int) -> None:
+        context = Context(dist.group.WORLD, "ulysses", "none")
+        (own,), (changed,) = context.split(before), context.split(after)
+        assert context.mask(own, 8).begins is None
+        found = context.mask(own if rank == 0 else changed, 8)
+        assert found.begins is not None
+        assert found.begins.tolist() == [[0] * 10 + [10] * 6]
+        assert context.mask(own if rank == 0 else changed, 8) is found
+
+    run_in_threads(2, on_rank)
+
+
 def test_a_model_that_cannot_share_is_refused() -> None:
     assert any("use_context(context)" in each for each in refused(2, lambda c: share_sequences(nn.Linear(2, 2), c)))
 

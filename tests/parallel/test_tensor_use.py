@@ -347,8 +347,9 @@ def test_a_forward_that_takes_a_part_for_the_whole_is_refused(way: str, match: s
 
     def body(rank):
         model, _ = sharded(base, plan="zero1", tensor={"up": "column", "down": "row"}, build=None)
-        with pytest.raises(tz.Misuse, match=match):
-            model.train(training)(torch.ones(2, 3, 8))
+        for _ in range(2):  # a cell of a notebook that is run again
+            with pytest.raises(tz.Misuse, match=match):
+                model.train(training)(torch.ones(2, 3, 8))
         base.way, model.way = "called", "called"
         return model(torch.ones(2, 3, 8))
 

@@ -15,6 +15,7 @@ from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["AxisRanks", "Move", "exchange"]
 
@@ -76,9 +77,13 @@ class AxisRanks:
         Transfer(self._collectives(own.device).all_gather(full.view(-1))).finish()
         return full
 
-    def equal(self, number: int, device: torch.device) -> bool:
-        """Whether all ranks have the same; the host waits for `device`."""
-        rows = self._collectives(device).gather_rows(torch.tensor([number], device=device))
+    def agree_on(self, number: int, device: torch.device = HOST) -> bool:
+        """Whether all ranks have the same number, of 63 bits. Collective; the host waits for the other hosts.
+
+        Args:
+            device: the one whose memory later exchanges are of, for ranks `of_group` that have exchanged nothing yet.
+        """
+        rows = self._collectives(device).gather_rows(torch.tensor([number], device=HOST))
         return len(set(rows.flatten().tolist())) == 1
 
     def swap(self, parts: Tensor) -> Tensor:

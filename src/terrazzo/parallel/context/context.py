@@ -143,7 +143,9 @@ class Context:
     ) -> AttentionMask:
         """What this rank's tokens see. Collective under `ulysses`.
 
-        The host reads the positions once, and waits for their device unless they are from `place`.
+        The host reads the positions once, and waits for their device unless they are from `place`. The mask of the last
+        positions is kept; under `ulysses` ranks use it where all of them were given these again, as the positions of
+        other ranks are in it.
 
         Args:
             positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.
@@ -159,16 +161,32 @@ class Context:
             raise BadInput(
                 f"A mask was asked for with stride {stride} without a window, beyond which it is: give both."
             )
-        if positions is None or positions.is_inference():  # torch does not count how often that is changed in place
-            return self._mask(positions, tokens, window, stride)
+        if positions is None:
+            return self._mask(None, tokens, window, stride)
         key = (tokens, window, stride, self.is_split)
+        masks = self._masks_of(positions)
+        kept = masks.get(key)
+        if self._gathers_positions:
+            self._compare_first(positions.device)
+            if not self._ranks.agree_on(int(kept is not None), positions.device):
+                kept = None
+        masks[key] = self._mask(positions, tokens, window, stride) if kept is None else kept
+        return masks[key]
+
+    @property
+    def _gathers_positions(self) -> bool:
+        """Whether a mask has in it what positions all ranks were given."""
+        return self.is_split and self.mode == "ulysses"
+
+    def _masks_of(self, positions: Tensor) -> dict[tuple[object, ...], AttentionMask]:
+        """The masks that were made of these positions, to add to; none where they may have been changed since."""
+        if positions.is_inference():  # torch does not count how often that is changed in place
+            return {}
         last, version, masks = self._last_mask or (None, 0, {})
         if last is None or last() is not positions or version != positions._version:
             masks = {}
             self._last_mask = weakref.ref(positions), positions._version, masks
-        if key not in masks:
-            masks[key] = self._mask(positions, tokens, window, stride)
-        return masks[key]
+        return masks
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float | None = None
@@ -209,7 +227,7 @@ class Context:
         if torch.compiler.is_compiling() or self._is_compared:
             return
         number, words = self._first_inputs or (0, "none by context.split")
-        if not self._ranks.equal(number, device):
+        if not self._ranks.agree_on(number, device):
             raise RanksApart(
                 f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
                 f" give all of them the same batches, {DRAWN_BY_DATA_RANK}"
@@ -250,8 +268,7 @@ class Context:
         if positions is None:
             return AttentionMask.of(runs, None, None, window, stride)
         begins = _places(runs, positions.device) - positions
-        if self.is_split and self.mode == "ulysses":
-            self._compare_first(begins.device)
+        if self._gathers_positions:
             runs = [TokenRun(0, 0, tokens * self.size)]
             begins = self.chunks.in_order(self._ranks.gathered(begins), dim=1)
         host_begins = begins.cpu() if (known := self._known(positions)) is None else known

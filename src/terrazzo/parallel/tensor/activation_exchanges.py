@@ -103,10 +103,6 @@ class TensorRanks(AxisRanks):
         rows = self._gather(values.detach().unsqueeze(0), 0)
         return rows.amax(dim=0)
 
-    def agree_on(self, number: int) -> bool:
-        """Whether all ranks have the same number, which no device has. The host waits."""
-        return not self.axes.differing({"number": number})
-
     def _sum(self, part: Tensor) -> Tensor:
         flat = part.reshape(-1)
         padding = -flat.numel() % self.size

@@ -12,14 +12,15 @@ from terrazzo.engine import leave_record
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
-from terrazzo.parallel.tensor.direct_weight_use import watch_direct_use
+from terrazzo.parallel.tensor.direct_weight_use import DirectUse
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.embedding_rows import look_up_part
 from terrazzo.parallel.tensor.float8_scales import share_scales
-from terrazzo.parallel.tensor.gradient_parts import GradientParts, watch_gradient_parts
+from terrazzo.parallel.tensor.first_forwards import BuildWatch, watch_first_forwards
+from terrazzo.parallel.tensor.gradient_parts import GradientParts
 from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
 from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs
-from terrazzo.parallel.tensor.same_inputs import watch_alike
+from terrazzo.parallel.tensor.same_inputs import SameInputs, SameRandomStates
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit, split_between
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Style
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
@@ -60,14 +61,18 @@ def _add_exchanges(cuts: TensorCuts) -> None:
     for run in runs:
         split_between(run, split)
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
-    if not cuts.ranks.is_simulated:
-        _watch_random_numbers(cuts, [*(module for _, module in itertools.chain(*runs)), *regions])
+    if not cuts.ranks.is_simulated and has_dropout(cuts.model):
+        cuts.model.register_forward_pre_hook(SameRandomStates(cuts.ranks))
+        for module in (*(module for _, module in itertools.chain(*runs)), *regions):
+            fork_dropout(module, cuts.ranks.rank)
     for name, module, style in cuts.named():
         if cuts.enters(name):
             enter(module, split, cuts.splits(name), name, takes_weights=isinstance(style, Logits))
         if type(style) in _EXCHANGES:
             _EXCHANGES[type(style)](cuts, name, module, style, split)
-    _watch_whole_uses(cuts)
+    for name in _cut_attributes(cuts):
+        watch_states(cuts.model.get_submodule(name), name)
+    watch_first_forwards(cuts.model, _watches(cuts))
 
 
 def _of_column(cuts: TensorCuts, name: str, module: Any, style: Column, split: SequenceSplit) -> None:
@@ -109,27 +114,23 @@ _EXCHANGES: dict[type[Style], Callable[[TensorCuts, str, Any, Any, SequenceSplit
 """What is changed of a module of each style, beside how its input enters."""
 
 
-def _watch_random_numbers(cuts: TensorCuts, in_parts: Sequence[nn.Module]) -> None:
-    """Compare what ranks are given, and have them drop other activations in modules that see parts, `in_parts`."""
-    drops = has_dropout(cuts.model)
-    watch_alike(cuts.model, cuts.ranks, drops)
-    for module in in_parts if drops else ():
-        fork_dropout(module, cuts.ranks.rank)
-
-
-def _watch_whole_uses(cuts: TensorCuts) -> None:
-    """Have code refused that would take a part of a parameter, or of a gradient, for the whole."""
+def _cut_attributes(cuts: TensorCuts) -> dict[str, list[str]]:
+    """The attributes, by module, that hold parts."""
     cut: dict[str, list[str]] = {}
     for (name, attribute), record in cuts.records.items():
         if not record.box.is_all:
             cut.setdefault(name, []).append(attribute)
-    for name in cut:
-        watch_states(cuts.model.get_submodule(name), name)
+    return cut
+
+
+def _watches(cuts: TensorCuts) -> list[BuildWatch]:
+    """What the first forwards of a model are watched for."""
     used_in_part = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
-    users = [name for name, _, _ in cuts.named(Logits)]
-    watch_direct_use(cuts.model, cut | used_in_part, users)
-    if not cuts.ranks.is_simulated:
-        watch_gradient_parts(cuts.model, _gradient_parts(cuts))
+    direct_use = DirectUse(_cut_attributes(cuts) | used_in_part, [name for name, _, _ in cuts.named(Logits)])
+    if cuts.ranks.is_simulated:
+        return [direct_use]
+    inputs = SameInputs(cuts.ranks, compares_states=not has_dropout(cuts.model))
+    return [inputs, _gradient_parts(cuts), direct_use]
 
 
 def _gradient_parts(cuts: TensorCuts) -> GradientParts:

@@ -15,27 +15,26 @@ from torch import Tensor, nn
 
 from terrazzo.engine.runtime.overrides import arguments, function_name, is_question
 from terrazzo.errors import Misuse
-from terrazzo.parallel.tensor.first_forwards import ForwardWatch, watch_first_forwards
+from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
 
-__all__ = ["watch_direct_use"]
-
-
-def watch_direct_use(model: nn.Module, cut: Mapping[str, Sequence[str]], users: Sequence[str]) -> None:
-    """Watch the first forwards of a model, which raise `Misuse` there.
-
-    Args:
-        cut: attributes of modules, by name, that hold parts.
-        users: names of the modules that may compute with any of them.
-    """
-    watch_first_forwards(model, _Build(cut, users))
+__all__ = ["DirectUse"]
 
 
 @dataclass(frozen=True)
-class _Build:
+class DirectUse:
+    """Builds a watch of a forward, which raises `Misuse` there.
+
+    Attributes:
+        cut: attributes of modules, by name, that hold parts.
+        users: names of the modules that may compute with any of them.
+    """
+
     cut: Mapping[str, Sequence[str]]
     users: Sequence[str]
 
-    def __call__(self, model: nn.Module) -> ForwardWatch:
+    def __call__(self, model: nn.Module) -> FunctionWatch | None:
+        if has_compiled(model):
+            return None
         watch = _DirectUse()
         for name, attributes in self.cut.items():
             watch.add(name, model.get_submodule(name), attributes)
@@ -44,7 +43,7 @@ class _Build:
         return watch
 
 
-class _DirectUse(ForwardWatch):
+class _DirectUse(FunctionWatch):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[int, str] = {}

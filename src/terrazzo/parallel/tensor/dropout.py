@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.errors import RanksApart
-from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
-
-__all__ = ["APART_STATES", "fork_dropout", "has_dropout", "random_states", "watch_seeds"]
+__all__ = ["fork_dropout", "has_dropout", "random_states"]
 
 _APART = 0x9E3779B97F4A7C15
 """What tells seeds of neighbouring ranks apart: 2^64 over the golden ratio."""
@@ -72,27 +69,3 @@ def _generators() -> list[Any]:
 def random_states() -> int:
     """32 bits of the states of torch's default generators."""
     return zlib.crc32(b"".join(each.get_rng_state().numpy().tobytes() for each in _generators()))
-
-
-@dataclass
-class _RandomStates:
-    ranks: TensorRanks
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not self.ranks.agree_on(random_states()):
-            raise RanksApart(APART_STATES)
-
-
-APART_STATES = (
-    "The ranks along tp have other random states, and would drop other activations of those that all of them have: "
-    "seed ranks that see the same data alike, as by torch.manual_seed(seed + data rank), where the data rank is "
-    "mesh.get_local_rank('dp_shard')."
-)
-
-
-def watch_seeds(model: nn.Module, ranks: TensorRanks) -> None:
-    """Compare the random states of the ranks, of host and device, as each training forward begins.
-
-    A forward raises `RanksApart` where they differ.
-    """
-    model.register_forward_pre_hook(_RandomStates(ranks))

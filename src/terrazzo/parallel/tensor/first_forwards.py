@@ -1,8 +1,8 @@
-"""Watches the first forwards of a model by a torch function mode. Compiled ones are not seen."""
+"""Watches the first forwards of a model: in training and in evaluation, each with gradients and without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,24 @@ from torch.overrides import TorchFunctionMode
 
 from terrazzo.engine.runtime.compiled import compilation_of
 
-__all__ = ["ForwardWatch", "watch_first_forwards"]
+__all__ = ["BuildWatch", "ForwardWatch", "FunctionWatch", "has_compiled", "watch_first_forwards"]
 
 
-class ForwardWatch(TorchFunctionMode):
-    """Sees what torch's functions are given in one forward, and which modules run, by hooks that it removes."""
+class ForwardWatch:
+    """Looks at one forward of a model."""
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The forward begins with these arguments."""
+
+    def succeed(self) -> None:
+        """The forward has returned."""
+
+    def close(self) -> None:
+        """The forward has returned or raised."""
+
+
+class FunctionWatch(TorchFunctionMode, ForwardWatch):
+    """Sees what torch's functions are given, and which modules run, by hooks that it removes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,24 +45,34 @@ class ForwardWatch(TorchFunctionMode):
         hook: Any = lambda module, args, output: action(output)  # noqa: E731
         self._handles.append(module.register_forward_hook(hook, always_call=always))
 
-    def begin(self) -> None:
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
         for handle in self._handles:
             handle.remove()
 
 
-def watch_first_forwards(model: nn.Module, build: Callable[[nn.Module], ForwardWatch]) -> None:
-    """Watch the first forward in training and in evaluation, each with gradients and without.
+BuildWatch = Callable[[nn.Module], ForwardWatch | None]
+"""Makes the watch of the forward that begins, or None where it would see nothing. It holds names of modules alone, so
+that it works for a copy of the model."""
 
-    Args:
-        build: makes the watch of a forward; holds names of modules alone, so that it works for a copy of the model.
+
+def has_compiled(model: nn.Module) -> bool:
+    """Whether parts of a model are compiled, inside of which a `FunctionWatch` sees nothing."""
+    return any(compilation_of(module) is not None for module in model.modules())
+
+
+def watch_first_forwards(model: nn.Module, builds: Sequence[BuildWatch]) -> None:
+    """Watch the first forward of each kind that returns. One that raises leaves its kind to the next.
+
+    Forwards inside of a compiled graph are not seen.
     """
-    forwards = _FirstForwards(build)
-    model.register_forward_pre_hook(forwards.begin, prepend=True)
-    model.register_forward_hook(forwards.end, always_call=True)
+    forwards = _FirstForwards(builds)
+    model.register_forward_pre_hook(forwards.begin, prepend=True, with_kwargs=True)
+    model.register_forward_hook(forwards.succeed)
+    model.register_forward_hook(forwards.close, always_call=True)
 
 
 @dataclass
@@ -57,28 +80,39 @@ class _FirstForwards:
     """The hooks of one model.
 
     Attributes:
-        seen: in which modes there has been a forward: whether in training, and whether with gradients.
+        seen: the kinds of forwards that there have been: whether in training, and whether with gradients.
+        watches: those of the forward that runs, which have begun.
     """
 
-    build: Callable[[nn.Module], ForwardWatch]
+    builds: Sequence[BuildWatch]
     seen: set[tuple[bool, bool]] = field(default_factory=set)
-    watch: ForwardWatch | None = None
+    watches: list[ForwardWatch] = field(default_factory=list)
 
-    def begin(self, model: nn.Module, args: Any) -> None:
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        mode = (model.training, torch.is_grad_enabled())
-        if mode in self.seen or self.watch is not None:
-            return
-        self.seen.add(mode)
-        if any(compilation_of(module) is not None for module in model.modules()):
-            return
-        self.watch = self.build(model)
-        self.watch.begin()
+        self._close_all()  # torch calls no hooks behind a KeyboardInterrupt
+        for build in () if _kind_of(model) in self.seen else self.builds:
+            if (watch := build(model)) is not None:
+                watch.begin(args, kwargs)
+                self.watches.append(watch)
 
-    def end(self, model: nn.Module, args: Any, output: Any) -> None:
+    def succeed(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        watch, self.watch = self.watch, None
-        if watch is not None:
-            watch.end()
+        for watch in self.watches:
+            watch.succeed()
+        self.seen.add(_kind_of(model))
+
+    def close(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Runs also where the forward has raised."""
+        if not torch.compiler.is_compiling():
+            self._close_all()
+
+    def _close_all(self) -> None:
+        while self.watches:
+            self.watches.pop().close()
+
+
+def _kind_of(model: nn.Module) -> tuple[bool, bool]:
+    return model.training, torch.is_grad_enabled()

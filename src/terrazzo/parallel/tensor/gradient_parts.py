@@ -20,9 +20,9 @@ from terrazzo.engine.runtime.overrides import arguments, function_name, is_quest
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
 from terrazzo.parallel.tensor.arguments import first_activation
-from terrazzo.parallel.tensor.first_forwards import ForwardWatch, watch_first_forwards
+from terrazzo.parallel.tensor.first_forwards import FunctionWatch, has_compiled
 
-__all__ = ["GradientParts", "watch_gradient_parts"]
+__all__ = ["GradientParts"]
 
 Share = Literal["part", "all"]
 """What each rank has of a tensor's gradient."""
@@ -30,7 +30,9 @@ Share = Literal["part", "all"]
 
 @dataclass(frozen=True)
 class GradientParts:
-    """Where tensors begin to have a part of their gradient, or all of it, by names of modules.
+    """Builds a watch of a forward with gradients, which raises `Misuse` where an operation mixes both kinds.
+
+    Its attributes say where tensors begin to have a part of their gradient, or all of it, by names of modules.
 
     Attributes:
         entered: modules whose input, put together as it enters, has a part.
@@ -44,7 +46,9 @@ class GradientParts:
     split: list[str] = field(default_factory=list)
     parameters: list[tuple[str, str]] = field(default_factory=list)
 
-    def __call__(self, model: nn.Module) -> ForwardWatch:
+    def __call__(self, model: nn.Module) -> FunctionWatch | None:
+        if has_compiled(model) or not torch.is_grad_enabled():
+            return None
         watch = _Shares(model, self.parameters)
         for name in self.entered:
             watch.add_entered(name, model.get_submodule(name))
@@ -55,12 +59,7 @@ class GradientParts:
         return watch
 
 
-def watch_gradient_parts(model: nn.Module, parts: GradientParts) -> None:
-    """Watch the first forwards of a model: those with gradients raise `Misuse` where an operation mixes both kinds."""
-    watch_first_forwards(model, parts)
-
-
-class _Shares(ForwardWatch):
+class _Shares(FunctionWatch):
     """Follows both kinds of tensors through a forward; exchanges and other autograd functions give unknown ones."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[tuple[str, str]]) -> None:

@@ -1,11 +1,11 @@
-"""Compares the inputs of ranks along `tp`, and the random numbers that they draw, in the first training forward.
+"""Compares the inputs of ranks along `tp`, and the random numbers that they draw.
 
 The ranks' parts of an output are added up. If ranks saw different data, the sum would be wrong without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,43 +15,40 @@ from torch import nn
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
-from terrazzo.parallel.tensor.dropout import APART_STATES, random_states, watch_seeds
+from terrazzo.parallel.tensor.dropout import random_states
+from terrazzo.parallel.tensor.first_forwards import ForwardWatch
 
-__all__ = ["watch_alike"]
-
-
-def watch_alike(model: nn.Module, ranks: TensorRanks, drops: bool) -> None:
-    """Compare what ranks are given as the first training forward begins, and random states if it draws numbers.
-
-    Of a model that `drops`, as modules of it show, states are compared as each training forward begins. A forward
-    raises `RanksApart` where they differ, on every rank.
-    """
-    if drops:
-        watch_seeds(model, ranks)
-    first = _FirstForward(ranks, watches_states=not drops)
-    model.register_forward_pre_hook(first.begin, with_kwargs=True)
-    model.register_forward_hook(first.end)
+__all__ = ["SameInputs", "SameRandomStates"]
 
 
-@dataclass
-class _FirstForward:
-    """The first one in training.
+@dataclass(frozen=True)
+class SameInputs:
+    """Builds a watch of a training forward, which raises `RanksApart` on every rank where inputs differ.
 
     Attributes:
-        watches_states: random states are to be compared, if it draws numbers.
-        begun: which states it has begun with; None while it does not run.
-        is_over: it has been, and nothing is compared any more.
+        compares_states: random states are compared too, if the forward draws numbers.
     """
 
     ranks: TensorRanks
-    watches_states: bool
-    begun: int | None = None
-    is_over: bool = False
+    compares_states: bool
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.begun = None
-        if torch.compiler.is_compiling() or self.is_over or not (model.training and torch.is_grad_enabled()):
-            return
+    def __call__(self, model: nn.Module) -> ForwardWatch | None:
+        return _Inputs(self.ranks, self.compares_states) if model.training and torch.is_grad_enabled() else None
+
+
+@dataclass
+class _Inputs(ForwardWatch):
+    """One forward.
+
+    Attributes:
+        begun: random states with which it has begun.
+    """
+
+    ranks: TensorRanks
+    compares_states: bool
+    begun: int = 0
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         inputs = [args, dict(kwargs)]
         if not self.ranks.agree_on(fingerprint_of(inputs)):
             raise RanksApart(
@@ -60,9 +57,28 @@ class _FirstForward:
             )
         self.begun = random_states()
 
-    def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self.begun is None:
-            return
-        self.is_over, drawn = True, self.begun != random_states()
-        if self.watches_states and not self.ranks.agree_on(self.begun if drawn else 0):
-            raise RanksApart(APART_STATES)
+    def succeed(self) -> None:
+        is_drawn = self.begun != random_states()
+        if self.compares_states and not self.ranks.agree_on(self.begun if is_drawn else 0):
+            raise RanksApart(_APART_STATES)
+
+
+@dataclass
+class SameRandomStates:
+    """A hook before each forward of a model that drops something: it compares random states, of host and device.
+
+    A training forward raises `RanksApart` on every rank where they differ.
+    """
+
+    ranks: TensorRanks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not self.ranks.agree_on(random_states()):
+            raise RanksApart(_APART_STATES)
+
+
+_APART_STATES = (
+    "The ranks along tp have other random states, and would drop other activations of those that all of them have: "
+    "seed ranks that see the same data alike, as by torch.manual_seed(seed + data rank), where the data rank is "
+    "mesh.get_local_rank('dp_shard')."
+)
