@@ -233,7 +233,9 @@ def links() -> dict[str, float]:
     for size, numel in ((2, 16), (4, 16), (4, 1 << 18)):
         ranks = tensor_ranks(tz.mesh(tp=size, device="cpu"))
         own = torch.zeros(1, 2, numel, requires_grad=True)
-        spent[size, numel] = _cpu_s(lambda ranks=ranks, own=own: ranks.gather_sequence(own).sum().backward(), 30) / 2
+        spent[size, numel] = (
+            _cpu_s(lambda ranks=ranks, own=own: ranks.all_gather_sequence(own).sum().backward(), 30) / 2
+        )
     hop = max(0.0, spent[4, 16] - spent[2, 16]) / 2
     sent = 2 * own.element_size() * (1 << 18) * 3
     call = spent[2, 16] - hop

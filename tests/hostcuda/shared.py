@@ -155,15 +155,15 @@ def waits_unplaced(mode: str) -> int:
 
 def faults_of_a_hasty_ring() -> list[str]:
     """What the device has against one whose ranks use keys before they are there."""
-    pass_on = AxisRanks.pass_on
+    send_to_next = AxisRanks.send_to_next
 
     def hasty(self: AxisRanks, own: Tensor) -> Callable[[], Tensor]:
-        arrived = pass_on(self, own)
+        arrived = send_to_next(self, own)
         with mock.patch.object(Handle, "wait", return_value=None):
             received = arrived()
         return lambda: received
 
-    with mock.patch.object(AxisRanks, "pass_on", hasty):
+    with mock.patch.object(AxisRanks, "send_to_next", hasty):
         return compare(Shared(cp=2, mode="ring")).faults
 
 

@@ -70,7 +70,7 @@ class AxisRanks:
         ranks._group, ranks.size, ranks.rank = group, group.size(), group.rank()
         return ranks
 
-    def gathered(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""
         full = own.new_empty((self.size, *own.shape))
         full[self.rank] = own
@@ -86,35 +86,35 @@ class AxisRanks:
         rows = self._collectives(device).gather_rows(torch.tensor([number], device=HOST))
         return len(set(rows.flatten().tolist())) == 1
 
-    def swap(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         """Send part r of `parts`, `[ranks, ...]`, to rank r. The result has the part that each rank sent here."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         numels = [parts[0].numel()] * self.size
         self._all_to_all(received, numels, parts.contiguous(), numels).finish()
         return received
 
-    def summed(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Send part r of `parts`, `[ranks, ...]`, to rank r. The result is the sum of the parts sent here.
+    def reduce_scatter(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of the ranks' part r of `parts`, `[ranks, ...]`, on rank r.
 
         Parts are sent in `dtype` and added in rank order in the dtype of `parts`: the same bits on every backend.
         """
-        received = self.swap(parts.to(dtype))
+        received = self.all_to_all(parts.to(dtype))
         return functools.reduce(torch.add, received.to(parts.dtype).unbind())
 
-    def deal(self, rows: Tensor, going: Sequence[int], coming: Sequence[int]) -> Tensor:
+    def all_to_all_v(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Send each rank some of `rows`, `[rows, ...]`, and receive others'. The host waits.
 
         Args:
-            going: how many go to each rank, in the order of ranks.
-            coming: how many come from each rank, in the order of ranks, as in the result.
+            send_counts: how many go to each rank, in the order of ranks.
+            receive_counts: how many come from each rank, in the order of ranks, as in the result.
         """
         width = rows.shape[1:].numel()
-        received = rows.new_empty((sum(coming), *rows.shape[1:]))
-        numels = [each * width for each in coming], [each * width for each in going]
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        numels = [each * width for each in receive_counts], [each * width for each in send_counts]
         self._all_to_all(received, numels[0], rows.contiguous(), numels[1]).finish()
         return received
 
-    def pass_on(self, own: Tensor) -> Callable[[], Tensor]:
+    def send_to_next(self, own: Tensor) -> Callable[[], Tensor]:
         """Start sending `own` to the next rank. The result waits for the previous rank's, of the same shape.
 
         It is an all-to-all in which other ranks get nothing: all backends have that, and it cannot deadlock.

@@ -25,7 +25,7 @@ from terrazzo.parallel.context.attention_tiles import Outputs, TileGradients
 from terrazzo.parallel.context.chunks import Chunks, TokenRun
 from terrazzo.parallel.exchanges import AxisRanks, exchange
 
-__all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
+__all__ = ["Shared", "gather_attention", "ring_attention", "ulysses_attention"]
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,26 @@ class Shared:
         return self.chunks.runs(rank, self.length)
 
 
-def by_gathering(
+def gather_attention(
     query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float
 ) -> Tensor:
     """Outputs for this rank's queries, which see what `mask` says."""
-    outputs: Tensor = _Gathering.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
+    outputs: Tensor = _GatherAttention.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def by_ring(query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float) -> Tensor:
-    """As `by_gathering`, with keys and values of one rank in memory beside its own."""
-    outputs: Tensor = _Ring.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float
+) -> Tensor:
+    """As `gather_attention`, with keys and values of one rank in memory beside its own."""
+    outputs: Tensor = _RingAttention.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float) -> Tensor:
-    """As `by_gathering`, where `mask` is that of whole sequences. The ranks divide the query heads.
+def ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float
+) -> Tensor:
+    """As `gather_attention`, where `mask` is that of whole sequences. The ranks divide the query heads.
 
     Key heads are repeated as far as each rank needs one for its query heads.
     """
@@ -67,10 +71,10 @@ def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: At
     to_heads, to_tokens = functools.partial(_to_heads, shared), functools.partial(_to_tokens, shared)
     query, key, value = (exchange(each, to_heads, to_tokens) for each in (query, key, value))
     alone = Shared(None, Chunks(1), shared.length)
-    return exchange(by_gathering(query, key, value, alone, mask, scale), to_tokens, to_heads)
+    return exchange(gather_attention(query, key, value, alone, mask, scale), to_tokens, to_heads)
 
 
-class _Gathering(torch.autograd.Function):
+class _GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         query, key, value, shared, mask, scale = args
@@ -89,17 +93,17 @@ class _Gathering(torch.autograd.Function):
         gradients.add(_halves(both, key), _halves(totals, key), ctx.mask, [TokenRun(0, 0, shared.length)])
         del both
         if shared.ranks is not None:
-            totals = shared.ranks.summed(shared.chunks.by_rank(totals, dim=2), query.dtype)
+            totals = shared.ranks.reduce_scatter(shared.chunks.by_rank(totals, dim=2), query.dtype)
         return _gradients(query, key, gradients.of_query, totals)
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         query, key, value, shared, mask, scale = args
         ranks, outputs, both = shared.ranks, Outputs(query, scale), torch.cat((key, value), dim=-1)
         for step in range(ranks.size):
-            arriving = ranks.pass_on(both) if step < ranks.size - 1 else None
+            arriving = ranks.send_to_next(both) if step < ranks.size - 1 else None
             outputs.add(*_halves(both, key), mask, shared.runs(_owner(ranks, step)))
             both = arriving() if arriving else both
         return _save(ctx, args, outputs)
@@ -113,12 +117,12 @@ class _Ring(torch.autograd.Function):
         ranks, both, totals = shared.ranks, torch.cat((key, value), dim=-1), None
         assert ranks is not None
         for step in range(ranks.size):
-            arriving = ranks.pass_on(both) if step < ranks.size - 1 else None
+            arriving = ranks.send_to_next(both) if step < ranks.size - 1 else None
             own = torch.zeros_like(both, dtype=gradients.of_query.dtype)
             gradients.add(_halves(both, key), _halves(own, key), ctx.mask, shared.runs(_owner(ranks, step)))
             if totals is not None:
                 own += totals()
-            totals = ranks.pass_on(own)
+            totals = ranks.send_to_next(own)
             both = arriving() if arriving else both
         assert totals is not None
         return _gradients(query, key, gradients.of_query, totals())
@@ -131,7 +135,7 @@ def _owner(ranks: AxisRanks, step: int) -> int:
 
 def _whole(own: Tensor, shared: Shared) -> Tensor:
     """What all ranks have, in the order of the sequence."""
-    return own if shared.ranks is None else shared.chunks.in_order(shared.ranks.gathered(own), dim=2)
+    return own if shared.ranks is None else shared.chunks.in_order(shared.ranks.all_gather(own), dim=2)
 
 
 def _halves(both: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,11 +166,11 @@ def _to_heads(shared: Shared, tokens: Tensor) -> Tensor:
     """This rank's tokens of all heads to all tokens of its share of the heads."""
     assert shared.ranks is not None
     shares = tokens.unflatten(1, (shared.chunks.ranks, -1)).movedim(1, 0)
-    return shared.chunks.in_order(shared.ranks.swap(shares), dim=2)
+    return shared.chunks.in_order(shared.ranks.all_to_all(shares), dim=2)
 
 
 def _to_tokens(shared: Shared, heads: Tensor) -> Tensor:
     """The inverse of `_to_heads`."""
     assert shared.ranks is not None
-    parts = shared.ranks.swap(shared.chunks.by_rank(heads, dim=2))
+    parts = shared.ranks.all_to_all(shared.chunks.by_rank(heads, dim=2))
     return parts.movedim(0, 1).flatten(1, 2)

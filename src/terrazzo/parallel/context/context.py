@@ -22,7 +22,7 @@ from torch import Tensor
 from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.attention_masks import AttentionMask
-from terrazzo.parallel.context.attention_modes import Shared, by_gathering, by_heads, by_ring
+from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, TokenRun
 from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
@@ -33,7 +33,7 @@ __all__ = ["MODES", "Context", "Mode"]
 Mode = Literal["gather", "ulysses", "ring"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-_COMPUTED = {"gather": by_gathering, "ulysses": by_heads, "ring": by_ring}
+_COMPUTED = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention}
 
 
 class Context:
@@ -215,7 +215,7 @@ class Context:
         if torch.compiler.is_compiling() and mask.begins is not None:  # bounds would be compiled anew for each batch
             mask = AttentionMask.unknown(mask.runs, mask.begins, mask.window, mask.stride)
         if not self.is_split:
-            return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
+            return gather_attention(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
         self._compare_first(query.device)
         if self.mode == "ulysses":
             self.check_heads(query.shape[1] * self._tp)
@@ -270,7 +270,7 @@ class Context:
         begins = _places(runs, positions.device) - positions
         if self._gathers_positions:
             runs = [TokenRun(0, 0, tokens * self.size)]
-            begins = self.chunks.in_order(self._ranks.gathered(begins), dim=1)
+            begins = self.chunks.in_order(self._ranks.all_gather(begins), dim=1)
         host_begins = begins.cpu() if (known := self._known(positions)) is None else known
         if bool(((host_begins < 0) | (host_begins > _places(runs))).any()):
             raise Misuse(

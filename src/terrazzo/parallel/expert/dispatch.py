@@ -34,13 +34,13 @@ class RowRoute:
 
     Attributes:
         counts: how many rows have arrived for each of this rank's experts, int64.
-        going, coming: how many rows this rank has sent to each rank, and received from each.
+        send_counts, receive_counts: how many rows this rank has sent to each rank, and received from each.
         order: how the arrived rows were sorted, on their device.
     """
 
     counts: Tensor
-    going: list[int]
-    coming: list[int]
+    send_counts: list[int]
+    receive_counts: list[int]
     order: RowOrder
 
 
@@ -152,12 +152,16 @@ class Experts:
         """
         ranks, own = self.ranks, self.count // self.ranks.size
         table = ranks.counts_at(self._module, counts.cpu())
-        going = table[ranks.rank].view(ranks.size, own).sum(dim=1).tolist()
+        send_counts = table[ranks.rank].view(ranks.size, own).sum(dim=1).tolist()
         arriving = table[:, self.local]
-        coming = arriving.sum(dim=1).tolist()
+        receive_counts = arriving.sum(dim=1).tolist()
         expert = torch.arange(own).repeat(ranks.size).repeat_interleave(arriving.flatten())
-        route = RowRoute(arriving.sum(dim=0), going, coming, RowOrder.by(expert).to(rows.device))
-        arrived = exchange(rows, lambda x: ranks.deal(x, going, coming), lambda grad: ranks.deal(grad, coming, going))
+        route = RowRoute(arriving.sum(dim=0), send_counts, receive_counts, RowOrder.by(expert).to(rows.device))
+        arrived = exchange(
+            rows,
+            lambda x: ranks.all_to_all_v(x, send_counts, receive_counts),
+            lambda grad: ranks.all_to_all_v(grad, receive_counts, send_counts),
+        )
         return route.order.sort(arrived), route
 
     def _combine(self, outputs: Tensor, route: RowRoute) -> Tensor:
@@ -169,10 +173,12 @@ class Experts:
         Returns:
             `[rows, channels]`, in the order of the rows that `dispatch` was given.
         """
-        ranks, module, going, coming = self.ranks, self._module, route.going, route.coming
+        ranks, module, send_counts, receive_counts = self.ranks, self._module, route.send_counts, route.receive_counts
 
         def backward(grad: Tensor) -> Tensor:
             ranks.return_through(module)
-            return ranks.deal(grad, going, coming)
+            return ranks.all_to_all_v(grad, send_counts, receive_counts)
 
-        return exchange(route.order.restore(outputs), lambda x: ranks.deal(x, coming, going), backward)
+        return exchange(
+            route.order.restore(outputs), lambda x: ranks.all_to_all_v(x, receive_counts, send_counts), backward
+        )

@@ -65,68 +65,70 @@ class TensorRanks(AxisRanks):
 
     def copy(self, whole: Tensor) -> Tensor:
         """`whole` itself, for each rank to use in its own way. In backward gradients are summed."""
-        return self._exchange(whole, lambda x: x.view_as(x), self._sum)
+        return self._exchange(whole, lambda x: x.view_as(x), self._all_reduce)
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of the ranks' `part`. In backward each rank has the whole gradient already."""
-        return self._exchange(part, self._sum, lambda grad: grad)
+        return self._exchange(part, self._all_reduce, lambda grad: grad)
+
+    def all_gather_sequence(self, own: Tensor) -> Tensor:
+        """The whole sequence, for each rank to use in its own way. In backward gradients are summed and split again."""
+        return self._exchange(own, lambda x: self._all_gather(x, SEQUENCE), self._reduce_scatter)
+
+    def reduce_scatter_sequence(self, part: Tensor) -> Tensor:
+        """This rank's part, along the sequence, of the sum of the ranks' `part`. In backward gradients are gathered."""
+        return self._exchange(part, self._reduce_scatter, lambda grad: self._all_gather(grad, SEQUENCE))
+
+    def scatter_sequence(self, whole: Tensor) -> Tensor:
+        """This rank's part of a sequence that all ranks have whole. In backward gradients are gathered."""
+        return self._exchange(
+            whole, lambda x: self._own_part(x, SEQUENCE), lambda grad: self._all_gather(grad, SEQUENCE)
+        )
 
     def gather_sequence(self, own: Tensor) -> Tensor:
-        """The whole sequence, for each rank to use in its own way. In backward gradients are summed and split again."""
-        return self._exchange(own, lambda x: self._gather(x, SEQUENCE), self._scatter_sum)
-
-    def scatter_sum(self, part: Tensor) -> Tensor:
-        """This rank's part, along the sequence, of the sum of the ranks' `part`. In backward gradients are gathered."""
-        return self._exchange(part, self._scatter_sum, lambda grad: self._gather(grad, SEQUENCE))
-
-    def split_sequence(self, whole: Tensor) -> Tensor:
-        """This rank's part of a sequence that all ranks have whole. In backward gradients are gathered."""
-        return self._exchange(whole, lambda x: self._own(x, SEQUENCE), lambda grad: self._gather(grad, SEQUENCE))
-
-    def join_sequence(self, own: Tensor) -> Tensor:
         """The whole sequence, for all ranks to use in the same way. In backward each keeps its part of the gradient."""
-        return self._exchange(own, lambda x: self._gather(x, SEQUENCE), lambda grad: self._own(grad, SEQUENCE))
+        return self._exchange(own, lambda x: self._all_gather(x, SEQUENCE), lambda grad: self._own_part(grad, SEQUENCE))
 
-    def join_channels(self, own: Tensor, numel: int) -> Tensor:
+    def gather_channels(self, own: Tensor, numel: int) -> Tensor:
         """All `numel` channels, for all ranks to use in the same way. In backward each keeps its gradient's part."""
-        return self._exchange(own, lambda x: self._gather(x, -1, numel), lambda grad: self._own(grad, -1))
+        return self._exchange(own, lambda x: self._all_gather(x, -1, numel), lambda grad: self._own_part(grad, -1))
 
-    def split_channels(self, whole: Tensor) -> Tensor:
+    def scatter_channels(self, whole: Tensor) -> Tensor:
         """This rank's channels of a tensor that all ranks have whole. In backward gradients are gathered."""
         numel = whole.shape[-1]
-        return self._exchange(whole, lambda x: self._own(x, -1), lambda grad: self._gather(grad, -1, numel))
+        return self._exchange(whole, lambda x: self._own_part(x, -1), lambda grad: self._all_gather(grad, -1, numel))
 
     # -- without gradients -------------------------------------------------------------------------------------------
 
-    def highest(self, values: Tensor) -> Tensor:
+    def maximum(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, without a gradient."""
-        rows = self._gather(values.detach().unsqueeze(0), 0)
+        rows = self._all_gather(values.detach().unsqueeze(0), 0)
         return rows.amax(dim=0)
 
-    def _sum(self, part: Tensor) -> Tensor:
+    def _all_reduce(self, part: Tensor) -> Tensor:
         flat = part.reshape(-1)
         padding = -flat.numel() % self.size
         flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat.clone()
         total = _finished(self._collectives(flat.device).all_reduce(flat, _sum_dtype(part), 1))
         return total[: part.numel()].view(part.shape).to(part.dtype)
 
-    def _scatter_sum(self, part: Tensor) -> Tensor:
+    def _reduce_scatter(self, part: Tensor) -> Tensor:
         chunks = torch.stack(part.chunk(self.size, SEQUENCE))
         total = _finished(self._collectives(part.device).reduce_scatter(chunks.view(-1), _sum_dtype(part)))
         return total.view(chunks.shape[1:]).to(part.dtype)
 
-    def _gather(self, own: Tensor, dim: int, numel: int | None = None) -> Tensor:
+    def _all_gather(self, own: Tensor, dim: int, numel: int | None = None) -> Tensor:
         """All ranks' parts along `dim`, of equal sizes, or such as `runs_of` makes of `numel`."""
         sizes = None if numel is None else [stop - start for start, stop in runs_of(numel, self.size)]
         widest = own.shape[dim] if sizes is None else max(sizes)
         if own.shape[dim] < widest:  # of the last dim
             own = torch.nn.functional.pad(own, (0, widest - own.shape[dim]))
-        parts = list(self.gathered(own).unbind())
+        parts = list(self.all_gather(own).unbind())
         if sizes is not None:
             parts = [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(parts, dim)
 
-    def _own(self, whole: Tensor, dim: int) -> Tensor:
+    def _own_part(self, whole: Tensor, dim: int) -> Tensor:
         start, stop = runs_of(whole.shape[dim], self.size)[self.rank]
         return whole.narrow(dim, start, stop - start).contiguous()
 

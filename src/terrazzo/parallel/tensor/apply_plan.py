@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
 from terrazzo.parallel.tensor.direct_weight_use import DirectUse
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.embedding_rows import look_up_part
-from terrazzo.parallel.tensor.float8_scales import share_scales
 from terrazzo.parallel.tensor.first_forwards import BuildWatch, watch_first_forwards
+from terrazzo.parallel.tensor.float8_scales import share_scales
 from terrazzo.parallel.tensor.gradient_parts import GradientParts
 from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
 from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs

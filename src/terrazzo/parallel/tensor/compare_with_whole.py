@@ -113,7 +113,7 @@ def _together(output: Any, expected: Tensor, ranks: TensorRanks) -> Any:
     """An output of the cut model; of one whose channels ranks have in parts, such as logits, all. Collective."""
     if not isinstance(output, Tensor) or output.shape == expected.shape or output.shape[:-1] != expected.shape[:-1]:
         return output
-    return ranks.join_channels(output, expected.shape[-1])
+    return ranks.gather_channels(output, expected.shape[-1])
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:
@@ -135,7 +135,7 @@ def _gradients(whole: nn.Module, cut: nn.Module, ranks: TensorRanks) -> Iterator
             grad = torch.zeros_like(own) if own.grad is None else own.grad
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             summed = record.box.is_all and not record.replicated
-            yield f"{name}.{attribute}".lstrip("."), record.box.of(expected), ranks.sum(grad) if summed else grad
+            yield f"{name}.{attribute}".lstrip("."), record.box.of(expected), ranks.all_reduce(grad) if summed else grad
 
 
 def _compare_gradients(gradients: Sequence[tuple[str, Tensor, Tensor]], tolerance: float) -> None:

@@ -42,7 +42,7 @@ def check_scales(model: nn.Module, records: RecordsByParameter, rows: RowsByModu
 
 def share_scales(model: nn.Module, ranks: TensorRanks, records: RecordsByParameter, rows: RowsByModule) -> None:
     """Have the ranks along `tp` compute the largest value of each matrix together, outside of compiled graphs."""
-    highest: Any = torch.compiler.disable(ranks.highest)
+    highest: Any = torch.compiler.disable(ranks.maximum)
     for _, module, float8 in _converted(model, records, rows):
         FLOAT8.leave(module, replace(float8, whole=highest))
 

@@ -64,7 +64,7 @@ class _GatherOutputs:
     channels: int
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return self.ranks.join_channels(output, self.channels)
+        return self.ranks.gather_channels(output, self.channels)
 
 
 @dataclass
@@ -72,4 +72,4 @@ class _SplitInputs:
     ranks: TensorRanks
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return with_first_changed(module, args, kwargs, self.ranks.split_channels)
+        return with_first_changed(module, args, kwargs, self.ranks.scatter_channels)

@@ -40,11 +40,11 @@ class SequenceSplit:
 
     def whole_input(self, values: Tensor, splits: bool) -> Tensor:
         """The whole input of a module whose matrices are cut, `splits`: from this rank's part of each sequence."""
-        return self.ranks.gather_sequence(values) if splits and self.active else self.ranks.copy(values)
+        return self.ranks.all_gather_sequence(values) if splits and self.active else self.ranks.copy(values)
 
     def summed_output(self, values: Tensor, splits: bool) -> Tensor:
         """The sum of the ranks' `values`, `splits`: this rank's part of each sequence of it."""
-        return self.ranks.scatter_sum(values) if splits and self.active else self.ranks.sum(values)
+        return self.ranks.reduce_scatter_sequence(values) if splits and self.active else self.ranks.all_reduce(values)
 
     def begin(self, values: Tensor) -> Tensor:
         """This rank's part of each sequence, dim -2 of `values`.
@@ -59,12 +59,12 @@ class SequenceSplit:
                 f"Sequences of {length} positions do not divide over tp {parts}: pad or cut them to a multiple of "
                 f"{parts}, or keep them whole between matrices with tz.parallelize(..., sequence=False)."
             )
-        return self.ranks.split_sequence(values) if self.active else values
+        return self.ranks.scatter_sequence(values) if self.active else values
 
     def end(self, values: Tensor) -> Tensor:
         """Whole sequences again."""
         was_active, self.active = self.active, True
-        return self.ranks.join_sequence(values) if was_active else values
+        return self.ranks.gather_sequence(values) if was_active else values
 
 
 def split_between(modules: Sequence[tuple[str, nn.Module]], split: SequenceSplit) -> None:

@@ -86,11 +86,11 @@ class VocabularyLoss:
 
     def highest(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks along `tp`, without a gradient. Collective."""
-        return self._ranks.highest(values)
+        return self._ranks.maximum(values)
 
     def total(self, values: Tensor) -> Tensor:
         """The elementwise sum over the ranks along `tp`, in their order. Collective."""
-        return self._ranks.sum(values)
+        return self._ranks.all_reduce(values)
 
     def _places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets' places in this rank's part, and which of them are not there or do not count."""
@@ -100,7 +100,7 @@ class VocabularyLoss:
 
     def whole(self, logits: Tensor) -> Tensor:
         """All ranks' parts of `logits` together, `[..., vocabulary]`, the same on every rank. Collective."""
-        return self._ranks.join_channels(logits, self.vocabulary)
+        return self._ranks.gather_channels(logits, self.vocabulary)
 
 
 class _CrossEntropy(torch.autograd.Function):
