@@ -79,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
         """What the engine is told of a model, or of a model in fp32; with clipping and accumulation noted here."""
         setup = self.setup or self._requested.setup(self.device, dist.get_world_size(), model)
         if setup.arguments.mesh is None:  # not by what the group could do: `cpu=True` holds beside a GPU
-            setup = setup.behind(TerrazzoArguments(mesh=data_mesh(self.device.type, dist.get_world_size())))
+            setup = setup.overridden_by(TerrazzoArguments(mesh=data_mesh(self.device.type, dist.get_world_size())))
         if setup.autocast is not None and not self.native_amp:
             raise BadInput(f"The configuration asks for autocast: pass mixed_precision='bf16' ({setup.autocast}), too.")
         steps: int = self.gradient_state.num_steps

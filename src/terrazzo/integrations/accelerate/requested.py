@@ -162,7 +162,7 @@ class RequestedSetup:
             setup = EngineSetup(replicas)
         else:
             setup = setup_for(description, device, loaded)
-        setup = setup.behind(self.words)
+        setup = setup.overridden_by(self.words)
         recipe = "tensorwise" if self.float8 else setup.float8
         return replace(setup, compile=self.compile or setup.compile, float8=recipe)
 

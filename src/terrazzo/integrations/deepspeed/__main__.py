@@ -14,16 +14,15 @@ import importlib
 import importlib.abc
 import importlib.util
 import pkgutil
-import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 
 from terrazzo.errors import TerrazzoError
 from terrazzo.integrations import deepspeed as replacement
 from terrazzo.integrations.deepspeed.absent import AbsentName
+from terrazzo.tether import become
 
 __all__ = ["main"]
 
@@ -39,14 +38,8 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     _stand_in()
-    if arguments[0] == "-m":
-        sys.argv = [arguments[1], *first, *arguments[2:]]
-        sys.path.insert(0, "")
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = [arguments[0], *first, *arguments[1:]]
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+    named = 2 if arguments[0] == "-m" else 1
+    become([*arguments[:named], *first, *arguments[named:]])
     return 0
 
 

@@ -46,7 +46,7 @@ def requested_setup(root: nn.Module, calls: Mapping[str, Mapping[str, Any]]) -> 
     world = dist.get_world_size() if dist.is_initialized() else None
     description = honour("fsdp2", document, ReadingContext(world=world, load_dtype=str(loaded)), "fully_shard")
     units = TerrazzoArguments(units=tuple(map(glob.escape, inner)))
-    return setup_for(description, device_of(own["mesh"]), loaded, own=("precision.output",)).behind(units)
+    return setup_for(description, device_of(own["mesh"]), loaded, own=("precision.output",)).overridden_by(units)
 
 
 def _document(own: Mapping[str, Any], reshard: bool | int | None) -> dict[str, Any]:

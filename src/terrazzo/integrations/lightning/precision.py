@@ -1,9 +1,10 @@
-"""Lightning's `precision` on Terrazzo's engine, which casts and scales by itself: only steps and clipping are left."""
+"""Lightning's `precision` on Terrazzo's engine, which casts weights and scales the loss; autocast is Lightning's own."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.plugins import precision as pytorch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from terrazzo.engine import Precision, clip_grad_norm_
+from terrazzo.engine import Plan, Precision, clip_grad_norm_
 from terrazzo.errors import BadInput
 
 __all__ = ["FabricPrecision", "TerrazzoPrecision", "precision_of"]
@@ -21,40 +22,65 @@ _NAMES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16-pure", "16
 _PLUGINS = {getattr(of, name) for of in (fabric, pytorch) for name in ("Precision", "MixedPrecision", "HalfPrecision")}
 
 
-def precision_of(plugin: fabric.Precision) -> Precision:
-    """The engine's precision for one of Lightning's plugins. Raises: `BadInput` for what the engine cannot do."""
+def precision_of(plugin: fabric.Precision, plan: Plan) -> Precision:
+    """The engine's precision for one of Lightning's plugins.
+
+    Under `bf16-mixed` Lightning's FSDP gathers weights in bf16, and its DDP keeps fp32 ones; both run the forward under
+    autocast. So it is bf16 where the plan splits weights, and else fp32.
+
+    Raises:
+        BadInput: what the engine cannot do.
+    """
     if type(plugin) not in _PLUGINS or plugin.precision not in _NAMES:
         raise BadInput(
             f"precision {plugin.precision!r} ({type(plugin).__name__}) is not one that Terrazzo trains in. "
             f"Use one of {', '.join(_NAMES)}, or TerrazzoStrategy(precision=tz.Precision(...))."
         )
-    return Precision.named(_NAMES[plugin.precision])
+    is_plain = plugin.precision == "bf16-mixed" and not plan.weight.axes
+    return Precision.named("fp32" if is_plain else _NAMES[plugin.precision])
+
+
+def _forward_context(plugin: fabric.Precision | None) -> AbstractContextManager[None]:
+    """The autocast of a `mixed` plugin of Lightning's; nothing for any other."""
+    is_mixed = plugin is not None and plugin.precision.endswith("-mixed")
+    return plugin.forward_context() if plugin is not None and is_mixed else nullcontext()
 
 
 class FabricPrecision(fabric.Precision):
-    """Gives outputs in torch's default dtype, as Fabric's own do.
+    """Runs forwards under autocast, and casts inputs and outputs, as Fabric's own plugin does.
 
     Args:
-        precision: Lightning's word for it.
+        plugin: Fabric's own; None for fp32.
     """
 
-    def __init__(self, precision: Any) -> None:
-        self.precision = precision
+    def __init__(self, plugin: fabric.Precision | None) -> None:
+        self._plugin = plugin or fabric.Precision()
+        self.precision = self._plugin.precision
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return _forward_context(self._plugin)
+
+    def convert_input(self, data: Any) -> Any:
+        return self._plugin.convert_input(data)
 
     def convert_output(self, data: Any) -> Any:
         return apply_to_collection(data, Tensor, _in_default_dtype)
 
 
 class TerrazzoPrecision(pytorch.Precision):
-    """Steps without a closure, and clips over all shards.
+    """Runs forwards under autocast as the Trainer's own plugin does, steps without a closure, and clips over all shards.
 
     Args:
-        precision: Lightning's word for it.
+        plugin: the Trainer's own; None for fp32.
     """
 
-    def __init__(self, precision: str, strategy: Any) -> None:
-        self.precision = precision
+    def __init__(self, plugin: pytorch.Precision | None, strategy: Any) -> None:
+        self._plugin = plugin
+        self.precision = "32-true" if plugin is None else plugin.precision
         self._strategy = weakref.ref(strategy)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return _forward_context(self._plugin)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run forward and backward, then step: the engine's optimizer takes no closure."""
@@ -73,7 +99,7 @@ class TerrazzoPrecision(pytorch.Precision):
         torch.nn.utils.clip_grad_value_(strategy.model.parameters(), float(clip_val))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"precision": self.precision}
+        return {"precision": self.precision, "_plugin": self._plugin}
 
 
 def _in_default_dtype(tensor: Tensor) -> Tensor:

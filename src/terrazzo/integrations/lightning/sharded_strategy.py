@@ -139,7 +139,8 @@ class ShardedStrategy(_Base):
 
     def _take_precision(self, plugin: Any) -> None:
         """Lightning's precision, where the strategy was given none."""
-        precision = precision_of(plugin)
+        assert isinstance(self._arguments.plan, Plan)
+        precision = precision_of(plugin, self._arguments.plan)
         if self._arguments.precision is None:
             self._arguments = replace(self._arguments, precision=precision)
         elif plugin.precision != "32-true":
@@ -156,7 +157,7 @@ class ShardedStrategy(_Base):
 
     def _setup(self) -> EngineSetup:
         defaults = TerrazzoArguments(precision=Precision(), mesh=self._mesh())
-        arguments = self._arguments.before(defaults)
+        arguments = self._arguments.with_defaults(defaults)
         return EngineSetup(arguments, activation_checkpointing=self._activation_checkpointing)
 
     def _mesh(self) -> DeviceMesh:

@@ -4,7 +4,7 @@ In reading order:
 
 arguments         `TerrazzoArguments`: those of `tz.shard`, as a user of another library gives them
 engine_setup      `EngineSetup`: these, what is done to a model before it is sharded, and what the loop does
-honour            a configuration read by its dialect; what is asked for and not done is refused, or named in a warning
+honour            what a configuration asks for and is not done: it is refused, or named in a warning
 from_description  the `EngineSetup` that the neutral description of a configuration comes to
 first_rank        warnings and other lines of the first rank alone
 owners            whose an optimizer is

@@ -37,7 +37,7 @@ class TerrazzoArguments:
         """Those that are not None, by their names, which are `tz.shard`'s."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def before(self, others: TerrazzoArguments) -> TerrazzoArguments:
+    def with_defaults(self, others: TerrazzoArguments) -> TerrazzoArguments:
         """These; where they are None, the others."""
         return replace(others, **self.set_ones())
 

@@ -75,10 +75,10 @@ class EngineSetup:
         assert isinstance(self.arguments.precision, Precision)
         return self.arguments.precision
 
-    def behind(self, arguments: TerrazzoArguments) -> Self:
+    def overridden_by(self, arguments: TerrazzoArguments) -> Self:
         """This one where the arguments say nothing. A precision of theirs is in place of autocast, too."""
         autocast = self.autocast if arguments.precision is None else None
-        return replace(self, arguments=arguments.before(self.arguments), autocast=autocast)
+        return replace(self, arguments=arguments.with_defaults(self.arguments), autocast=autocast)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that `tz.parallelize` has given to ranks that see the same batches.

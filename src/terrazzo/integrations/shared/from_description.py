@@ -13,11 +13,8 @@ from terrazzo.dialects.core.description import (
     LOADED,
     MEANING,
     MODEL_AXES,
-    PATHS,
     Description,
     Setting,
-    as_text,
-    asks_for_nothing,
 )
 from terrazzo.dialects.core.mesh import degrees
 from terrazzo.engine import (
@@ -35,7 +32,7 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
-from terrazzo.integrations.shared.first_rank import warn_once
+from terrazzo.integrations.shared.honour import Settings
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["setup_for"]
@@ -43,32 +40,6 @@ __all__ = ["setup_for"]
 _NEVER = 2**31
 """A patience that no run exhausts: a fixed loss scale is a dynamic one that never moves."""
 _MIB = 2**20
-
-
-_OF_PLAN_AND_MESH = ("sharding.", "offload.weight", "offload.grad", "offload.optim", "mesh.", "parallel.")
-_OF_THE_LIBRARY = ("optimizer.", "schedule.", "batch.", "loading.", "saving.", "training.", "precision.saved")
-"""Settings that the library whose configuration it is carries out."""
-
-
-class _Settings:
-    """A description, and which of its settings have been asked for."""
-
-    def __init__(self, description: Description) -> None:
-        self.description, self._asked = description, set[str]()
-
-    def value(self, path: str) -> Any:
-        self._asked.add(path)
-        return self.description.value(path)
-
-    def left_out(self, own: Sequence[str]) -> list[str]:
-        """`KEY is VALUE` of each that a file gives and that nobody has asked for."""
-        of_file = {path: self.description[path] for path in PATHS if self.description[path].origin == "file"}
-        return [
-            f"{setting.key or path} is {as_text(setting.value)}"
-            for path, setting in of_file.items()
-            if path not in self._asked and not path.startswith((*_OF_PLAN_AND_MESH, *_OF_THE_LIBRARY, *own))
-            if not asks_for_nothing(path, setting.value)
-        ]
 
 
 def setup_for(
@@ -86,15 +57,13 @@ def setup_for(
 
     Raises: `BadInput` for what an integration cannot do, `Misuse` without a process group where the mesh needs one.
     """
-    settings = _Settings(description)
+    settings = Settings(description)
     setup = _setup(settings, device, loaded)
-    for text in settings.left_out(own):
-        warn_once(f"{text}: this integration leaves it out.")
+    settings.warn_of_the_rest(own)
     return setup
 
 
-def _setup(settings: _Settings, device: torch.device, loaded: torch.dtype | None) -> EngineSetup:
-    _check_extras(settings)
+def _setup(settings: Settings, device: torch.device, loaded: torch.dtype | None) -> EngineSetup:
     _check_units(settings)
     arguments = TerrazzoArguments(
         plan=settings.description.plan or Plan.named("zero3"),
@@ -116,21 +85,10 @@ def _setup(settings: _Settings, device: torch.device, loaded: torch.dtype | None
     )
 
 
-def _name(settings: _Settings, path: str) -> str:
-    """A setting as the user wrote it, else by its path."""
-    return settings.description[path].key or path
-
-
-def _check_extras(settings: _Settings) -> None:
-    for extra in settings.description.extras:
-        if extra.loss == "refused":
-            raise BadInput(f"{extra.key} is {extra.value!r}: {extra.why or 'Terrazzo has no such setting'}. Remove it.")
-
-
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def _precision(settings: _Settings, loaded: torch.dtype | None) -> Precision:
+def _precision(settings: Settings, loaded: torch.dtype | None) -> Precision:
     autocast = bool(settings.value("precision.autocast"))
 
     def dtype(name: str, otherwise: torch.dtype) -> torch.dtype:
@@ -156,7 +114,7 @@ def _precision(settings: _Settings, loaded: torch.dtype | None) -> Precision:
     )
 
 
-def _dtype(settings: _Settings, path: str, loaded: torch.dtype | None) -> torch.dtype | None:
+def _dtype(settings: Settings, path: str, loaded: torch.dtype | None) -> torch.dtype | None:
     value = settings.value(path)
     if value is None:
         return None
@@ -166,13 +124,13 @@ def _dtype(settings: _Settings, path: str, loaded: torch.dtype | None) -> torch.
         return loaded
     if value not in DTYPES:
         raise BadInput(
-            f"{_name(settings, path)} asks for {value}, in which Terrazzo does not train: use one of "
+            f"{settings.name(path)} asks for {value}, in which Terrazzo does not train: use one of "
             f"{', '.join(DTYPES)}."
         )
     return DTYPES[value]
 
 
-def _loss_scaling(settings: _Settings) -> LossScaling | None:
+def _loss_scaling(settings: Settings) -> LossScaling | None:
     scaling: LossScaling | None = settings.value("precision.loss_scaling")
     fixed = settings.value("precision.static_loss_scale")
     if not fixed:
@@ -180,28 +138,28 @@ def _loss_scaling(settings: _Settings) -> LossScaling | None:
     try:
         return LossScaling(init=float(fixed), interval=_NEVER, hysteresis=_NEVER)
     except BadInput as error:
-        raise BadInput(f"{_name(settings, 'precision.static_loss_scale')} is {fixed}. {error}") from None
+        raise BadInput(f"{settings.name('precision.static_loss_scale')} is {fixed}. {error}") from None
 
 
-def _gathers(settings: _Settings) -> bool:
+def _gathers(settings: Settings) -> bool:
     """Whether modules get weights that were gathered, and cast, for them; else theirs are whole, as they are stored."""
     return settings.value("sharding.weight") not in (None, "-")
 
 
-def _autocast(settings: _Settings) -> torch.dtype | None:
+def _autocast(settings: Settings) -> torch.dtype | None:
     if not settings.value("precision.autocast"):
         return None
     dtype = _dtype(settings, "precision.compute", None)
     if dtype is not torch.bfloat16 and not (dtype is torch.float16 and _gathers(settings)):
         raise BadInput(
-            f"{_name(settings, 'precision.compute')} asks for autocast to {str(dtype).removeprefix('torch.')}; "
+            f"{settings.name('precision.compute')} asks for autocast to {str(dtype).removeprefix('torch.')}; "
             "Terrazzo's loss scaling needs weights in fp16: autocast to bf16, shard the weights, or use fp16 without "
             "autocast."
         )
     return dtype
 
 
-def _float8(settings: _Settings) -> str | None:
+def _float8(settings: Settings) -> str | None:
     linears = str(settings.value("precision.linears") or "compute")
     return linears.removeprefix("fp8-") if linears.startswith("fp8-") else None
 
@@ -209,11 +167,11 @@ def _float8(settings: _Settings) -> str | None:
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _mesh(settings: _Settings, device: torch.device) -> DeviceMesh | None:
+def _mesh(settings: Settings, device: torch.device) -> DeviceMesh | None:
     for axis in MODEL_AXES:
         if (degree := settings.value(path := f"mesh.{axis}") or 1) != 1:
             raise BadInput(
-                f"{_name(settings, path)} asks for a {MEANING[path]} of {degree}; this integration trains "
+                f"{settings.name(path)} asks for a {MEANING[path]} of {degree}; this integration trains "
                 "data-parallel only. Set it to 1."
             )
     if not (dist.is_available() and dist.is_initialized()):
@@ -221,11 +179,11 @@ def _mesh(settings: _Settings, device: torch.device) -> DeviceMesh | None:
     return data_mesh(device.type, *_shape(settings, dist.get_world_size()))
 
 
-def _shape(settings: _Settings, world: int) -> tuple[int, ...]:
+def _shape(settings: Settings, world: int) -> tuple[int, ...]:
     """Sizes of the data axes: (replicas, shards), or (ranks,)."""
     told = settings.value("mesh.world")
     if told not in (None, world):
-        raise BadInput(f"{_name(settings, 'mesh.world')} says {told} ranks; {world} are running. Start {told}.")
+        raise BadInput(f"{settings.name('mesh.world')} says {told} ranks; {world} are running. Start {told}.")
     axes = degrees(settings.description.replace({"mesh.world": Setting(world, "derived")}))
     replicas, shards = axes["dp_replicate"], axes["dp_shard"]
     hybrid = any(axis in str(settings.value(f"sharding.{state}")) for state in ("weight", "optim") for axis in "SR")
@@ -233,12 +191,12 @@ def _shape(settings: _Settings, world: int) -> tuple[int, ...]:
         replicas, shards = _nodes(settings, world)
     if replicas is None or shards is None or replicas * shards != world:
         sizes = f"{replicas or '?'} replicas × {shards or '?'} shards"
-        keys = [_name(settings, f"mesh.{name}") for name in ("dp_replicate", "dp_shard")]
+        keys = [settings.name(f"mesh.{name}") for name in ("dp_replicate", "dp_shard")]
         raise BadInput(f"{' and '.join(dict.fromkeys(keys))}: {sizes} do not make up the {world} ranks that run.")
     return (replicas, shards) if hybrid or replicas > 1 else (shards,)
 
 
-def _nodes(settings: _Settings, world: int) -> tuple[int, int]:
+def _nodes(settings: Settings, world: int) -> tuple[int, int]:
     """Replicas are nodes and shards a node's ranks, as FSDP has it where it is not told. Collective.
 
     What each rank was told is compared first: else some would make one mesh, and others another, or none.
@@ -255,7 +213,7 @@ def _nodes(settings: _Settings, world: int) -> tuple[int, int]:
             else "how many nodes there are is not said"
         )
         raise BadInput(
-            f"{_name(settings, 'sharding.weight')} splits over the ranks of one node and copies between nodes, and "
+            f"{settings.name('sharding.weight')} splits over the ranks of one node and copies between nodes, and "
             f"{why}: say the number of replicas, start with torchrun and as many ranks on each node, which tells them "
             "how many (LOCAL_WORLD_SIZE; the deepspeed launcher's LOCAL_SIZE counts, too), or shard over all ranks."
         )
@@ -265,15 +223,15 @@ def _nodes(settings: _Settings, world: int) -> tuple[int, int]:
 # -- the rest ------------------------------------------------------------------------------------------------------
 
 
-def _check_units(settings: _Settings) -> None:
+def _check_units(settings: Settings) -> None:
     if ignored := settings.value("units.ignored"):
         raise BadInput(
-            f"{_name(settings, 'units.ignored')} leaves out {ignored!r}; Terrazzo shards every parameter of the "
+            f"{settings.name('units.ignored')} leaves out {ignored!r}; Terrazzo shards every parameter of the "
             "model. Remove it."
         )
 
 
-def _units(settings: _Settings) -> tuple[str, ...] | None:
+def _units(settings: Settings) -> tuple[str, ...] | None:
     """Class names; none at all for one unit; None where they are found by themselves, as for a least size, too."""
     policy = settings.value("units.policy")
     if policy == "none":
@@ -281,13 +239,13 @@ def _units(settings: _Settings) -> tuple[str, ...] | None:
     return tuple(settings.value("units.classes") or ()) or None if policy == "classes" else None
 
 
-def _prefetch(settings: _Settings) -> int:
+def _prefetch(settings: Settings) -> int:
     ahead = [settings.value(f"prefetch.{way}") for way in ("forward", "backward")]
     known = [value for value in ahead if value is not None]
     return max(known) if known else 1
 
 
-def _offload(settings: _Settings) -> Offload:
+def _offload(settings: Settings) -> Offload:
     def value(name: str) -> Any:
         return settings.value(f"offload.{name}")
 
@@ -299,13 +257,13 @@ def _offload(settings: _Settings) -> Offload:
     nvme = any("nvme" in str(value(state)) for state in ("weight", "grad", "optim"))
     if nvme and not arguments["path"]:
         raise BadInput(
-            f"{_name(settings, 'offload.optim')} places states on nvme, and no folder is named for them: set "
-            f"{_name(settings, 'offload.path')}, on a local NVMe drive."
+            f"{settings.name('offload.optim')} places states on nvme, and no folder is named for them: set "
+            f"{settings.name('offload.path')}, on a local NVMe drive."
         )
     return Offload(**{name: setting for name, setting in arguments.items() if setting is not None})
 
 
-def _activation_checkpointing(settings: _Settings) -> ActivationSetup:
+def _activation_checkpointing(settings: Settings) -> ActivationSetup:
     def value(name: str) -> Any:
         return settings.value(f"activation_checkpointing.{name}")
 
@@ -314,12 +272,12 @@ def _activation_checkpointing(settings: _Settings) -> ActivationSetup:
         mode, every = "full", value("every") or 1
     if mode not in CHECKPOINT_MODES:
         raise BadInput(
-            f"{_name(settings, 'activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
+            f"{settings.name('activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
             "full, selective or selective_half."
         )
     if value("offload") and mode == "none":
         raise BadInput(
-            f"{_name(settings, 'activation_checkpointing.offload')} moves to the host what activation checkpointing "
+            f"{settings.name('activation_checkpointing.offload')} moves to the host what activation checkpointing "
             "keeps, and the configuration asks for none: turn that on, or remove it."
         )
     ops = tuple(value("ops")) if value("ops") is not None else None

@@ -1,18 +1,27 @@
-"""A configuration in its library's words, read by its dialect: what cannot be done of it is refused or named."""
+"""What a configuration asks for and the integration does not do: it is refused, or named in a warning.
+
+A key is refused, or lost, by what its dialect says of it (`honour`). A setting that the dialect understands and that
+nobody has asked for is left out (`Settings`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import Any
 
 from terrazzo.dialects.core.agreement import extras_by_key
-from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.description import PATHS, Description, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.first_rank import warn_once
 
-__all__ = ["honour", "lost", "refuse"]
+__all__ = ["Settings", "honour", "lost", "refuse"]
+
+_OF_PLAN_AND_MESH = ("sharding.", "offload.weight", "offload.grad", "offload.optim", "mesh.", "parallel.")
+_OF_THE_LIBRARY = ("optimizer.", "schedule.", "batch.", "loading.", "saving.", "training.", "precision.saved")
+"""Settings that the library whose configuration it is carries out."""
 
 
 def honour(name: str, document: ConfigDocument, context: ReadingContext, who: str) -> Description:
@@ -54,3 +63,39 @@ def lost(reading: Reading, own: Container[str] = ()) -> list[str]:
         if extra.loss == "lossy" and key not in own and extra.value not in (None, {}):
             reasons.setdefault(key, f"Terrazzo has no such setting: {extra.why}")
     return [f"{key}: {why}" for key, why in reasons.items()]
+
+
+class Settings:
+    """The settings of a description, which remember the ones that have been asked for.
+
+    Raises:
+        BadInput: the description has a key that its dialect knows, and Terrazzo refuses.
+    """
+
+    def __init__(self, description: Description) -> None:
+        for extra in description.extras:
+            if extra.loss == "refused":
+                why = extra.why or "Terrazzo has no such setting"
+                raise BadInput(f"{extra.key} is {extra.value!r}: {why}. Remove it.")
+        self.description, self._asked = description, set[str]()
+
+    def value(self, path: str) -> Any:
+        self._asked.add(path)
+        return self.description.value(path)
+
+    def name(self, path: str) -> str:
+        """A setting as the user wrote it, else by its path."""
+        return self.description[path].key or path
+
+    def warn_of_the_rest(self, own: Sequence[str]) -> None:
+        """Name each setting that a file gives and that nobody has asked for, on rank 0, the first time.
+
+        Args:
+            own: beginnings of settings' paths that the integration carries out by itself.
+        """
+        done = (*_OF_PLAN_AND_MESH, *_OF_THE_LIBRARY, *own)
+        for path in PATHS:
+            setting = self.description[path]
+            is_open = setting.origin == "file" and path not in self._asked and not path.startswith(done)
+            if is_open and not asks_for_nothing(path, setting.value):
+                warn_once(f"{self.name(path)} is {as_text(setting.value)}: this integration leaves it out.")

@@ -6,14 +6,13 @@ torchrun --nproc-per-node 2 -m terrazzo.integrations.transformers --plan zero3 r
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import sys
 from collections.abc import Sequence
 
 import transformers
 
 from terrazzo.integrations.transformers import TerrazzoArguments, TerrazzoTrainerMixin, Trainer
+from terrazzo.tether import become
 
 __all__ = ["main"]
 
@@ -24,14 +23,13 @@ def main(arguments: Sequence[str]) -> None:
     default = "default: what the script's TrainingArguments say"
     parser.add_argument("--plan", help=f"as for tz.shard; {default}")
     parser.add_argument("--precision", help=f"as for tz.shard; {default}")
+    parser.add_argument("-m", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", help="what follows are its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     told = parser.parse_args(arguments)
     TerrazzoTrainerMixin.terrazzo = TerrazzoArguments(plan=told.plan, precision=told.precision)
     transformers.Trainer = transformers.trainer.Trainer = Trainer  # before what derives from it is imported
-    sys.argv = [told.script, *told.arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(told.script))
-    runpy.run_path(told.script, run_name="__main__")
+    become([*(["-m"] if told.m else []), told.script, *told.arguments])
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class TerrazzoTrainerMixin(_Base):
         self.exports_checkpoints = description.value("saving.export") != "none"
         if self.args.save_only_model and not self.exports_checkpoints:
             raise BadInput("save_only_model with state_dict_type SHARDED_STATE_DICT would save nothing: drop one.")
-        setup = setup_for(description, self.args.device, loaded).behind(self.terrazzo)
+        setup = setup_for(description, self.args.device, loaded).overridden_by(self.terrazzo)
         setup = replace(setup, accumulation=1, clip=None)  # the Trainer's own loop does both
         if setup.plan.weight.axes:
             check_split(self.args, setup.plan.name)

@@ -55,14 +55,14 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
 
     @property
     def precision(self) -> FabricPrecision:
-        """What stands for Lightning's plugin: the engine casts and scales by itself."""
-        return self._precision or FabricPrecision("32-true")
+        """What stands for Lightning's plugin: the engine casts weights and scales by itself."""
+        return self._precision or FabricPrecision(None)
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
         if plugin is not None and not isinstance(plugin, FabricPrecision):
             self._take_precision(plugin)
-            plugin = FabricPrecision(plugin.precision)
+            plugin = FabricPrecision(plugin)
         self._precision = plugin
 
     def module_to_device(self, module: nn.Module) -> None:

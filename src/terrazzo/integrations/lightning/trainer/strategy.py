@@ -47,15 +47,15 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
 
     @property
     def precision_plugin(self) -> TerrazzoPrecision:
-        """What stands for Lightning's plugin: the engine casts and scales by itself."""
+        """What stands for Lightning's plugin: the engine casts weights and scales by itself."""
         plugin = self._precision_plugin
-        return plugin if isinstance(plugin, TerrazzoPrecision) else TerrazzoPrecision("32-true", self)
+        return plugin if isinstance(plugin, TerrazzoPrecision) else TerrazzoPrecision(None, self)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None and not isinstance(plugin, TerrazzoPrecision):
             self._take_precision(plugin)
-            plugin = TerrazzoPrecision(plugin.precision, self)
+            plugin = TerrazzoPrecision(plugin, self)
         self._precision_plugin = plugin
 
     def setup(self, trainer: Any) -> None:
