@@ -477,6 +477,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 import terrazzo as tz
 from terrazzo.engine import engine_of
+from terrazzo.train.launch.launcher_pipe import Milestone
 from terrazzo.train.launch.rank.rank_process import RankProcess
 from terrazzo.telemetry.watchdog.recording import open_flight_recorder
 
@@ -485,7 +486,7 @@ how, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 process = RankProcess(rank)
 
 def work():
-    process.announce_ready()
+    process.reach(Milestone.READY)
     dist.init_process_group("gloo")
     recorder = open_flight_recorder(rank, 2)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
@@ -526,10 +527,11 @@ process.run(work)
 
 LAUNCH = """
 import sys
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.watchdog import Patience
-sys.exit(launch_ranks(2, sys.argv[1:], patience=Patience(1.0, 600.0)))
+sys.exit(launch_ranks(LaunchSpec(2, sys.argv[1:]), patience=Patience(1.0, 600.0)))
 """
 
 Done = subprocess.CompletedProcess[str]

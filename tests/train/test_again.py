@@ -15,9 +15,10 @@ import pytest
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.restart_points import restarts_of
-from terrazzo.train.launch.launcher.restart_policy import LaunchSpec, RestartPoint, RestartPolicy
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.train.launch.launcher.restart_policy import RestartPoint, RestartPolicy
 from terrazzo.train.launch.launcher.run_end import RunEnd
-from terrazzo.train.launch.launcher.start_ranks import launch_with_restarts
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.rank.restart_note import Restart, refuse_restarts, take_restart_note
 from terrazzo.train.launch.stopping.notices import Notices
 from tests.helpers import programs
@@ -88,8 +89,8 @@ import json, os, sys
 folder, first = sys.argv[1], f"{sys.argv[1]}/second"
 if not os.path.exists(first):
     open(first, "w").close()
-    for said in ({"begun": True}, {"claimed": True}):
-        os.write(int(os.environ["TERRAZZO_REPORT"]), json.dumps(said).encode() + b"\\n")
+    for milestone in ("ready", "claimed"):
+        os.write(int(os.environ["TERRAZZO_REPORT"]), json.dumps({"reached": milestone}).encode() + b"\\n")
     os._exit(7)
 os._exit(9)
 """
@@ -102,7 +103,7 @@ def test_the_end_of_ranks_that_were_started_again_is_heard_of_though_they_have_c
     notices = Notices("", str, on_end=lambda end: heard.append(end.code), on_restart=lambda: heard.append("again"))
     start = LaunchSpec(1, [str(tmp_path / "rank.py"), str(tmp_path)])
     restarts = RestartPolicy(1, lambda: RestartPoint(1, "step-1"), lambda saved: start.words, lambda line: None)
-    assert launch_with_restarts(start, restarts, notices, None) == 9
+    assert launch_ranks(start, notices=notices, restarts=restarts) == 9
     assert heard == [7, "again", 9]
 
 

@@ -17,10 +17,11 @@ from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
 from terrazzo.telemetry import FlightRecorder
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.rank_slots import RankSlots, slots_of
-from terrazzo.train.launch.launcher.restart_policy import LaunchSpec, RestartPoint, RestartPolicy
+from terrazzo.train.launch.launcher.restart_policy import RestartPoint, RestartPolicy
 from terrazzo.train.launch.launcher.run_end import RunEnd
-from terrazzo.train.launch.launcher.start_ranks import launch_with_restarts
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.launcher_pipe import LauncherPipe
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.rank.rank_process import RankProcess
@@ -152,15 +153,15 @@ def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.
     places = RankSlots([2, 3], lambda: 3, named=False)
     again = RestartPolicy(9, lambda: RestartPoint(5, "step-5"), lambda saved: ["words"], said.append, places)
     start = LaunchSpec(3, ["words"])
-    for ranks, ended in ((3, RunEnd(1, "x", lasts=False, unbegun=2)), (2, RunEnd(1, "y", lasts=False, unbegun=2))):
-        following = again.after(start, ended)
+    for ranks, why in ((3, "x"), (2, "y")):
+        following = again.after(start, RunEnd(1, why, lasts=False, rank=2, failed_at_start=True))
         assert following is not None and following.ranks == ranks
         start = following
     assert said == [
         "restart 1 of 9: starting 3 ranks again, from step-5",
         "restart 2 of 9: rank 2 of 3 fails at its start again; starting 2 ranks, from step-5",
     ]
-    assert again.after(start, RunEnd(1, "z", lasts=False, unbegun=1)) is None
+    assert again.after(start, RunEnd(1, "z", lasts=False, rank=1, failed_at_start=True)) is None
     assert capsys.readouterr().err == (
         "\nNot started again: rank 1 of 2 fails at its start again, and 2 ranks are the least (launch.ranks).\n"
     )
@@ -168,8 +169,8 @@ def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.
 
 FAILS = """
 import os, sys
-for said in ("begun", "claimed", "training", *sys.argv[1:]):
-    os.write(int(os.environ["TERRAZZO_REPORT"]), b'{"%s": true}\\n' % said.encode())
+for said in ("ready", "claimed", "training", *sys.argv[1:]):
+    os.write(int(os.environ["TERRAZZO_REPORT"]), b'{"reached": "%s"}\\n' % said.encode())
 os._exit(7)
 """
 
@@ -191,7 +192,7 @@ def test_a_rank_alone_is_where_it_was_if_it_has_ended_a_step(
     saved = map(RestartPoint, itertools.count(1), itertools.repeat("a checkpoint"))
     slots = RankSlots([1, 2], lambda: 1, named=False)
     policy = RestartPolicy(2, lambda: next(saved), lambda point: words, lambda line: None, slots)
-    assert launch_with_restarts(LaunchSpec(1, words), policy, Notices("", str), None) == 7
+    assert launch_ranks(LaunchSpec(1, words), notices=Notices("", str), restarts=policy) == 7
     assert f"\nNot started again: {why}.\n" in capfd.readouterr().err
 
 
@@ -205,7 +206,7 @@ def test_the_first_step_that_a_rank_ends_is_told_to_its_launcher_once(tmp_path: 
         process._reporter = LauncherPipe(file.fileno())
         for step in (5, 6):
             step_ended(step)
-    assert (told.read_text(), recorded) == ('{"stepped": true}\n', [5, 6])
+    assert (told.read_text(), recorded) == ('{"reached": "stepped"}\n', [5, 6])
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from terrazzo.errors import BadInput
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.launch.environment import adopt_slurm, first_host, is_rank
 from terrazzo.train.launch.launcher import local_ranks
-from terrazzo.train.launch.launcher.local_ranks import LocalRank, LocalRanks
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec, LocalRank, LocalRanks
 from terrazzo.train.launch.launcher.run_end import RanksAtEnd, report_end
 from terrazzo.train.launch.launcher.start_ranks import environment_of
-from terrazzo.train.launch.launcher_pipe import Failure, first_failure
+from terrazzo.train.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device, set_threads
 from terrazzo.train.launch.rank.process_group import _agree_on_device, join
 from tests.helpers import programs
@@ -65,8 +65,9 @@ RankProcess(rank).run(work)
 
 LAUNCH = """
 import sys
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
-sys.exit(launch_ranks(2, sys.argv[1:]))
+sys.exit(launch_ranks(LaunchSpec(2, sys.argv[1:])))
 """
 
 
@@ -152,7 +153,7 @@ def test_a_rank_that_is_on_its_way_out_is_left_to_end(tmp_path: Path, monkeypatc
     """Others fail by its closed connections before it has an exit code: it must not look as if it was ended."""
     monkeypatch.setattr(local_ranks, "is_ending", lambda pid: True)
     (tmp_path / "rank.py").write_text("import time; time.sleep(0.5); raise SystemExit(7)")
-    with LocalRanks(1, [str(tmp_path / "rank.py")], {}) as started:
+    with LocalRanks(LaunchSpec(1, [str(tmp_path / "rank.py")]), {}) as started:
         pass
     (rank,) = started.ranks
     assert (rank.code, rank.ended_by_us) == (7, False)
@@ -173,7 +174,7 @@ def test_ranks_that_nobody_can_look_after_are_ended(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(LocalRanks, "end", end)
     (tmp_path / "rank.py").write_text("import time; time.sleep(60)")
     with pytest.raises(OSError, match="no watchdog"):
-        LocalRanks(2, [str(tmp_path / "rank.py")], {}, patience=Patience(20.0, 60.0))
+        LocalRanks(LaunchSpec(2, [str(tmp_path / "rank.py")]), {}, patience=Patience(20.0, 60.0))
     assert [(rank.code, rank.ended_by_us) for rank in started] == [(-signal.SIGKILL, True)] * 2
 
 
@@ -181,7 +182,7 @@ def test_nobody_is_told_of_a_stop_where_a_rank_has_failed(tmp_path: Path) -> Non
     """The signal comes in the seconds that other ranks have to fail, too: there is nothing left to stop."""
     (tmp_path / "rank.py").write_text(FAILING)
     asked: list[str] = []
-    with LocalRanks(1, [str(tmp_path / "rank.py")], {}) as started:
+    with LocalRanks(LaunchSpec(1, [str(tmp_path / "rank.py")]), {}) as started:
         while not started.ranks[0].failed:
             started._listen(0.1)
         signals: Any = SimpleNamespace(received=[signal.SIGTERM])
@@ -191,9 +192,9 @@ def test_nobody_is_told_of_a_stop_where_a_rank_has_failed(tmp_path: Path) -> Non
 
 FAILING = """
 import os, time
-from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
 launcher = LauncherPipe(int(os.environ[REPORT]))
-launcher.begun()
+launcher.reach(Milestone.READY)
 launcher.fail(Failure(0, time.monotonic_ns(), 2, "not a fruit"), ValueError())
 time.sleep(60)
 """
@@ -216,7 +217,7 @@ class Ended(NamedTuple):
     ended_ns: int = 0
     ended_by_us: bool = False
     stopped: bool = False
-    stepped: bool = False
+    reached: frozenset[Milestone] = frozenset()
     at: str = ""
     step: int | None = None
 

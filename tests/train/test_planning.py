@@ -345,7 +345,7 @@ def test_the_command_refuses_before_any_process_starts(monkeypatch: pytest.Monke
     raw = {**BASE, "data": {"source": str(tmp_path / "text.txt")}, "launch": {"ranks": 2, "device": "cpu"}}
     path.write_text(json.dumps({**raw, "log": {"folder": str(tmp_path / "run")}}))
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("terrazzo.train.start_trainer.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("terrazzo.train.start_trainer.launch_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     words = ["model.dim=16384", "model.layers=64", "model.heads=64"]
     with pytest.raises(BadInput, match="This run needs about"):
         start_training(load_config(path, words), path, words)

@@ -381,7 +381,7 @@ def test_what_is_lost_at_a_second_interrupt_is_said_with_the_way_on(tmp_path: Pa
 
 RANK_THAT_SLEEPS = """
 import os, time
-os.write(int(os.environ["TERRAZZO_REPORT"]), b'{"begun": true}\\n')
+os.write(int(os.environ["TERRAZZO_REPORT"]), b'{"reached": "ready"}\\n')
 print("begun", flush=True)
 import signal
 signal.signal(signal.SIGINT, lambda *_: None)
@@ -390,10 +390,11 @@ time.sleep(60)
 
 LAUNCH_WITH_NOTICES = """
 import sys
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.stopping import stop_request as stop_signals
 from terrazzo.train.launch.stopping.notices import Notices
-sys.exit(launch_ranks(1, sys.argv[1:], notices=Notices("asked", lambda: "cut short")))
+sys.exit(launch_ranks(LaunchSpec(1, sys.argv[1:]), notices=Notices("asked", lambda: "cut short")))
 """
 
 

@@ -20,8 +20,9 @@ from terrazzo import cli
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.launcher import start_ranks as launcher
 from terrazzo.train.launch.launcher.labelled_output import LabelledOutput
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.run_end import RanksAtEnd, report_end
-from terrazzo.train.launch.launcher_pipe import REPORT, Failure
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure, Milestone
 from terrazzo.train.launch.script import start_script as launching
 from tests.train.test_launch import Ended, S
 
@@ -46,8 +47,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would have been started, in place of starting it."""
     calls: list[Any] = []
 
-    def note(ranks: int, words: list[str], *_: object, **__: object) -> int:
-        calls.append((ranks, words[2:]))
+    def note(start: LaunchSpec, **_: object) -> int:
+        calls.append((start.ranks, start.words[2:]))
         return 0
 
     def become(_: str, words: list[str]) -> None:
@@ -194,11 +195,13 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
 ) -> None:
     class Ranks(contextlib.nullcontext[Any]):
         stall = oom_kills = None
-        are_training = False
 
-        def __init__(self, count: int, *_: object, **__: object) -> None:
+        def __init__(self, start: LaunchSpec, *_: object, **__: object) -> None:
             self.enter_result = self
-            self.ranks = [SimpleNamespace(begun=begun, claimed=False)] * count
+            self.ranks = [SimpleNamespace(reached={Milestone.READY} if begun else set())] * start.ranks
+
+        def any_reached(self, milestone: Milestone) -> bool:
+            return any(milestone in rank.reached for rank in self.ranks)
 
         def wait(self, signals: object, asked: Callable[[], None]) -> int:
             if begun:

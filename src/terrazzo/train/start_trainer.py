@@ -10,8 +10,8 @@ from terrazzo.errors import counted
 from terrazzo.telemetry import RunConsole
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.checkpoints.restart_points import restarts_of
-from terrazzo.train.launch.launcher.restart_policy import LaunchSpec
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks, launch_with_restarts
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device
 from terrazzo.train.launch.stopping.trainer_notices import launcher_notices
 from terrazzo.train.preflight import check, check_fewer
@@ -47,7 +47,6 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
         return train_as_rank(path, overrides, command)
     words = ["-m", "terrazzo", "train", str(path), *overrides]
     notices = launcher_notices(config, command)
-    patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
-    if config.launch.restarts:
-        return launch_with_restarts(LaunchSpec(ranks, words), restarts_of(config, words), notices, patience)
-    return launch_ranks(ranks, words, notices=notices, patience=patience)
+    patience = Patience(config.launch.stall_s, config.launch.timeout_s)
+    restarts = restarts_of(config, words) if config.launch.restarts else None
+    return launch_ranks(LaunchSpec(ranks, words), notices=notices, patience=patience, restarts=restarts)

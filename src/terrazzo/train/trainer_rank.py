@@ -22,7 +22,7 @@ from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import open_flight_recorder
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.telemetry.watchdog.watched_rank import look_after
-from terrazzo.train.launch.launcher_pipe import REPORT
+from terrazzo.train.launch.launcher_pipe import REPORT, Milestone
 from terrazzo.train.launch.rank.process_group import Ranks, agree_on_config, join
 from terrazzo.train.launch.rank.rank_process import RankProcess
 from terrazzo.train.launch.rank.restart_note import refuse_restarts, take_restart_note
@@ -78,7 +78,7 @@ class _RankOfRun:
     def train(self) -> int:
         """Its whole life; the exit code. What is wrong on one rank is raised on all: each reads its own file."""
         restart = take_restart_note()
-        self.process.announce_ready()
+        self.process.reach(Milestone.READY)
         ranks = join(self._launch_section())
         if stays_stopped():
             return _stay_stopped(ranks)
@@ -109,12 +109,12 @@ class _RankOfRun:
     def _claim_folders(self, config: Config) -> None:
         """No other run may use them now: how an earlier one ended is forgotten, and how this one does noted there."""
         on_first(lambda: forget_exit(config.log.folder), BadInput)
-        self.process.announce_claim(config.log.folder, lambda: None)
+        self.process.note_end_in(config.log.folder, lambda: None)
 
     def _announce_steps(self, session: Session) -> None:
         """The run is set up: whoever has started this rank hears of it, and its end is noted with its step."""
-        self.process.announce_claim(session.config.log.folder, lambda: session.step)
-        self.process.announce_training()
+        self.process.note_end_in(session.config.log.folder, lambda: session.step)
+        self.process.reach(Milestone.TRAINING)
         self.stop.trains = True
 
     def _step_end(self, flight_recorder: FlightRecorder) -> Callable[[int], None]:
@@ -122,7 +122,7 @@ class _RankOfRun:
 
         def step_ended(step: int) -> None:
             flight_recorder.events.step_done(step)
-            self.process.announce_step()
+            self.process.reach(Milestone.STEPPED)
 
         return step_ended
 

@@ -124,8 +124,7 @@ def _dtype(settings: Settings, path: str, loaded: torch.dtype | None) -> torch.d
         return loaded
     if value not in DTYPES:
         raise BadInput(
-            f"{settings.name(path)} asks for {value}, in which Terrazzo does not train: use one of "
-            f"{', '.join(DTYPES)}."
+            f"{settings.name(path)} asks for {value}, in which Terrazzo does not train: use one of {', '.join(DTYPES)}."
         )
     return DTYPES[value]
 

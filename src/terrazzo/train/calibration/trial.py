@@ -25,7 +25,9 @@ from terrazzo.errors import BadInput
 from terrazzo.exchange import broadcast_json, gather_json
 from terrazzo.telemetry import PeakMemory
 from terrazzo.train.launch.environment import is_rank
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
+from terrazzo.train.launch.launcher_pipe import Milestone
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.rank.process_group import join
 from terrazzo.train.launch.rank.rank_process import RankProcess
@@ -126,11 +128,12 @@ def main() -> int:
     if is_rank():
         process = RankProcess(int(os.environ["RANK"]))
         process.run(lambda: _rank(process, config, Path(out)))
-    return launch_ranks(ranks_to_start(config), ["-m", "terrazzo.train.calibration.trial", *sys.argv[1:]])
+    words = ["-m", "terrazzo.train.calibration.trial", *sys.argv[1:]]
+    return launch_ranks(LaunchSpec(ranks_to_start(config), words))
 
 
 def _rank(process: RankProcess, config: Config, out: Path) -> int:
-    process.announce_ready()
+    process.reach(Milestone.READY)
     trials = _run_trials(config)
     if os.environ["RANK"] == "0":
         out.write_text(json.dumps([asdict(trial) for trial in trials]), encoding="utf-8")

@@ -10,14 +10,28 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
-__all__ = ["REPORT", "SIBLING_GRACE_S", "Failure", "LauncherPipe", "Reporter", "first_failure"]
+__all__ = ["REPORT", "SIBLING_GRACE_S", "Failure", "LauncherPipe", "Milestone", "Reporter", "first_failure"]
 
 REPORT = "TERRAZZO_REPORT"
 """The descriptor of the pipe, in the environment of a rank."""
 
 SIBLING_GRACE_S = 8.0
 """Time for a rank to fail by itself before it is ended because another one failed."""
+
+
+class Milestone(StrEnum):
+    """How far a rank has come since it was started."""
+
+    READY = "ready"
+    """It heeds signals."""
+    CLAIMED = "claimed"
+    """The run's folders are its own."""
+    TRAINING = "training"
+    """The run is set up, and takes steps."""
+    STEPPED = "stepped"
+    """It has ended a step."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +56,8 @@ def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
 class Reporter:
     """What a rank tells whoever looks after it. This one has nobody but the user to tell."""
 
-    def begun(self) -> None:
-        """This rank heeds signals from now on."""
-
-    def claimed(self) -> None:
-        """The run's folders are its own."""
-
-    def training(self) -> None:
-        """The run is set up, and takes steps."""
-
-    def stepped(self) -> None:
-        """This rank has ended a step since it was started."""
+    def reach(self, milestone: Milestone) -> None:
+        """This rank has come so far."""
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """This rank ends so."""
@@ -69,17 +74,8 @@ class LauncherPipe(Reporter):
         self._descriptor = descriptor
         os.set_inheritable(descriptor, False)
 
-    def begun(self) -> None:
-        self._send({"begun": True})
-
-    def claimed(self) -> None:
-        self._send({"claimed": True})
-
-    def training(self) -> None:
-        self._send({"training": True})
-
-    def stepped(self) -> None:
-        self._send({"stepped": True})
+    def reach(self, milestone: Milestone) -> None:
+        self._send({"reached": milestone})
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         self._send({"failure": asdict(failure)})

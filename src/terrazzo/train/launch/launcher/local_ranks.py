@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -27,14 +27,23 @@ from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
 from terrazzo.tether import tethered
 from terrazzo.train.launch.environment import RUN_ID
 from terrazzo.train.launch.launcher.labelled_output import LabelledOutput
-from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure
+from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
 from terrazzo.train.launch.stopping.received_signals import ReceivedSignals
 
-__all__ = ["LocalRank", "LocalRanks"]
+__all__ = ["LaunchSpec", "LocalRank", "LocalRanks"]
 
 _POLL_S = 0.1
 _STOPPING_S = 30.0  # time for ranks that were asked to stop to save, once one of them has ended
 _UNKILLABLE_S = 10.0  # the kernel may keep a killed process for as long as a device or file system does not answer
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What is started: so many ranks of `python WORDS`, with more in their environment."""
+
+    ranks: int
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class LocalRank:
@@ -44,9 +53,7 @@ class LocalRank:
     this process prints, or first to `outputs`, if there are two of them.
 
     Attributes:
-        claimed: the run's folders are its own.
-        trains: the run is set up, and takes steps.
-        stepped: it has ended a step since it was started.
+        reached: how far it says that it has come.
         stopped: it stood still, by a signal such as SIGSTOP, when another one had failed.
     """
 
@@ -58,8 +65,8 @@ class LocalRank:
         outputs: Sequence[LabelledOutput] = (),
         recording: Recording | None = None,
     ) -> None:
-        self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
-        self.stopped, self.claimed, self.trains, self.stepped = False, False, False, False
+        self.rank, self.outputs, self.reached = rank, outputs, set[Milestone]()
+        self.ended_by_us = self.stopped = False
         self._recording = recording
         self.code: int | None = None
         self.ended_ns: int | None = None
@@ -147,22 +154,20 @@ class LocalRank:
         self.ended_ns = self.ended_ns or time.monotonic_ns()
 
     def _take_message(self, message: dict[str, object]) -> None:
-        self.begun = self.begun or "begun" in message
-        self.claimed = self.claimed or "claimed" in message
-        self.trains = self.trains or "training" in message
-        self.stepped = self.stepped or "stepped" in message
+        if "reached" in message:
+            self.reached.add(Milestone(str(message["reached"])))
         if isinstance(failure := message.get("failure"), dict):
             self.failure = Failure(**failure)
 
 
 class LocalRanks:
-    """All ranks of a run on this machine, each running `python ARGUMENTS`. Leaving its `with` ends those that are left.
+    """All ranks of a run on this machine. Leaving its `with` ends those that are left.
 
     They meet at a store that this process serves, on a port that the system chooses, and are told what torchrun tells.
 
     Args:
+        start: how many there are, and what each of them runs.
         defaults: of their environment, where that of this process has nothing.
-        fixed: in their environment, whatever that of this process has.
         labelled: lines of all ranks but the first begin with the rank's number.
         patience: with ranks that stand still, which record what they do; None: nobody looks after them.
 
@@ -172,10 +177,8 @@ class LocalRanks:
 
     def __init__(
         self,
-        count: int,
-        arguments: Sequence[str],
+        start: LaunchSpec,
         defaults: Mapping[str, str],
-        fixed: Mapping[str, str] = MappingProxyType({}),
         *,
         labelled: bool = False,
         patience: Patience | None = None,
@@ -184,8 +187,8 @@ class LocalRanks:
         environment = {
             **defaults,
             **os.environ,
-            **fixed,
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(count)),
+            **start.environment,
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(start.ranks)),
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",
             "ROLE_NAME": "default",
@@ -203,11 +206,11 @@ class LocalRanks:
         self._lines = selectors.DefaultSelector()
         self._watchdog: Watchdog | None = None
         try:
-            for number in range(count):
+            for number in range(start.ranks):
                 outputs = [LabelledOutput(f"[rank {number}] ", fd) for fd in (1, 2)] if labelled and number else []
                 recording = Recording() if patience is not None else None
                 self.recordings += [] if recording is None else [recording]
-                self.ranks.append(rank := LocalRank(number, environment, arguments, outputs, recording))
+                self.ranks.append(rank := LocalRank(number, environment, start.words, outputs, recording))
                 self._lines.register(rank.line, selectors.EVENT_READ, rank)
                 for output in outputs:
                     self._lines.register(output.line, selectors.EVENT_READ, output)
@@ -236,7 +239,7 @@ class LocalRanks:
             if len(signals.received) > heeded:
                 number = signals.received[heeded]
                 heeded += 1
-                asks = number in (signal.SIGTERM, signal.SIGINT) and any(rank.begun for rank in self.ranks)
+                asks = number in (signal.SIGTERM, signal.SIGINT) and self.any_reached(Milestone.READY)
                 if heeded > 1 or not asks:
                     return number
                 if not any(rank.failed for rank in self.ranks):
@@ -245,17 +248,18 @@ class LocalRanks:
             if deadline == float("inf") and any(rank.failed for rank in self.ranks):
                 for rank in self.ranks:
                     rank.look_whether_stopped()
-                saying = any(rank.begun and rank.code is None for rank in self.ranks)  # others have nothing to say yet
+                saying = any(
+                    Milestone.READY in rank.reached and rank.code is None for rank in self.ranks
+                )  # others have nothing to say yet
                 grace_s = _STOPPING_S if heeded else SIBLING_GRACE_S
                 deadline = time.monotonic() + (grace_s if saying else 0.0)
             if time.monotonic() > deadline or self._stands_still():
                 break
         return None
 
-    @property
-    def are_training(self) -> bool:
-        """Whether the run is set up, and takes steps."""
-        return any(rank.trains for rank in self.ranks)
+    def any_reached(self, milestone: Milestone) -> bool:
+        """Whether a rank has come so far."""
+        return any(milestone in rank.reached for rank in self.ranks)
 
     def _stands_still(self) -> bool:
         """For good; what its ranks were doing has been kept."""
@@ -292,9 +296,9 @@ class LocalRanks:
             recording.close()
 
     def _pass_on(self, number: int) -> None:
-        """To those that have begun: others would die of it, and of the trainer's ranks one is enough."""
+        """To those that heed it: others would die of it, and of the trainer's ranks one is enough."""
         for rank in self.ranks:
-            if rank.begun:
+            if Milestone.READY in rank.reached:
                 rank.send(number)
 
     def _listen(self, patience_s: float) -> None:

@@ -6,16 +6,16 @@ Only ranks that this package's own launcher has started. torchrun and Slurm star
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput, counted
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.rank_slots import RankSlots
 from terrazzo.train.launch.launcher.run_end import RunEnd
 from terrazzo.train.launch.rank.restart_note import Restart
 
-__all__ = ["LaunchSpec", "RestartPoint", "RestartPolicy"]
+__all__ = ["RestartPoint", "RestartPolicy"]
 
 
 class RestartPoint(NamedTuple):
@@ -23,15 +23,6 @@ class RestartPoint(NamedTuple):
 
     step: int = 0
     path: str = ""
-
-
-@dataclass(frozen=True)
-class LaunchSpec:
-    """What is started: so many ranks of `python WORDS`, with more in their environment."""
-
-    ranks: int
-    words: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class RestartPolicy:
@@ -90,7 +81,7 @@ class RestartPolicy:
         """The places that are no more, in words; a rank has lost its own where it fails at its start again."""
         if self._places is None:
             return ""
-        return self._places.lost(end.unbegun if self._number else None)
+        return self._places.lost(end.rank if end.failed_at_start and self._number else None)
 
 
 def _refuse(why: str) -> None:

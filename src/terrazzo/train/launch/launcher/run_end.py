@@ -19,7 +19,7 @@ from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALL
 from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.train.launch.launcher.local_ranks import LocalRank
-from terrazzo.train.launch.launcher_pipe import Failure, first_failure
+from terrazzo.train.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.train.launch.stopping.notices import Notices, say_now
 
 __all__ = ["RanksAtEnd", "RunEnd", "report_end"]
@@ -38,8 +38,8 @@ class RunEnd(NamedTuple):
         code: the exit code that says so.
         why: what failed first, in a line; empty where nothing did.
         lasts: it would end so again, whoever starts it.
-        unbegun: the rank that failed first, where it had not ended a step yet.
         rank: that failed first.
+        failed_at_start: this one had not ended a step since it was started.
         step: that this one had ended last, where that is known.
         reason: as in an `ExitNote`; empty for that of the code.
     """
@@ -47,8 +47,8 @@ class RunEnd(NamedTuple):
     code: int
     why: str = ""
     lasts: bool = True
-    unbegun: int | None = None
     rank: int | None = None
+    failed_at_start: bool = False
     step: int | None = None
     reason: str = ""
 
@@ -98,9 +98,8 @@ class RanksAtEnd:
     def ended_by_failure(self, failure: Failure, why: str, reason: str = "") -> RunEnd:
         """The end of a run whose first failure this is; `why` in a line."""
         rank = self.ranks[failure.rank]
-        unbegun = None if rank.stepped else failure.rank
-        lasts = failure.lasts or self.any_is_left
-        return RunEnd(failure.exit_code, why, lasts, unbegun, failure.rank, rank.step, reason)
+        lasts, at_start = failure.lasts or self.any_is_left, Milestone.STEPPED not in rank.reached
+        return RunEnd(failure.exit_code, why, lasts, failure.rank, at_start, rank.step, reason)
 
 
 def report_end(end: RanksAtEnd) -> RunEnd:
@@ -123,8 +122,8 @@ def _ended_at_once(end: RanksAtEnd) -> RunEnd | None:
     if end.kill_signal is None:
         return None
     if end.notices is not None:
-        begun = any(rank.begun for rank in end.ranks)
-        say_now(end.notices.cut_short() if begun else end.notices.unbegun)
+        is_ready = any(Milestone.READY in rank.reached for rank in end.ranks)
+        say_now(end.notices.cut_short() if is_ready else end.notices.ended_unasked)
     return RunEnd(128 + end.kill_signal)
 
 

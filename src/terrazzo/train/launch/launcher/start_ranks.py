@@ -7,20 +7,21 @@ given it, so there is one way in which a rank begins.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.topology import cpus_of_a_rank
 from terrazzo.exit_codes import PREEMPTED, STALLED
 from terrazzo.telemetry.watchdog.evidence import keep_evidence
 from terrazzo.telemetry.watchdog.watchdog import Patience
-from terrazzo.train.launch.launcher.local_ranks import LocalRanks
-from terrazzo.train.launch.launcher.restart_policy import LaunchSpec, RestartPolicy
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec, LocalRanks
+from terrazzo.train.launch.launcher.restart_policy import RestartPolicy
 from terrazzo.train.launch.launcher.run_end import RanksAtEnd, RunEnd, report_end
+from terrazzo.train.launch.launcher_pipe import Milestone
 from terrazzo.train.launch.stopping.notices import Notices, say_now
 from terrazzo.train.launch.stopping.received_signals import ReceivedSignals
 
-__all__ = ["environment_of", "launch_ranks", "launch_with_restarts"]
+__all__ = ["environment_of", "launch_ranks"]
 
 
 def environment_of(ranks: int) -> dict[str, str]:
@@ -41,56 +42,43 @@ def environment_of(ranks: int) -> dict[str, str]:
 
 
 def launch_ranks(
-    ranks: int,
-    arguments: Sequence[str],
-    defaults: Mapping[str, str] | None = None,
+    start: LaunchSpec,
     *,
+    defaults: Callable[[int], Mapping[str, str]] = environment_of,
     labelled: bool = False,
     notices: Notices | None = None,
     patience: Patience | None = None,
+    restarts: RestartPolicy | None = None,
 ) -> int:
-    """Run `python ARGUMENTS` as `ranks` local ranks; returns the exit code for this process.
+    """Run local ranks until they have ended for good; returns the exit code for this process.
 
     Prints the first failing rank's message or traceback as the last thing on screen.
 
     Args:
-        defaults: of their environment; by default `environment_of` the trainer's ranks.
-        labelled, patience: as for `LocalRanks`.
+        defaults: gives the environment of so many ranks, where that of this process has nothing.
+        labelled: as for `LocalRanks`.
         notices: what is said as soon as a signal comes.
+        patience: with several ranks that stand still; None: nobody looks after them.
+        restarts: decides whether they are started again after a failure; None: they are not.
     """
-    signals, defaults = ReceivedSignals(), environment_of(ranks) if defaults is None else defaults
-    try:
-        started = LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience)
-        return _exit_code(_run(started, signals, notices)[0], notices)
-    finally:
-        signals.restore()
-
-
-def launch_with_restarts(
-    start: LaunchSpec, restarts: RestartPolicy, notices: Notices, patience: Patience | None
-) -> int:
-    """The same of the trainer's ranks, which are started again as `restarts` decides."""
     signals, claimed = ReceivedSignals(), False
     try:
         while True:
             looked_after = patience if start.ranks > 1 else None
-            defaults, environment = environment_of(start.ranks), start.environment
-            ranks = LocalRanks(start.ranks, start.words, defaults, environment, patience=looked_after)
+            ranks = LocalRanks(start, defaults(start.ranks), labelled=labelled, patience=looked_after)
             end, claimed = _run(ranks, signals, notices, claimed)
-            failed = end.code not in (0, PREEMPTED) and not signals.received
-            following = restarts.after(start, end) if failed else None
+            may_restart = restarts is not None and end.code not in (0, PREEMPTED) and not signals.received
+            following = restarts.after(start, end) if restarts is not None and may_restart else None
             if following is None:
                 return _exit_code(end, notices)
             start = following
-            if claimed:
+            if claimed and notices is not None:
                 notices.on_restart()
     finally:
         signals.restore()
 
 
-def _run(
-    ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, claimed: bool = False
-) -> tuple[RunEnd, bool]:
+def _run(ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, claimed: bool) -> tuple[RunEnd, bool]:
     """Wait until ranks have ended, and say how; whether the run's folders are its own.
 
     Args:
@@ -103,7 +91,7 @@ def _run(
     oom_kills = started.oom_kills
     at_end = RanksAtEnd(started.ranks, stop_signal, kill_signal, started.stall, evidence, oom_kills, notices)
     end = report_end(at_end)
-    claimed = claimed or any(rank.claimed for rank in started.ranks)
+    claimed = claimed or started.any_reached(Milestone.CLAIMED)
     if notices is not None and claimed and started.stall is None:  # the note of a stall is kept with its evidence
         notices.on_end(end.note)
     return end, claimed
@@ -111,7 +99,7 @@ def _run(
 
 def _say_stopping(started: LocalRanks, notices: Notices | None) -> None:
     if notices is not None:
-        say_now(notices.on_request(trains=started.are_training))
+        say_now(notices.on_request(trains=started.any_reached(Milestone.TRAINING)))
 
 
 def _exit_code(end: RunEnd, notices: Notices | None) -> int:

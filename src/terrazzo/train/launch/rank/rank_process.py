@@ -15,7 +15,7 @@ from terrazzo.config import without_passwords
 from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import FAILED, INTERRUPTED, reason_of
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, note_of_code
-from terrazzo.train.launch.launcher_pipe import Failure, Reporter
+from terrazzo.train.launch.launcher_pipe import Failure, Milestone, Reporter
 from terrazzo.train.launch.rank.failure_reporters import reporter_of, says_all
 
 __all__ = ["RankProcess"]
@@ -31,8 +31,8 @@ class RankProcess:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._reporter: Reporter = Reporter()
+        self._reached: set[Milestone] = set()
         self._folder: Path | None = None  # of the run, once it is its own
-        self._has_stepped = False
         self._step: Callable[[], int | None] = lambda: None
 
     def run(self, work: Callable[[], int]) -> NoReturn:
@@ -56,24 +56,16 @@ class RankProcess:
                     last()
             os._exit(code)
 
-    def announce_ready(self) -> None:
-        """Tell the process that started this rank that it heeds signals now."""
-        self._reporter.begun()
+    def reach(self, milestone: Milestone) -> None:
+        """Tell the process that started this rank, once, that it has come so far."""
+        if milestone not in self._reached:
+            self._reached.add(milestone)
+            self._reporter.reach(milestone)
 
-    def announce_claim(self, folder: Path, step: Callable[[], int | None]) -> None:
+    def note_end_in(self, folder: Path, step: Callable[[], int | None]) -> None:
         """From now on `folder` is this run's own: how it ends is noted there, with what `step` tells then."""
         self._folder, self._step = folder, step
-        self._reporter.claimed()
-
-    def announce_training(self) -> None:
-        """Tell the process that started this rank that the run is set up, and takes steps."""
-        self._reporter.training()
-
-    def announce_step(self) -> None:
-        """Tell the process that started this rank, once, that it has ended a step."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._reporter.stepped()
+        self.reach(Milestone.CLAIMED)
 
     def note_interrupted(self) -> None:
         """Note that this process is about to end at once, as somebody has asked for, where nobody else can."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from terrazzo import tether
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.tether import become
-from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
 
 __all__ = ["own_frames"]
 
@@ -61,7 +61,7 @@ def _main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # also into a pipe or file: lines of ranks in the order of time
             stream.reconfigure(line_buffering=True, write_through=False)  # PYTHONUNBUFFERED writes a line's end apart
-    launcher.begun()
+    launcher.reach(Milestone.READY)
     try:
         become(sys.argv[1:])
     except SystemExit as leaving:

@@ -16,6 +16,7 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput, counted
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.train.launch.environment import adopt_slurm, is_rank, require_environment, starter
+from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.stopping.notices import Notices
@@ -61,8 +62,8 @@ def run_script(script: Script, ranks: int | None) -> int:
     if ranks is None:
         which = "one for each GPU here" if count > 1 else "as for one GPU, or none"
         print(f"terrazzo run: {counted(count, 'rank')}, {which}; --ranks N starts N.", file=sys.stderr)
-    words, defaults = ["-m", _RANK, *script.words], environment_of_script(count)
-    return launch_ranks(count, words, defaults, labelled=True, notices=notices_of_script(count))
+    start = LaunchSpec(count, ["-m", _RANK, *script.words])
+    return launch_ranks(start, defaults=environment_of_script, labelled=True, notices=notices_of_script(count))
 
 
 def notices_of_script(ranks: int) -> Notices:

@@ -19,7 +19,7 @@ class Notices:
     Attributes:
         stopping: said when it is asked to stop.
         cut_short: gives what is said where it is ended at once: what that costs.
-        unbegun: said instead where no rank had begun, so that there was nobody to ask.
+        ended_unasked: said instead where no rank heeded signals yet, so that there was nobody to ask.
         stopping_early: said when it is asked to stop while it is set up, and may yet be refused.
         on_end: called with how ranks have ended, of a run whose folders are its own.
         on_restart: called before they are started again, of such a run.
@@ -27,7 +27,7 @@ class Notices:
 
     stopping: str
     cut_short: Callable[[], str]
-    unbegun: str = "Ended before training began: nothing is lost."
+    ended_unasked: str = "Ended before training began: nothing is lost."
     stopping_early: str = ""
     on_end: Callable[[ExitNote], object] = lambda note: None
     on_restart: Callable[[], object] = lambda: None
