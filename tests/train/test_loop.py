@@ -15,7 +15,7 @@ import pytest
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
-from terrazzo.exchange import agree, gather_json
+from terrazzo.exchange import agree, broadcast_json, gather_json
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.ring import EventKind
 from terrazzo.train.launch.rank.process_group import agree_on_config
@@ -134,6 +134,7 @@ def test_values_of_any_length_travel_between_ranks() -> None:
     def body(rank: int) -> list[Any]:
         assert agree(None) is None
         assert agree(f"rank {rank} says no" if rank else None) == "rank 1 says no"
+        assert broadcast_json("ü" * 50 if rank == 0 else object()) == "ü" * 50, "what other ranks give is not looked at"
         return gather_json(["ü" * 50 * rank, {"rank": rank}])
 
     expected = [["ü" * 50 * rank, {"rank": rank}] for rank in range(3)]

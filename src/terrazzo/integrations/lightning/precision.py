@@ -1,4 +1,4 @@
-"""Lightning's `precision` on Terrazzo's engine, which casts weights and scales the loss; autocast is Lightning's own."""
+"""Lightning's `precision`: the engine casts weights and scales the loss, and autocast is Lightning's own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FabricPrecision(fabric.Precision):
 
 
 class TerrazzoPrecision(pytorch.Precision):
-    """Runs forwards under autocast as the Trainer's own plugin does, steps without a closure, and clips over all shards.
+    """Runs forwards under autocast as the Trainer's own plugin does. It steps without a closure, and clips over shards.
 
     Args:
         plugin: the Trainer's own; None for fp32.

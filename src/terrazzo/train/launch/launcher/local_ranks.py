@@ -248,9 +248,8 @@ class LocalRanks:
             if deadline == float("inf") and any(rank.failed for rank in self.ranks):
                 for rank in self.ranks:
                     rank.look_whether_stopped()
-                saying = any(
-                    Milestone.READY in rank.reached and rank.code is None for rank in self.ranks
-                )  # others have nothing to say yet
+                # Others have nothing to say yet.
+                saying = any(Milestone.READY in rank.reached and rank.code is None for rank in self.ranks)
                 grace_s = _STOPPING_S if heeded else SIBLING_GRACE_S
                 deadline = time.monotonic() + (grace_s if saying else 0.0)
             if time.monotonic() > deadline or self._stands_still():
