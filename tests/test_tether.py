@@ -38,6 +38,26 @@ time.sleep(60)
 """
 
 
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("-m terrazzo run", ""),
+        ("/bin/terrazzo run -u", ""),
+        ("-c pass -u", ""),
+        ("-u -X dev -m terrazzo run -u script.py", "-u -X dev"),
+        ("-Wignore -Xutf8=1 -um terrazzo", "-W ignore -X utf8=1 -u"),
+        ("-OuX dev -i -m terrazzo", "-Ou -X dev"),
+        ("--check-hash-based-pycs never -B script.py -B", "--check-hash-based-pycs never -B"),
+        ("-I - -B", "-I"),
+    ],
+)
+def test_options_of_the_interpreter_are_told_from_those_of_what_it_runs(
+    words: str, flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words.split()])
+    assert " ".join(tether.interpreter_flags()) == flags
+
+
 def script(tmp_path: Path, text: str) -> str:
     path = tmp_path / "script.py"
     path.write_text(text)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-__all__ = ["PARENT", "become", "tethered", "tie"]
+__all__ = ["PARENT", "become", "interpreter_flags", "tethered", "tie"]
 
 PARENT = os.getppid()
 """The parent of this process, read as early as the package can."""
@@ -28,6 +28,33 @@ def tethered(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
     On Linux it ends with the thread that starts it: use the main one.
     """
     return [sys.executable, *flags, os.path.abspath(__file__), str(os.getpid()), *arguments]
+
+
+def interpreter_flags() -> tuple[str, ...]:
+    """The options that this interpreter itself was started with, such as `-u -X dev -W error`, to start another one so.
+
+    `-i` is left out: what is started in the background has no terminal to go on at.
+    """
+    flags: list[str] = []
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if not word.startswith("-") or word == "-":
+            break
+        if word.startswith("--"):
+            flags += [word, next(words)] if word == "--check-hash-based-pycs" else [word]
+            continue
+        letters = ""
+        for place, letter in enumerate(word[1:], start=1):
+            if letter in "cm":
+                return (*flags, f"-{letters}") if letters else tuple(flags)
+            if letter in "WX":
+                value = word[place + 1 :] or next(words)
+                flags += [f"-{letters}"] * bool(letters) + [f"-{letter}", value]
+                letters = ""
+                break
+            letters += letter if letter != "i" else ""
+        flags += [f"-{letters}"] * bool(letters)
+    return tuple(flags)
 
 
 def tie(parent: int) -> None:

@@ -16,12 +16,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.exporters.huggingface import (
-    ModelDescription,
-    describe_folder,
-    export_huggingface,
-    tokenizer_files,
-)
+from terrazzo.checkpoint.exporters.huggingface import export_huggingface
+from terrazzo.checkpoint.hub_folder import ModelDescription, describe_folder, tokenizer_files
 from terrazzo.checkpoint.source import Source, StateInfo, TensorInfo
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from terrazzo.train.data.tokenizer import ByteTokenizer
@@ -280,7 +276,8 @@ import resource, sys
 from pathlib import Path
 import torch
 from terrazzo.checkpoint.exporters.dcp import export_dcp
-from terrazzo.checkpoint.exporters.huggingface import ModelDescription, export_huggingface
+from terrazzo.checkpoint.exporters.huggingface import export_huggingface
+from terrazzo.checkpoint.hub_folder import ModelDescription
 from terrazzo.checkpoint.source import Source, StateInfo, TensorInfo
 
 class Large(Source):

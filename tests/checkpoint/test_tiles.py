@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from terrazzo.checkpoint import Source, open_source
 from terrazzo.checkpoint.exporters.dcp import export_dcp
-from terrazzo.checkpoint.exporters.huggingface import ModelDescription, export_huggingface
+from terrazzo.checkpoint.exporters.huggingface import export_huggingface
 from terrazzo.checkpoint.format.seal import seal_of
+from terrazzo.checkpoint.hub_folder import ModelDescription
 from terrazzo.checkpoint.operations import audit, compare
 from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.checkpoint.source import WEIGHT

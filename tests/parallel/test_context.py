@@ -133,7 +133,8 @@ def test_all_backends_sum_gradients_in_rank_order() -> None:
     values = [2.0**24, 1.0, -(2.0**24)]
 
     def on_rank(rank: int) -> float:
-        return float(AxisRanks.of_group(dist.group.WORLD).summed(torch.full((3, 1), values[rank]), torch.float32))
+        ranks = AxisRanks.of_group(dist.group.WORLD)
+        return float(ranks.reduce_scatter(torch.full((3, 1), values[rank]), torch.float32))
 
     assert run_in_threads(3, on_rank) == [0.0] * 3
 

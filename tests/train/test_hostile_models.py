@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.checkpoint.exporters.huggingface import read_model_config
+from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.loading import model_shape

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from terrazzo.config import CONFIG_KEYS, config_from_dict, load_config
-from terrazzo.engine import Offload, Plan
+from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.idle_settings import _OF_ONE_RANK, _OF_ONE_SUMMING, _RULES, idle_notes
+from terrazzo.train.preflight.idle_settings import _OF_ONE_RANK, _RULES, idle_notes
+from terrazzo.train.settings.plan import build_precision, precision_of_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,6 +109,29 @@ def test_defaults_and_examples_are_quiet() -> None:
         assert idle_notes(config, config.launch.ranks or 1) == [], path.name
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_one_rank_is_told_once_of_messages_that_nobody_sends(plan: str) -> None:
+    config = config_from_dict({"plan": plan, "precision": {"gather": "int8", "quantized_reduce": "int8"}})
+    gather, reduce = idle_notes(config, 1)
+    assert gather.startswith("config: precision.gather does nothing")
+    assert reduce.startswith("config: precision.quantized_reduce does nothing")
+    assert precision_of_run(config, 1) == Precision()
+    assert precision_of_run(config, 2) == (
+        build_precision(config) if plan == "zero3" else Precision(quantized_reduce="int8")
+    )
+
+
+def test_copies_of_experts_along_tp_are_summed() -> None:
+    config = config_from_dict(
+        {
+            "plan": {"mesh": {"tp": 4, "ep": 2}},
+            "model": {"experts": {"count": 4}},
+            "precision": {"quantized_reduce": "int8"},
+        }
+    )
+    assert idle_notes(config, 4) == []
+
+
 def test_a_limit_that_nobody_keeps_is_named() -> None:
     (note,) = idle_notes(config_from_dict({"launch": {"stall_s": 5}}), 1)
     assert note.startswith("config: launch.stall_s does nothing")
@@ -135,7 +159,9 @@ ALWAYS = """
 
 
 def test_every_key_of_the_schema_is_judged() -> None:
-    ruled = {key for rule in (*_RULES, *_OF_ONE_RANK, *_OF_ONE_SUMMING) for key in rule.keys.split()} | {"launch.ranks"}
+    ruled = {key for rule in (*_RULES, *_OF_ONE_RANK) for key in rule.keys.split()} | {"launch.ranks"}
+    unused = Precision.unused_under(Plan.named("zero0"), ())
+    ruled |= {f"precision.{name}" for names in unused.values() for name in names}
     ruled |= {f"offload.{name}" for names in Offload.unused_under(Plan.named("zero0")).values() for name in names}
     judged = [key for glob in f"{REFUSED} {ALWAYS}".split() for key in fnmatch.filter(CONFIG_KEYS, glob)]
     assert sorted(judged) == sorted(set(judged)), "once each"

@@ -228,6 +228,7 @@ import os, pickle, sys, time
 class Mine: pass
 rank = int(os.environ["RANK"])
 assert "torch" not in sys.modules  # what torch reads at its import can still be set
+assert "MARK" in sys.warnoptions  # options of the interpreter are those of the launcher's
 assert type(pickle.loads(pickle.dumps(Mine()))) is Mine and __name__ == "__main__"
 said = sys.argv[1:], os.path.dirname(__file__) == sys.path[0], os.environ["OMP_NUM_THREADS"], os.environ["WORLD_SIZE"]
 try:
@@ -243,11 +244,14 @@ explode()
 """
 
 
+MARK = "ignore:nothing that anybody says"
+
+
 def launched(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     path = tmp_path / "mine.py"
-    path.write_text(SCRIPT)
+    path.write_text(SCRIPT.replace("MARK", MARK))
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "terrazzo", "run", "--ranks", "2", str(path), *arguments]
+    command = [sys.executable, "-W", MARK, "-m", "terrazzo", "run", "--ranks", "2", str(path), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 

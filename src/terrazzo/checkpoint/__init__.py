@@ -25,6 +25,7 @@ Beside the folders, used by several of them:
     replicas    states that several ranks hold alike are compared
     rng         states of random generators
     hub_names   how transformers names and cuts tensors in a folder
+    hub_folder  what such a folder says besides its weights
 
 How a rank's file is written:
 
@@ -53,6 +54,7 @@ needs a reader of the older one in `format.parse`, and a line in docs/reference/
 Open to other packages:
 
     exporters      checkpoints as other libraries read them
+    hub_folder     what a model folder of transformers says besides its weights
     hub_names      how transformers names and cuts tensors in a folder
     loading        a checkpoint's weights as a mapping
     source         what every checkpoint is to a reader, whoever wrote it

@@ -14,13 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.exporters.huggingface import (
-    ModelDescription,
-    Planned,
-    describe_folder,
-    planned,
-    write_folder,
-)
+from terrazzo.checkpoint.exporters.huggingface import Planned, planned, write_folder
+from terrazzo.checkpoint.hub_folder import ModelDescription, describe_folder
 from terrazzo.checkpoint.hub_names import hub_tensors
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
 from terrazzo.engine import collect_buffers, engine_of, listing, persistent_buffers, whole_weights

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint import Source, open_source
-from terrazzo.checkpoint.exporters.huggingface import (
-    CONFIG_FILE,
-    ModelDescription,
-    describe_folder,
-    export_huggingface,
-)
+from terrazzo.checkpoint.exporters.huggingface import export_huggingface
+from terrazzo.checkpoint.hub_folder import CONFIG_FILE, ModelDescription, describe_folder
 from terrazzo.checkpoint.operations import describe
 from terrazzo.checkpoint.operations.convert import convert
 from terrazzo.checkpoint.source import WEIGHT

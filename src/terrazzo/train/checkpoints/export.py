@@ -13,12 +13,8 @@ from typing import Any
 from torch import nn
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.exporters.huggingface import (
-    ModelDescription,
-    describe_folder,
-    export_huggingface,
-    tokenizer_files,
-)
+from terrazzo.checkpoint.exporters.huggingface import export_huggingface
+from terrazzo.checkpoint.hub_folder import ModelDescription, describe_folder, tokenizer_files
 from terrazzo.checkpoint.hub_names import HubTensor, hub_tensors, pretrained_model
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.checkpoint.exporters.huggingface import ModelDescription
+from terrazzo.checkpoint.hub_folder import ModelDescription
 from terrazzo.errors import BadInput
 
 __all__ = ["byte_tokenizer_files", "decoder_as_llama"]

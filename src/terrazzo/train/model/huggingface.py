@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo.checkpoint.exporters.huggingface import read_model_config
+from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.parallel.transformers_support import DOCUMENTS_APART
 from terrazzo.planner.model.meta import bounded, refused

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.checkpoint.exporters.huggingface import read_model_config
+from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameters_by_names, persistent_buffers

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cached_property
+
 from torch import nn
 
 from terrazzo.config import Config
@@ -14,7 +17,7 @@ from terrazzo.train.model.head_loss import take_targets
 from terrazzo.train.model.linears import convert_linears
 from terrazzo.train.model.objectives import objective_of
 
-__all__ = ["decoder_config", "prepare_model"]
+__all__ = ["ModelOnPaper", "decoder_config", "prepare_model"]
 
 
 def decoder_config(config: Config, tokenizer: Tokenizer | None = None) -> DecoderConfig:
@@ -71,3 +74,27 @@ def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Modu
     if config.train.compile:
         compile_units(model, units=units)
     return model
+
+
+class ModelOnPaper:
+    """The model of a configuration on the meta device, to be looked at: built when it is first asked for, and once.
+
+    It is not compiled: the compiler takes seconds to load, and changes no name and no tensor.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The whole model, which everybody leaves as it is.
+
+        Raises:
+            BadInput: it cannot be built as the configuration says.
+        """
+        as_it_is = self._config.train.model_copy(update={"compile": False})
+        return prepare_model(self._config.model_copy(update={"train": as_it_is}))
+
+    def copy(self) -> nn.Module:
+        """Another one, to be changed."""
+        return copy.deepcopy(self.model)

@@ -24,7 +24,7 @@ from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import leaves_logits_apart
-from terrazzo.train.model.prepare import decoder_config, prepare_model
+from terrazzo.train.model.prepare import ModelOnPaper, decoder_config
 from terrazzo.train.settings.optimizer import division_of, optimizer_class, steps_matrices
 from terrazzo.train.settings.plan import (
     build_diloco,
@@ -33,6 +33,7 @@ from terrazzo.train.settings.plan import (
     build_precision,
     mesh_shape,
     micro_batches_per_rank,
+    precision_of_run,
 )
 
 __all__ = ["executed_share", "matmul_format", "setup_of"]
@@ -48,7 +49,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     Raises: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
     """
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
-    precision = build_precision(config)
+    precision = precision_of_run(config, world_size)
     mode, every = config.train.checkpointing
     mesh = _mesh(config, world_size)
     machines = machine_of(config) if cluster is None else cluster
@@ -160,9 +161,7 @@ def _named_matrices(config: Config, shape: ModelShape) -> ModelShape:
     muon = config.optimizer.muon
     if not steps_matrices(config.optimizer) or (not muon.matrices and muon.others is None):
         return shape
-    as_it_is = config.train.model_copy(update={"compile": False})
-    model = prepare_model(config.model_copy(update={"train": as_it_is}))
-    matrices = {name for name, _ in division_of(config.optimizer, model).matrices}
+    matrices = {name for name, _ in division_of(config.optimizer, ModelOnPaper(config).model).matrices}
     units = []
     for unit in shape.units:
         prefix, _, number = unit.name.rpartition(".")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.checkpoint.exporters.huggingface import read_model_config
+from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config, setting_texts
 from terrazzo.engine import check_narrow
 from terrazzo.errors import BadInput, counted, listed
@@ -15,7 +15,7 @@ from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.huggingface import check_cuts_attention, weight_files
 from terrazzo.train.model.lora import check_lora
-from terrazzo.train.model.prepare import decoder_config
+from terrazzo.train.model.prepare import ModelOnPaper, decoder_config
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.preflight.guard_settings import check_guard
 from terrazzo.train.preflight.idle_settings import idle_notes
@@ -52,7 +52,8 @@ def check(config: Config, world_size: int) -> list[str]:
     mesh_shape(config.plan.mesh, world_size)
     filling = _filling_notes(config, world_size)
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
-    check_axes(config)
+    whole = ModelOnPaper(config)
+    check_axes(config, whole)
     check_guard(config)
     if config.plan.mesh.pp > 1:
         settings = config.parallel.pipeline
@@ -62,7 +63,7 @@ def check(config: Config, world_size: int) -> list[str]:
     check_narrow([optimizer_class(config.optimizer)], precision)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     _check_model(config, tokenizer)
-    check_named(config, tokenizer)
+    check_named(config, whole)
     _check_data(config)
     check_written(config)
     local = check_local(config, world_size)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from terrazzo.checkpoint.exporters.huggingface import read_model_config
+from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput

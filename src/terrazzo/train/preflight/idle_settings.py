@@ -17,7 +17,7 @@ from terrazzo.engine import Offload
 from terrazzo.train.data.sources import PYTHON_STDLIB, without_records
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.settings.optimizer import optimizer_class, steps_matrices
-from terrazzo.train.settings.plan import build_plan
+from terrazzo.train.settings.plan import build_plan, unused_formats
 
 __all__ = ["idle_notes"]
 
@@ -34,8 +34,7 @@ class _Rule(NamedTuple):
 def idle_notes(config: Config, world_size: int) -> list[str]:
     """A line for the settings of each kind that do nothing in this run, naming them."""
     now, usual, notes = setting_texts(config), setting_texts(Config()), []
-    one_sums = world_size == config.plan.mesh.tp * config.plan.mesh.pp
-    for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ()), *(_OF_ONE_SUMMING if one_sums else ())):
+    for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ())):
         changed = [key for key in rule.keys.split() if now[key] != usual[key]]
         if changed and rule.applies(config):
             notes.append(_note(changed, rule.why, rule.edit))
@@ -43,6 +42,9 @@ def idle_notes(config: Config, world_size: int) -> list[str]:
     for (why, tier), names in unused.items():
         if changed := [key for name in names if now[key := f"offload.{name}"] != usual[key]]:
             notes.append(_note(changed, why, f"set offload.optim={tier}"))
+    for why, names in unused_formats(config, world_size).items():
+        if changed := [key for name in names if now[key := f"precision.{name}"] != usual[key]]:
+            notes.append(_note(changed, why, "start more ranks, under a plan that splits, such as plan.name=zero3"))
     if (ranks := config.rank_numbers) and world_size not in ranks:
         why = f"{world_size} ranks have been started by torchrun or Slurm"
         notes.append(_note(["launch.ranks"], why, "start as many"))
@@ -105,12 +107,6 @@ _RULES = (
         lambda config: config.plan.sync_every is None,
         "plan.sync_every is null: gradients are summed over all ranks, and there are no outer steps",
         "set plan.sync_every, such as 100",
-    ),
-    _Rule(
-        "precision.gather",
-        lambda config: not (build_plan(config).weight.axes or build_plan(config).optim.axes),
-        "under this plan every rank has all states, and no weights are gathered",
-        "take a plan that splits them, such as plan.name=zero3",
     ),
     _Rule(
         "model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings"
@@ -271,23 +267,7 @@ _RULES = (
     ),
 )
 
-_OF_ONE_SUMMING = (
-    _Rule(
-        "precision.quantized_reduce precision.error_feedback",
-        lambda config: True,
-        "no two ranks see different data, so no gradients of matrices are summed over ranks",
-        "start more",
-    ),
-)
-"""Where no ranks are beside each other along `dp_replicate`, `dp_shard` or `cp`."""
-
 _OF_ONE_RANK = (
-    _Rule(
-        "precision.gather",
-        lambda config: True,
-        "one rank alone has all weights",
-        "start more",
-    ),
     _Rule(
         "launch.stall_s",
         lambda config: True,

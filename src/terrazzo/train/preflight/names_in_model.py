@@ -5,15 +5,14 @@ from __future__ import annotations
 from terrazzo.config import Config
 from terrazzo.engine import find_units
 from terrazzo.errors import BadInput
-from terrazzo.train.data.tokenizer import Tokenizer
-from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.model.prepare import ModelOnPaper
 from terrazzo.train.settings.optimizer import check_names
 
 __all__ = ["check_named"]
 
 
-def check_named(config: Config, tokenizer: Tokenizer) -> None:
-    """Look names up in the whole model, built without memory; nothing is built where there are none.
+def check_named(config: Config, whole: ModelOnPaper) -> None:
+    """Look names up in the whole model; nothing is built where there are none.
 
     Raises:
         BadInput: a name that means nothing there.
@@ -28,10 +27,8 @@ def check_named(config: Config, tokenizer: Tokenizer) -> None:
         or config.objective.loss == "chunked"
     ):
         return
-    as_it_is = train.model_copy(update={"compile": False})  # the compiler takes seconds to load, and renames nothing
     try:
-        model = prepare_model(config.model_copy(update={"train": as_it_is}), tokenizer)
-        find_units(model, plan.units)
+        find_units(whole.model, plan.units)
     except BadInput as error:
         raise BadInput(f"plan.{error}" if str(error).startswith("units") else str(error)) from None
-    check_names(config.optimizer, [name for name, _ in model.named_parameters()])
+    check_names(config.optimizer, [name for name, _ in whole.model.named_parameters()])

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.checkpoint.exporters.huggingface import read_model_config
+from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.parallel import (
@@ -29,32 +29,32 @@ from terrazzo.parallel.sharing_rules import (
 from terrazzo.parallel.simulated_ranks import cut_simulated
 from terrazzo.train.model.huggingface import tensor_styles
 from terrazzo.train.model.parallel import plan_of
-from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.model.prepare import ModelOnPaper
 
 __all__ = ["check_axes"]
 
 
-def check_axes(config: Config) -> None:
+def check_axes(config: Config, whole: ModelOnPaper) -> None:
     """Refuse a configuration whose sequences, matrices or experts cannot be shared.
 
     Raises:
         BadInput: there.
     """
     mesh = config.plan.mesh
-    _check_experts(config)
+    _check_experts(config, whole)
     if mesh.pp > 1:
-        _check_pipeline(config)
+        _check_pipeline(config, whole)
     if mesh.ranks_per_batch == 1:
         return
     _check_lengths(config)
     if mesh.cp > 1:
         _check_context(config)
     if mesh.tp > 1:
-        _check_tensor(config)
-        _check_linears(config)
+        _check_tensor(config, whole)
+        _check_linears(config, whole)
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: Config, whole: ModelOnPaper) -> None:
     shared, train, without = config.plan.mesh.pp, config.train, "or plan.mesh.pp=1"
     if config.objective.name != "next_token":
         raise BadInput(
@@ -70,15 +70,15 @@ def _check_pipeline(config: Config) -> None:
             f" {without}."
         )
     try:
-        check_line(prepare_model(config), shared * config.parallel.pipeline.chunks)
+        check_line(whole.model, shared * config.parallel.pipeline.chunks)
     except BadInput as error:
         raise BadInput(f"plan.mesh.pp {shared}: {error}") from None
 
 
-def _check_experts(config: Config) -> None:
+def _check_experts(config: Config, whole: ModelOnPaper) -> None:
     mesh, count, tensor = config.plan.mesh, config.model.experts.count, config.parallel.tensor
     if mesh.ep > 1 and config.model.kind != "decoder":
-        _check_their_experts(config)
+        _check_their_experts(config, whole)
     elif mesh.ep > 1 and count is None:
         raise BadInput(
             f"plan.mesh.ep is {mesh.ep}, and the model has no experts that ranks can share. Set model.experts.count, or"
@@ -97,8 +97,8 @@ def _check_experts(config: Config) -> None:
         )
 
 
-def _check_their_experts(config: Config) -> None:
-    """Those of a model of transformers, looked at without memory."""
+def _check_their_experts(config: Config, whole: ModelOnPaper) -> None:
+    """Check the experts of a model of transformers."""
     shared = config.plan.mesh.ep
     if config.objective.kind.of_pairs:
         raise BadInput(
@@ -106,7 +106,7 @@ def _check_their_experts(config: Config) -> None:
             " ranks share. Set plan.mesh.ep=1, or objective=next_token."
         )
     try:
-        check_experts(prepare_model(config), shared)
+        check_experts(whole.model, shared)
     except BadInput as error:
         raise BadInput(f"plan.mesh.ep {shared}: {error}") from None
 
@@ -169,14 +169,14 @@ def _check_ulysses(config: Config, heads: int | None, key: str) -> None:
     )
 
 
-def _check_tensor(config: Config) -> None:
+def _check_tensor(config: Config, whole: ModelOnPaper) -> None:
     tp = config.plan.mesh.tp
     if config.model.kind == "decoder":
         model = config.model
         _check_heads(tp, {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads})
         ffn_dim = model.ffn_dim if model.experts.count is None else None  # those of experts are not cut
         _check_widths(tp, {"model.ffn_dim": ffn_dim, "model.vocab_size": model.vocab_size})
-        _check_own_plan(config, model.kv_heads or model.heads)
+        _check_own_plan(config, model.kv_heads or model.heads, whole)
         return
     assert config.model.path is not None
     if config.objective.kind.scored:
@@ -186,7 +186,7 @@ def _check_tensor(config: Config) -> None:
         )
     values = read_model_config(config.model.path)
     _check_transformers(tp, values, config.parallel.tensor.plan == "auto")
-    _check_own_plan(config, values.get("num_key_value_heads"))
+    _check_own_plan(config, values.get("num_key_value_heads"), whole)
 
 
 def _check_transformers(tp: int, values: Mapping[str, Any], by_theirs: bool) -> None:
@@ -206,7 +206,7 @@ def _check_transformers(tp: int, values: Mapping[str, Any], by_theirs: bool) -> 
     _check_widths(tp, {name: values.get(name) for name in ("hidden_size", "intermediate_size", "vocab_size")})
 
 
-def _check_own_plan(config: Config, kv_heads: Any) -> None:
+def _check_own_plan(config: Config, kv_heads: Any, whole: ModelOnPaper) -> None:
     """Try `parallel.tensor.plan` on the model without memory. A style of a few letters says nothing of heads."""
     tp, settings = config.plan.mesh.tp, config.parallel.tensor
     if settings.plan == "auto":
@@ -218,16 +218,16 @@ def _check_own_plan(config: Config, kv_heads: Any) -> None:
             " rank computes the key head that it needs."
         )
     try:
-        cut_simulated(prepare_model(config), tp, settings.sequence, settings.plan)
+        cut_simulated(whole.copy(), tp, settings.sequence, settings.plan)
     except BadInput as error:
         raise BadInput(f"parallel.tensor.plan: {error}") from None
 
 
-def _check_linears(config: Config) -> None:
+def _check_linears(config: Config, whole: ModelOnPaper) -> None:
     """Try whether parts of matrices that multiply in 8 bits fit the matrix units."""
     if config.precision.recipe is None:
         return
-    model = prepare_model(config)
+    model = whole.copy()
     try:
         cut_simulated(model, config.plan.mesh.tp, config.parallel.tensor.sequence, plan_of(model, config))
     except BadInput as error:

@@ -58,6 +58,7 @@ from terrazzo.train.settings.plan import (
     build_precision,
     evaluation_limit,
     mesh_shape,
+    precision_of_run,
     scaled_for_sums,
 )
 
@@ -185,7 +186,7 @@ def _shard(model: nn.Module, optimizer: Any, config: Config, mesh: Any) -> tuple
         optimizer,
         plan=build_plan(config),
         units=config.plan.units,
-        precision=scaled_for_sums(build_precision(config), config),
+        precision=scaled_for_sums(precision_of_run(config, mesh.size()), config),
         mesh=mesh,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
 from terrazzo.engine import OFFLOADS, PLANS, DiLoCo, Offload, Plan, Precision, WireFormat
+from terrazzo.engine.mesh.family import DATA_AXES
 from terrazzo.errors import BadInput
 from terrazzo.parallel import mesh_sizes
 from terrazzo.words import DTYPE_FIELDS
@@ -23,7 +25,9 @@ __all__ = [
     "filling_note",
     "mesh_shape",
     "micro_batches_per_rank",
+    "precision_of_run",
     "scaled_for_sums",
+    "unused_formats",
 ]
 
 OFFLOADED_STATES = ("weight", "grad", "optim")
@@ -135,6 +139,24 @@ def build_precision(config: Config) -> Precision:
         value = getattr(config.precision, key)
         further[key] = None if value == plain else WireFormat(value)
     return Precision(**dtypes, loss_scaling=base.loss_scaling, **further)
+
+
+def precision_of_run(config: Config, world_size: int) -> Precision:
+    """`build_precision` without the formats of messages that no rank sends: `idle_notes` tells of them."""
+    precision = build_precision(config)
+    unused = [name for names in unused_formats(config, world_size).values() for name in names]
+    return replace(precision, **{name: getattr(Precision(), name) for name in unused})
+
+
+def unused_formats(config: Config, world_size: int) -> dict[str, Sequence[str]]:
+    """Why, and the names of settings of `precision` that change nothing on the mesh of a run."""
+    sizes = mesh_shape(config.plan.mesh, world_size)
+    apart = {"dp_replicate"} if config.plan.sync_every is not None else set()
+    data = [axis for axis in DATA_AXES if sizes.get(axis, 1) > 1 and axis not in apart]
+    group = math.prod(sizes.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
+    if (experts := sizes.get("ep", 1)) > 1 and group > experts:  # whose copies are split and summed over all of these
+        return Precision.unused_under(build_plan(config), DATA_AXES)
+    return Precision.unused_under(build_plan(config).over(data), data)
 
 
 def scaled_for_sums(precision: Precision, config: Config) -> Precision:

@@ -24,7 +24,7 @@ from terrazzo.telemetry.watchdog.memory_kills import MemoryKills
 from terrazzo.telemetry.watchdog.recording import ASK, DESCRIPTORS, Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
-from terrazzo.tether import tethered
+from terrazzo.tether import interpreter_flags, tethered
 from terrazzo.train.launch.environment import RUN_ID
 from terrazzo.train.launch.launcher.labelled_output import LabelledOutput
 from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
@@ -80,7 +80,7 @@ class LocalRank:
         try:
             os.set_blocking(self.line, False)
             self._process = subprocess.Popen(
-                tethered(*arguments),
+                tethered(*arguments, flags=interpreter_flags()),
                 env={**environment, **numbers, **recorded, REPORT: str(theirs)},
                 pass_fds=[theirs, *descriptors],
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on

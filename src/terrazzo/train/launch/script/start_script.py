@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, counted
 from terrazzo.shell_command import terrazzo_command
+from terrazzo.tether import interpreter_flags
 from terrazzo.train.launch.environment import adopt_slurm, is_rank, require_environment, starter
 from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.train.launch.launcher.start_ranks import launch_ranks
@@ -91,4 +92,4 @@ def _become(script: Script, ranks: int | None) -> NoReturn:
         print(f"terrazzo run: the script joins the {started} ranks that {who} has started.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *script.words])
+    os.execv(sys.executable, [sys.executable, *interpreter_flags(), *script.words])
