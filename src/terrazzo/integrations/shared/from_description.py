@@ -32,7 +32,7 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
-from terrazzo.integrations.shared.honour import Settings
+from terrazzo.integrations.shared.honour import RequestedSettings
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["setup_for"]
@@ -57,13 +57,13 @@ def setup_for(
 
     Raises: `BadInput` for what an integration cannot do, `Misuse` without a process group where the mesh needs one.
     """
-    settings = Settings(description)
+    settings = RequestedSettings(description)
     setup = _setup(settings, device, loaded)
     settings.warn_of_the_rest(own)
     return setup
 
 
-def _setup(settings: Settings, device: torch.device, loaded: torch.dtype | None) -> EngineSetup:
+def _setup(settings: RequestedSettings, device: torch.device, loaded: torch.dtype | None) -> EngineSetup:
     _check_units(settings)
     arguments = TerrazzoArguments(
         plan=settings.description.plan or Plan.named("zero3"),
@@ -88,7 +88,7 @@ def _setup(settings: Settings, device: torch.device, loaded: torch.dtype | None)
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def _precision(settings: Settings, loaded: torch.dtype | None) -> Precision:
+def _precision(settings: RequestedSettings, loaded: torch.dtype | None) -> Precision:
     autocast = bool(settings.value("precision.autocast"))
 
     def dtype(name: str, otherwise: torch.dtype) -> torch.dtype:
@@ -114,7 +114,7 @@ def _precision(settings: Settings, loaded: torch.dtype | None) -> Precision:
     )
 
 
-def _dtype(settings: Settings, path: str, loaded: torch.dtype | None) -> torch.dtype | None:
+def _dtype(settings: RequestedSettings, path: str, loaded: torch.dtype | None) -> torch.dtype | None:
     value = settings.value(path)
     if value is None:
         return None
@@ -129,7 +129,7 @@ def _dtype(settings: Settings, path: str, loaded: torch.dtype | None) -> torch.d
     return DTYPES[value]
 
 
-def _loss_scaling(settings: Settings) -> LossScaling | None:
+def _loss_scaling(settings: RequestedSettings) -> LossScaling | None:
     scaling: LossScaling | None = settings.value("precision.loss_scaling")
     fixed = settings.value("precision.static_loss_scale")
     if not fixed:
@@ -140,12 +140,12 @@ def _loss_scaling(settings: Settings) -> LossScaling | None:
         raise BadInput(f"{settings.name('precision.static_loss_scale')} is {fixed}. {error}") from None
 
 
-def _gathers(settings: Settings) -> bool:
+def _gathers(settings: RequestedSettings) -> bool:
     """Whether modules get weights that were gathered, and cast, for them; else theirs are whole, as they are stored."""
     return settings.value("sharding.weight") not in (None, "-")
 
 
-def _autocast(settings: Settings) -> torch.dtype | None:
+def _autocast(settings: RequestedSettings) -> torch.dtype | None:
     if not settings.value("precision.autocast"):
         return None
     dtype = _dtype(settings, "precision.compute", None)
@@ -158,7 +158,7 @@ def _autocast(settings: Settings) -> torch.dtype | None:
     return dtype
 
 
-def _float8(settings: Settings) -> str | None:
+def _float8(settings: RequestedSettings) -> str | None:
     linears = str(settings.value("precision.linears") or "compute")
     return linears.removeprefix("fp8-") if linears.startswith("fp8-") else None
 
@@ -166,7 +166,7 @@ def _float8(settings: Settings) -> str | None:
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _mesh(settings: Settings, device: torch.device) -> DeviceMesh | None:
+def _mesh(settings: RequestedSettings, device: torch.device) -> DeviceMesh | None:
     for axis in MODEL_AXES:
         if (degree := settings.value(path := f"mesh.{axis}") or 1) != 1:
             raise BadInput(
@@ -178,7 +178,7 @@ def _mesh(settings: Settings, device: torch.device) -> DeviceMesh | None:
     return data_mesh(device.type, *_shape(settings, dist.get_world_size()))
 
 
-def _shape(settings: Settings, world: int) -> tuple[int, ...]:
+def _shape(settings: RequestedSettings, world: int) -> tuple[int, ...]:
     """Sizes of the data axes: (replicas, shards), or (ranks,)."""
     told = settings.value("mesh.world")
     if told not in (None, world):
@@ -195,7 +195,7 @@ def _shape(settings: Settings, world: int) -> tuple[int, ...]:
     return (replicas, shards) if hybrid or replicas > 1 else (shards,)
 
 
-def _nodes(settings: Settings, world: int) -> tuple[int, int]:
+def _nodes(settings: RequestedSettings, world: int) -> tuple[int, int]:
     """Replicas are nodes and shards a node's ranks, as FSDP has it where it is not told. Collective.
 
     What each rank was told is compared first: else some would make one mesh, and others another, or none.
@@ -222,7 +222,7 @@ def _nodes(settings: Settings, world: int) -> tuple[int, int]:
 # -- the rest ------------------------------------------------------------------------------------------------------
 
 
-def _check_units(settings: Settings) -> None:
+def _check_units(settings: RequestedSettings) -> None:
     if ignored := settings.value("units.ignored"):
         raise BadInput(
             f"{settings.name('units.ignored')} leaves out {ignored!r}; Terrazzo shards every parameter of the "
@@ -230,7 +230,7 @@ def _check_units(settings: Settings) -> None:
         )
 
 
-def _units(settings: Settings) -> tuple[str, ...] | None:
+def _units(settings: RequestedSettings) -> tuple[str, ...] | None:
     """Class names; none at all for one unit; None where they are found by themselves, as for a least size, too."""
     policy = settings.value("units.policy")
     if policy == "none":
@@ -238,13 +238,13 @@ def _units(settings: Settings) -> tuple[str, ...] | None:
     return tuple(settings.value("units.classes") or ()) or None if policy == "classes" else None
 
 
-def _prefetch(settings: Settings) -> int:
+def _prefetch(settings: RequestedSettings) -> int:
     ahead = [settings.value(f"prefetch.{way}") for way in ("forward", "backward")]
     known = [value for value in ahead if value is not None]
     return max(known) if known else 1
 
 
-def _offload(settings: Settings) -> Offload:
+def _offload(settings: RequestedSettings) -> Offload:
     def value(name: str) -> Any:
         return settings.value(f"offload.{name}")
 
@@ -262,7 +262,7 @@ def _offload(settings: Settings) -> Offload:
     return Offload(**{name: setting for name, setting in arguments.items() if setting is not None})
 
 
-def _activation_checkpointing(settings: Settings) -> ActivationSetup:
+def _activation_checkpointing(settings: RequestedSettings) -> ActivationSetup:
     def value(name: str) -> Any:
         return settings.value(f"activation_checkpointing.{name}")
 

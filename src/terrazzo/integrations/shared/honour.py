@@ -1,7 +1,7 @@
 """What a configuration asks for and the integration does not do: it is refused, or named in a warning.
 
 A key is refused, or lost, by what its dialect says of it (`honour`). A setting that the dialect understands and that
-nobody has asked for is left out (`Settings`).
+nobody has asked for is left out (`RequestedSettings`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.first_rank import warn_once
 
-__all__ = ["Settings", "honour", "lost", "refuse"]
+__all__ = ["RequestedSettings", "honour", "lost", "refuse"]
 
 _OF_PLAN_AND_MESH = ("sharding.", "offload.weight", "offload.grad", "offload.optim", "mesh.", "parallel.")
 _OF_THE_LIBRARY = ("optimizer.", "schedule.", "batch.", "loading.", "saving.", "training.", "precision.saved")
-"""Settings that the library whose configuration it is carries out."""
+"""RequestedSettings that the library whose configuration it is carries out."""
 
 
 def honour(name: str, document: ConfigDocument, context: ReadingContext, who: str) -> Description:
@@ -65,7 +65,7 @@ def lost(reading: Reading, own: Container[str] = ()) -> list[str]:
     return [f"{key}: {why}" for key, why in reasons.items()]
 
 
-class Settings:
+class RequestedSettings:
     """The settings of a description, which remember the ones that have been asked for.
 
     Raises:
