@@ -190,6 +190,10 @@ def precisions() -> None:
         for _ in range(30):
             output = model(torch.ones(2, 4))
             assert output.dtype == torch.float32  # as Fabric's own precisions have it
+            with running.autocast():
+                assert nn.functional.mse_loss(output.bfloat16(), output.bfloat16()).dtype == (
+                    torch.float32 if precision == "bf16-mixed" else torch.bfloat16
+                )
             losses.append((output - 1).square().mean())
             running.backward(losses[-1])
             optimizer.step()

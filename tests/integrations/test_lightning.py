@@ -306,6 +306,40 @@ def test_precisions_and_deferred_models(two_processes: Pool) -> None:
     two_processes.run(precisions)
 
 
+class Halved(Regression):
+    """Its loss is of two tensors in bf16, which autocast compares in fp32."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1].bfloat16())
+        assert loss.dtype == torch.float32
+        self.losses.append(loss.item())
+        return loss
+
+
+def mixed() -> None:
+    """The first loss is that of plain PyTorch under autocast, on weights as Lightning's FSDP and DDP have them."""
+    inputs, targets = next(iter(DataLoader(data().dataset, 4, sampler=range(dist.get_rank(), 64, 2))))
+    torch.manual_seed(0)
+    plain = Halved()
+    for plan, dtype in (("zero1", torch.float32), ("zero3", torch.bfloat16)):
+        weights = {name: value.detach().to(dtype) for name, value in plain.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16):
+            output = torch.func.functional_call(plain, weights, (inputs,))
+            expected = nn.functional.mse_loss(output, targets.bfloat16())
+        ours, _, _ = fit(TerrazzoStrategy(plan), Halved, precision="bf16-mixed", max_epochs=1)
+        assert ours[0] == expected.item(), plan
+    ours, weights, _ = fit(TerrazzoStrategy("zero1"), Halved, precision="bf16-mixed")
+    theirs, expected_weights, _ = fit("ddp", Halved, precision="bf16-mixed")
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-2, atol=1e-3)
+    for name, value in expected_weights.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-2, msg=name)
+
+
+@pytest.mark.processes
+def test_mixed_precision_is_what_lightning_has(two_processes: Pool) -> None:
+    two_processes.run(mixed)
+
+
 class TwoOptimizers(Regression):
     def __init__(self) -> None:
         super().__init__()

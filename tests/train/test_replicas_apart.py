@@ -17,8 +17,9 @@ from terrazzo.train.data import Loader
 from terrazzo.train.preflight import check
 from terrazzo.train.settings.plan import build_offload, check_rounds
 from tests.helpers import programs
-from tests.train.test_again import killed_by, weights
+from tests.train.test_again import LAUNCHER, killed_by, weights
 from tests.train.test_data_loader import make_dataset
+from tests.train.test_elastic import RANK
 from tests.train.test_loop import command, curve, environment, metrics
 
 APART = ("plan.mesh.dp_replicate=2", "plan.sync_every=3", "plan.outer.traffic=int8", "train.steps=9")
@@ -66,6 +67,32 @@ def test_a_replica_that_is_killed_in_a_round_changes_no_loss_and_no_weight(tmp_p
     assert curve(killed) == curve(undisturbed)
     assert metrics(killed, "validation") == metrics(undisturbed, "validation")
     assert weights(killed) == weights(undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_rank_that_is_lost_leaves_fewer_to_each_group(tmp_path: Path) -> None:
+    """The oracle is a run of two groups of one rank that begins at the same checkpoint of two groups of two."""
+    fewer, whole = tmp_path / "fewer", tmp_path / "whole"
+    for each in (fewer, whole):
+        each.mkdir()
+    (tmp_path / "rank.py").write_text(RANK)
+    words = [*APART, "checkpoint.every=3", "checkpoint.keep_last=null", "model.dropout=0", "train.sample_tokens=0"]
+    started = command(fewer, *words, "launch.ranks=2:4", "launch.restarts=2")
+    lost = {**environment(), "LOST": "3"}
+    launcher = programs.Program("-c", LAUNCHER, str(tmp_path / "rank.py"), *started[2:], env=lost)
+    done = killed_by(launcher, signal.SIGKILL, behind_step=6)
+    assert done.returncode == 0, done.stderr
+    assert "rank 3 of 4 fails at its start again; starting 2 ranks" in done.stdout
+    (restart,) = metrics(fewer, "restart")
+    assert restart["ranks"] == 2
+    begun = f"step-{restart['step']:08}"
+    shutil.copytree(fewer / "run" / "checkpoints" / begun, whole / "run" / "checkpoints" / begun)
+    for end in programs.on_ranks(2, *command(whole, *words)):
+        assert end.returncode == 0, end.stderr
+    assert [point[0] for point in curve(whole)] == list(range(restart["step"] + 3, 10, 3))
+    assert curve(fewer)[-len(curve(whole)) :] == curve(whole)
+    assert weights(fewer) == weights(whole)
 
 
 @pytest.mark.long
