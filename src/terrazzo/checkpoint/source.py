@@ -146,7 +146,7 @@ class Source(ABC):
         return by_runs(read, self.tensors[name].shape, part, state.dtype)
 
     def _part(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Rectangle:
-        """Of a tensor, what is asked for."""
+        """The part of a tensor that is asked for."""
         shape, part = self.tensors[name].shape, Rectangle(tuple(offsets), tuple(sizes))
         if self.tensors[name].states[kind].numel != math.prod(shape):
             raise BadInput(f"{name}, {kind} in '{self.where}' is not of the shape {list(shape)}: ask for all of it.")

@@ -28,13 +28,13 @@ __all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "chunk_rows", "linear_cross_entropy"]
 CHUNKS = 32
 """Into how many a large batch is cut, so that what a chunk needs is far below what all logits would."""
 LEAST_ROWS, LEAST_LOGITS = 128, 1 << 20
-"""Of a chunk: what is smaller is slow, and saves nothing."""
+"""The least rows and logits of a chunk: what is smaller is slow, and saves nothing."""
 MOST_LOGITS = 1 << 26
-"""Of a chunk, whatever the batch: 256 MiB in fp32."""
+"""The most logits of a chunk, whatever the batch: 256 MiB in fp32."""
 
 
 PRODUCT_NUMEL = 1 << 24
-"""Of a part of the weight's gradient that is at hand beside the sum of all chunks'."""
+"""Elements of the part of the weight's gradient that is computed at a time, beside the sum of all chunks'."""
 MANY_LOGITS = 1 << 24
 """From so many on it is worth having no logits at all: 64 MiB in fp32."""
 
@@ -119,7 +119,7 @@ def _as_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Of each token, `[N]`: its target, 0 where it does not count; whether it counts; its weight if it has one.
+    """For each token, `[N]`: its target, 0 where it does not count; whether it counts; its weight if it has one.
 
     Attributes:
         rows: of a chunk.
@@ -158,7 +158,7 @@ class _Loss:
                 raise BadInput(f"linear_cross_entropy: {name} is {value}; it must be {range_}.")
 
     def __call__(self, logits: Tensor, targets: Tensor, scale: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
-        """Of each token its weighted loss; and the gradient of `logits`, which are `[rows, part of the vocabulary]`."""
+        """The weighted loss of each token, and the gradient of `logits`, `[rows, part of the vocabulary]`."""
         wide = logits.to(scale.dtype, copy=True)
         if self.softcap is not None:
             wide.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -151,7 +151,7 @@ def _uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _outside(model: nn.Module, names: Sequence[str]) -> set[str]:
-    """Those of `names` that are in no repeated block; the first and the last where there is no block."""
+    """The `names` that are in no repeated block; the first and the last where there is no block."""
     blocks = tuple(f"{name}." for name in _blocks(model))
     outside = {name for name in names if not name.startswith(blocks)} if blocks else set(names)
     return {names[0], names[-1]} if outside == set(names) and names else outside

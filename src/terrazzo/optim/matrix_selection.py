@@ -44,7 +44,7 @@ ONE = {
     HEAD: "head",
     VECTOR: "vector or scalar",
 }
-"""Of a single parameter."""
+"""Each reason in words, for a single parameter."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class AxisRanks:
         return Transfer(collectives.all_to_all(sent.view(-1), going, received.view(-1), coming, kind))
 
     def _collectives(self, device: torch.device) -> Collectives:
-        """Those that reach the memory of `device`. Collective the first time."""
+        """The collectives that reach the memory of `device`. Collective the first time."""
         if self._known is None:
             assert self._group is not None, "there is one of the two"
             self._known = collectives_for(self._group, device, self.traffic, Ledger())

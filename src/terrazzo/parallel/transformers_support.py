@@ -59,5 +59,5 @@ def _types(column: str, cell: str = "yes") -> frozenset[str]:
 SHARED_SEQUENCES = _types("cp")
 CUT_MATRICES = _types("tp")
 NO_STAGES = _types("pp", "-")
-"""Of types that are not in the table it is not known: a run looks at the model itself."""
+"""Types that cannot be cut into stages. Of others that are not in the table, a run looks at the model itself."""
 DOCUMENTS_APART = _types("documents")

@@ -76,7 +76,7 @@ class _RankOfRun:
     launched: bool
 
     def train(self) -> int:
-        """Its whole life; the exit code. What is wrong on one rank is raised on all: each reads its own file."""
+        """Run this rank to its end; its exit code. Ranks read a file each: what is wrong on one is raised on all."""
         restart = take_restart_note()
         self.process.reach(Milestone.READY)
         ranks = join(self._launch_section())

@@ -146,7 +146,7 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[ChunkStorageMetada
 
 
 def _size_bytes(source: Source) -> int:
-    """Of what is written of it."""
+    """The bytes of what is written of a source."""
     states = [info.states[kind] for info in source.tensors.values() for kind in (WEIGHT, BUFFER) if kind in info.states]
     if source.optimizer is not None:
         states += [state for info in source.tensors.values() for state in _optimizer_states(info).values()]
@@ -176,7 +176,7 @@ def _add_states(writer: _Writer, root: TreePath, source: Source) -> None:
 
 
 def _optimizer_states(info: TensorInfo) -> dict[str, StateInfo]:
-    """Of replicas that train by themselves those of the first: the format has one optimizer."""
+    """The optimizer's states; of replicas that train by themselves the first one's, as the format has one optimizer."""
     return {kind: state for kind, state in info.states.items() if is_of_optimizer(kind) and not is_numbered(kind)}
 
 

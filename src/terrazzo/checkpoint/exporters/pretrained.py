@@ -96,7 +96,7 @@ class _Live(Source):
         self._name, self._values = "", torch.empty(0)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors, by all of their names."""
+        """The shapes of the model's tensors, by all of their names."""
         shapes = {name: info.shape for name, info in self.tensors.items()}
         return shapes | {alias: shapes[name] for alias, name in self.aliases.items()}
 

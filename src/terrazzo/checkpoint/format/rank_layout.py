@@ -42,12 +42,12 @@ class FileEntry(NamedTuple):
 
     @property
     def count_bytes(self) -> int:
-        """Its size."""
+        """The bytes of the entry."""
         return (self.stop - self.start) * ITEMSIZES[self.dtype]
 
 
 def rank_file_name(rank: int) -> str:
-    """Of the file that `rank` writes."""
+    """The name of the file that `rank` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 

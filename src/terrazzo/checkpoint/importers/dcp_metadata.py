@@ -161,7 +161,7 @@ def _ints(values: Any) -> tuple[int, ...] | None:
 
 
 def _dtype(properties: Any) -> torch.dtype | None:
-    """That of `TensorProperties`, which torch pickles as a tuple or by attributes."""
+    """The dtype in `TensorProperties`, which torch pickles as a tuple or by attributes."""
     state = properties.state if isinstance(properties, StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     return dtype if isinstance(dtype, torch.dtype) else None

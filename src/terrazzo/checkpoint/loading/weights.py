@@ -58,7 +58,7 @@ def weights_for(
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of whole tensors, by all of their names."""
+    """The shapes of the model's whole tensors, by all of their names."""
     if is_sharded(model):
         shapes = {name: each.shape for each in listing(model) for name in each.names}
     else:

@@ -40,7 +40,7 @@ class Audit:
 
     @property
     def size_bytes(self) -> int:
-        """Of all its files, as they were written."""
+        """The bytes of all files of the checkpoint, as they were written."""
         return sum(file.size_bytes for file in self._checkpoint.manifest.files)
 
     def problems(self, threads: int, advance: Callable[[int], None]) -> list[BadInput]:

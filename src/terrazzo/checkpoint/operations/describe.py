@@ -64,7 +64,7 @@ def tensors(source: Source) -> list[dict[str, Any]]:
 
 
 def total_bytes(source: Source, kind: str | None = None) -> int:
-    """Of all states, or those of a kind; weights and buffers are one kind here."""
+    """The bytes of all states, or of those of a kind; weights and buffers are one kind here."""
     kinds = {WEIGHT, BUFFER} if kind in (WEIGHT, BUFFER) else {kind}
     wanted = [total for total in _totals(source) if kind is None or total["kind"] in kinds]
     return sum(total["size_bytes"] for total in wanted)

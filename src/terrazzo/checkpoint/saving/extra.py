@@ -17,7 +17,7 @@ _DEPTH = 100
 """Levels of lists and dicts. What writes manifests stops at some 250, when every rank has written its file."""
 
 MOST_BYTES = MAX_MANIFEST_BYTES // 4
-"""Of `extra` as JSON; the rest of the manifest is for tensors and ranks."""
+"""The most bytes of `extra` as JSON; the rest of the manifest is for tensors and ranks."""
 
 _INSTEAD = {"tuple": "a list", "set": "a list", "Tensor": "its item() or tolist()"}
 

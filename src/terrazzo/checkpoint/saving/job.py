@@ -130,7 +130,11 @@ class SaveJob:
         draft.commit(manifest, seal_of(manifest))
 
     def manifest(self, draft: CheckpointDraft) -> bytes:
-        """Of all ranks' records. Raises `SaveFailed` for elements missing or twice, and where no load would read it."""
+        """The manifest of all ranks' records.
+
+        Raises:
+            SaveFailed: elements are missing or there twice, or no load would read the manifest.
+        """
         data = self._manifest(draft).model_dump_json().encode()
         if len(data) > MAX_MANIFEST_BYTES or is_crowded(data):
             raise SaveFailed(
@@ -161,7 +165,7 @@ class SaveJob:
 
 
 def record_name(rank: int) -> str:
-    """Of the record that `rank` writes beside its file."""
+    """The name of the record that `rank` writes beside its file."""
     return f"rank-{rank:05d}.note"
 
 

@@ -108,7 +108,7 @@ def _opened(store: CheckpointStore, name: str) -> TerrazzoCheckpoint | None:
 
 
 def _best(checkpoints: Sequence[TerrazzoCheckpoint], most: int) -> list[TerrazzoCheckpoint]:
-    """Those with the lowest metrics of the newest evaluation: of two of them metrics say nothing about each other."""
+    """The checkpoints with the lowest metrics, among those of the newest evaluation: two evaluations do not compare."""
     judged = [checkpoint for checkpoint in checkpoints if _metric(checkpoint) < math.inf]
     alike = [one for one in judged if one.extra.get("evaluation") == judged[-1].extra.get("evaluation")]
     return sorted(alike, key=_metric)[:most]

@@ -36,7 +36,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on each machine, the same in its containers
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _DAMAGE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EIO)
-"""Of a link, a socket, a device, a file where a folder was; and of a medium that has failed: its bytes are gone."""
+"""Errors of a link, a socket, a device, a file where a folder was; and of a medium that has failed: bytes are gone."""
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # weights and settings are nobody else's business
 
 

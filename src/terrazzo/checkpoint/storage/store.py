@@ -69,7 +69,7 @@ class CheckpointFolder(ABC):
     where: str
 
     def size_bytes(self, file: str) -> int:
-        """Of a file in it."""
+        """The bytes of a file in the folder."""
         with self._existing(file):
             return self._size_bytes(file)
 
@@ -182,10 +182,10 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Of the complete checkpoints in it, whoever wrote them."""
+        """The names of the complete checkpoints in the place, whoever wrote them."""
 
     def candidates(self) -> list[str]:
-        """Of these, and of what has the name of one, damaged as it may be."""
+        """The names of complete checkpoints, and of what has the name of one, damaged as it may be."""
         return self.names()
 
     def unfinished(self) -> list[str]:

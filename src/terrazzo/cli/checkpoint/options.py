@@ -26,5 +26,5 @@ class HuggingFaceOptions(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """Of those that are written."""
+        """The flags of the options that are written."""
         return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]

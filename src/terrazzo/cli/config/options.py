@@ -49,4 +49,4 @@ CONTEXT_PARAMETERS = (
         metavar="NAME=VERSION",
     ),
 )
-"""Those of `ContextOptions`, as all verbs have them."""
+"""The options of `ContextOptions`, as all verbs have them."""

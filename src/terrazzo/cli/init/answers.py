@@ -25,7 +25,7 @@ DECODER = {"kind": "decoder", "dim": 256, "layers": 6, "heads": 4}
 """The model that needs nothing: small enough for a CPU."""
 
 LONGEST = 1024
-"""Of the sequences that are proposed. A model's own positions are often more than memory has room for."""
+"""The longest sequences that are proposed. A model's own positions are often more than memory has room for."""
 
 
 @dataclass(frozen=True)

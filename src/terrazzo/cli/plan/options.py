@@ -303,7 +303,7 @@ class PlanArguments:
 
 
 def _rows() -> Iterator[PlanOption]:
-    """Of the fields that are options; the kind of each is that of its annotation."""
+    """The rows of the fields that are options, each with the kind of its annotation."""
     hints = get_type_hints(PlanArguments)
     for each in fields(PlanArguments):
         if (row := each.metadata.get("option")) is not None:

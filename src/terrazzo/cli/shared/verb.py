@@ -27,7 +27,7 @@ OptionAnswer = Callable[[str, str, list[str]], str | None]
 """What is said of an option that a verb does not have: gets the option, its value if one follows, and all arguments."""
 
 SCRIPTS_OWN = {"allow_interspersed_args": False}
-"""Of a verb that takes a script: what stands behind that is the script's, options too."""
+"""Settings of a verb that takes a script: what stands behind that is the script's, options too."""
 
 _FILES = ("-o", "--output", "--out", "--file", "--config", "-c", "-f")
 _CONFIGS = (".yaml", ".yml", ".json", ".toml")

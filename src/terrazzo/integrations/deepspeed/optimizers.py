@@ -20,7 +20,7 @@ Parameters = nn.Module | Iterable[Tensor | dict[str, Any]]
 _OWN_ADAM = ("torch_adam", "adam_w_mode", "set_grad_none")
 """Arguments of DeepSpeed's Adam that say which class it is, or where it runs."""
 _ALWAYS = {"bias_correction": True, "fp32_optimizer_states": True}
-"""Those that have one value here."""
+"""Arguments that have one value here."""
 _KNOWN: dict[str, type[Optimizer]] = {each.__name__: each for each in ELEMENTWISE}
 
 

@@ -34,7 +34,7 @@ class TerrazzoArguments:
     offload: Offload | None = None
 
     def set_ones(self) -> dict[str, Any]:
-        """Those that are not None, by their names, which are `tz.shard`'s."""
+        """The arguments that are not None, by their names, which are `tz.shard`'s."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def with_defaults(self, others: TerrazzoArguments) -> TerrazzoArguments:

@@ -97,7 +97,7 @@ def _hidden(path: str, role: Literal["saving", "replaced"], nonce: str) -> str:
 
 
 def _nonces(path: str, role: Literal["saving", "replaced"]) -> list[str]:
-    """Of all such that are there."""
+    """The nonces of all folders of that role beside `path`."""
     folder, name = os.path.split(os.path.abspath(path))
     own = re.compile(rf"\.{re.escape(name)}\.{role}-([0-9a-f]{{8}})")
     return [match[1] for match in map(own.fullmatch, _listed(folder)) if match]

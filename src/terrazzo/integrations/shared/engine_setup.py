@@ -65,13 +65,13 @@ class EngineSetup:
 
     @property
     def plan(self) -> Plan:
-        """That of the arguments."""
+        """The plan in the arguments."""
         assert isinstance(self.arguments.plan, Plan)
         return self.arguments.plan
 
     @property
     def precision(self) -> Precision:
-        """That of the arguments."""
+        """The precision in the arguments."""
         assert isinstance(self.arguments.precision, Precision)
         return self.arguments.precision
 

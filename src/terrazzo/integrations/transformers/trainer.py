@@ -36,7 +36,7 @@ else:
 __all__ = ["TerrazzoTrainerMixin", "Trainer"]
 
 _FOLDER = "terrazzo"
-"""Of the sharded state, within checkpoint-N."""
+"""The folder of the sharded state, within checkpoint-N."""
 
 
 class TerrazzoTrainerMixin(_Base):

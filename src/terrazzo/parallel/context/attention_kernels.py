@@ -168,7 +168,7 @@ def _without_blind(lse: Tensor, seen: VisibleKeys) -> Tensor:
 
 
 def _scores(part: Part, first: int) -> Tensor:
-    """Of the `ROWS` queries from `first` on, in fp32 or fp64: minus infinity where nothing is seen."""
+    """The scores of the `ROWS` queries from `first` on, in fp32 or fp64: minus infinity where nothing is seen."""
     query = part.query[:, :, first : first + ROWS]
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ part.key.to(wide).mT * part.scale

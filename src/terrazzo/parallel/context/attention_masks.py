@@ -96,7 +96,7 @@ class AttentionMask:
     def _of_block(
         self, rows: TokenRun, keys: TokenRun, low: int, high: int, device: torch.device
     ) -> Iterator[AttentionTile]:
-        """Of neighbouring queries, whose documents begin from `low` to `high`."""
+        """The tiles of neighbouring queries, whose documents begin from `low` to `high`."""
         behind = 0 if self.window is None else rows.place - self.window + 1  # the first that the first of them sees
         start, stop = max(keys.place, low, behind), min(keys.end, rows.end)
         if start >= stop:

@@ -48,7 +48,7 @@ class Outputs:
 
 
 class TileGradients:
-    """Of queries, keys and values, added up tile by tile in the precision of log-sum-exp.
+    """Gradients of queries, keys and values, added up tile by tile in the precision of log-sum-exp.
 
     Args:
         grad: of the outputs.

@@ -306,7 +306,7 @@ class Context:
 
 
 def _places(runs: list[TokenRun], device: torch.device | None = None) -> Tensor:
-    """Of the tokens of runs, int64 `[1, tokens]`."""
+    """The places in the sequence of the tokens of runs, int64 `[1, tokens]`."""
     return torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
 
 

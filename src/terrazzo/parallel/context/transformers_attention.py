@@ -17,7 +17,7 @@ from terrazzo.parallel.transformers_support import SHARED_SEQUENCES
 __all__ = ["attention_heads", "check_config", "is_of_transformers", "register"]
 
 NAME = "terrazzo_context"
-"""Of the attention function, as a value of a config's `attn_implementation`."""
+"""The name of the attention function, as a value of a config's `attn_implementation`."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 

@@ -74,7 +74,7 @@ class _SharedForward:
         return _SharedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo), self.experts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Of tokens `[T, channels]`, int64 numbers of experts and weights, both `[T, top_k]`: `[T, channels]`.
+        """The mixture `[T, channels]` for tokens of that shape, by int64 numbers of experts and weights, `[T, top_k]`.
 
         A number that is none of an expert's has nothing computed, and adds zeros.
         """

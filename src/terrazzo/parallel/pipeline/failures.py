@@ -39,7 +39,7 @@ class LostRank(ConnectionError):
 
 
 class Failures:
-    """Those of one model's steps.
+    """The failures in one model's steps.
 
     Args:
         axes: of the mesh.

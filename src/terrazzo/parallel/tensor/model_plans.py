@@ -93,7 +93,7 @@ def _of_transformers(model: Any, transformers_plan: Mapping[str, str], size: int
 
 
 def _routed(model: nn.Module, experts: str, plan: TensorPlan, blocks: Collection[str]) -> dict[str, Style]:
-    """Of a mixture's experts, and of what computes beside them for each token by itself, such as a router."""
+    """The styles of a mixture's experts, and of what computes beside them token by token, such as a router."""
     around = experts.rpartition(".")[0]
     inside = model.get_submodule(around).named_modules(prefix=around) if around not in blocks else ()
     with_parameters = [name for name, module in inside if next(module.parameters(recurse=False), None) is not None]

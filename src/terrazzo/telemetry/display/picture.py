@@ -12,13 +12,13 @@ from terrazzo.telemetry.display.bounds import BOUNDS
 __all__ = ["MARGIN", "PICTURE_STYLE", "WIDTH", "axes", "drawing", "step_picture"]
 
 WIDTH, MARGIN = 720, 48
-"""Of every drawing of a page, in pixels."""
+"""The width of every drawing of a page, and its margin, in pixels."""
 
 HEIGHT, MOST_BARS = 300, 120
 
 COLORS = {name: row.color for name, row in BOUNDS.items() if row.color}
 COLORS |= {"forward": "#3b7dd8", "backward": "#8f5fbf", "clip": "#c9a227", "other": "#8b8f94"}
-"""Of causes, and of phases where causes are not known."""
+"""Colors of causes, and of phases where causes are not known."""
 
 PICTURE_STYLE = "\n".join(f".part-{name} {{ fill: {color}; }}" for name, color in COLORS.items())
 

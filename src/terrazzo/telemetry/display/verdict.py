@@ -15,7 +15,7 @@ from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND
 __all__ = ["Verdict", "verdict_of"]
 
 LEAST_SHARE = 0.05
-"""Of a step, below which nothing but compute is said to bound it."""
+"""The share of a step below which nothing but compute is said to bound it."""
 
 SPREADS = 3
 """How many of its own median deviations a cause must be, where there are records enough to know these."""

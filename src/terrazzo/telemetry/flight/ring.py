@@ -42,7 +42,7 @@ CAPACITY = 1 << 15
 """Events: 2 MiB, a few steps of a large model and many of a small one."""
 
 FIELDS = {"rank", "world", "pid", "host", "boot", "units", "names", "tracks", "groups"}
-"""Of a table, which may have others."""
+"""The keys that a table must have; it may have others."""
 
 LAST = CAPACITY - 1
 _BATCH = 128

@@ -11,7 +11,7 @@ from terrazzo.telemetry.flight.ring import EventKind, Flight, FlightEvent
 __all__ = ["GROUPS", "FlightSpan", "TableNames", "spans_of"]
 
 GROUPS = ("step", "phase", "unit", "wait", "exchange", "tier")
-"""Of spans. Phases and units have one row: units may be inside of each other, and nothing else overlaps there."""
+"""Kinds of spans. Phases and units have one row: units may be inside of each other, and nothing else overlaps there."""
 
 _AROUND = {Purpose.SMALL, Purpose.END_OF_FORWARD, Purpose.END_OF_BACKWARD}
 """Purposes of exchanges that move nothing of a unit."""

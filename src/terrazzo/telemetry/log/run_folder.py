@@ -14,7 +14,7 @@ from terrazzo.untrusted_files import read_json
 __all__ = ["RunFolder", "note_of", "rank_files"]
 
 _MOST_BYTES = 1 << 20
-"""Of a configuration or a note; more is somebody else's file."""
+"""The largest configuration or note; more is somebody else's file."""
 
 
 def note_of(folder: Path) -> Path:

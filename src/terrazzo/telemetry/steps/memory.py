@@ -74,7 +74,7 @@ _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of versions 2 and 1: limit, use, and in `memory.stat` the part of use that the kernel gives back when needed."""
+"""Files of cgroups 2 and 1: limit, use, and the key in `memory.stat` of what the kernel gives back when needed."""
 
 
 def _lines_of(path: Path) -> dict[str, int]:

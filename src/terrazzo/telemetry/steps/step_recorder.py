@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "other")
-"""Of a step, in their order. Each moment belongs to one."""
+"""The phases of a step, in their order. Each moment belongs to one."""
 
 TIME_CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", "update", "input", "evaluate", "save")
 """What the host did, or waited for. Each moment belongs to one."""

@@ -126,7 +126,7 @@ class _RemoteSystem(System):
 
 
 class _NoRecords:
-    """Of a rank on another machine, whose warden reads them there."""
+    """The records of a rank on another machine, whose warden reads them there: none here."""
 
     table: Mapping[str, Any] = {}
 

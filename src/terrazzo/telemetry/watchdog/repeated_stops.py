@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 __all__ = ["RepeatedStops"]
 
 _LOOKS = 80
-"""That are remembered: 20 s."""
+"""Looks that are remembered: 20 s of them."""
 _FEWEST = 40
 _SHARE = 0.25
-"""Of the looks, in which a rank was found stopped."""
+"""The share of the looks in which a rank was found stopped."""
 _TIMES = 3
-"""That it was stopped anew in these: once may be somebody at a terminal."""
+"""How often it was stopped anew in these looks: once may be somebody at a terminal."""
 
 
 class RepeatedStops:

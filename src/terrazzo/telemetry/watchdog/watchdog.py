@@ -27,7 +27,7 @@ _LATE_S = 2.0
 
 _TIMES_SLOWEST = 5
 _BUSY = 0.05
-"""Of one processor's time: a rank that has had so much while the run stands still, or waits for it, is at work."""
+"""The share of one processor's time that a rank at work has had while the run stands still, or waits for it."""
 
 _STEADY = ("forward", "backward", "clip", "update", "input", "other")
 """Phases whose length is known from those before. All others are waited for as long as ranks wait for each other."""
@@ -55,7 +55,7 @@ class RecordSource(Protocol):
         """The names in its events."""
 
     def new(self) -> list[FlightEvent]:
-        """Its events since the last call."""
+        """The events of the rank since the last call."""
 
 
 class System:

@@ -73,7 +73,7 @@ class OneHost:
 
 
 class LocalCheckpoints:
-    """Those of one run, on all of its hosts. Its methods are collective, and so is making it.
+    """The local checkpoints of one run, on all of its hosts. Its methods are collective, and so is making it.
 
     Raises:
         BadInput: several hosts have one folder, or there is one host and a partner is asked for.
@@ -102,7 +102,7 @@ class LocalCheckpoints:
 
     @property
     def step(self) -> int:
-        """Of the newest one; 0 for none."""
+        """The step of the newest local checkpoint; 0 where there is none."""
         return step_of(self._newest or "") or 0
 
     @property

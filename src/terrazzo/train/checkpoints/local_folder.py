@@ -150,7 +150,7 @@ def local_checkpoints(config: Config, durable: str | None) -> list[str]:
 
 
 def run_and_step(config: Config, durable: str | None) -> tuple[str, int]:
-    """Of which run local checkpoints are gone on from, and newer than which step."""
+    """The run whose local checkpoints may be gone on from, and the step that they must be newer than."""
     run = (_run_of(durable) if durable is not None else "") or noted_run(config)
     return run, 0 if durable is None else checkpoint.step_of(durable) or 0
 

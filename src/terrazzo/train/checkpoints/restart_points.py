@@ -63,7 +63,7 @@ class _RestartPoints:
 
 
 def _identity(path: str | None) -> str:
-    """Of a checkpoint's contents, or its path where these cannot be read."""
+    """What tells a checkpoint's contents from others; its path where they cannot be read."""
     try:
         return "" if path is None else open_source(path).identity
     except TerrazzoError:

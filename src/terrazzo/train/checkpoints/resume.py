@@ -125,7 +125,7 @@ def _differing(config: Config, saved: dict[str, Any]) -> list[tuple[str, str, st
 
 
 def seeded_anew(saved: tuple[int, int], here: tuple[int, int]) -> str:
-    """That random generators do not go on. Both are a number of ranks, and how many of them cut matrices together."""
+    """The note that random generators are seeded anew. Both arguments are (ranks, `plan.mesh.tp`)."""
     before, now = (f" with plan.mesh.tp {tp}" if saved[1] != here[1] else "" for _, tp in (saved, here))
     return f"resume: saved by {counted(saved[0], 'rank')}{before}: random generators are seeded anew for {here[0]}{now}"
 

@@ -125,7 +125,7 @@ def _read_template(path: Path) -> str:
 
 
 def _folder_of(path: Path) -> Path:
-    """Of a tokenizer that is given as its folder, or as the tokenizer.json in it."""
+    """The folder of a tokenizer that is given as its folder, or as the tokenizer.json in it."""
     return path if path.is_dir() else path.parent
 
 

@@ -131,7 +131,7 @@ class Loader:
         return GlobalBatch(micro_batches, *totals, self._learnt(indices, totals[1])), following
 
     def _learnt(self, indices: Indices, samples: int) -> int:
-        """Of a step's samples those of this rank's replica."""
+        """How many of a step's `samples` this rank's replica learns from."""
         if self.replicas == 1:
             return samples
         of_replicas = filled(indices, self.batch.micro_batch * self.world_size).reshape(self.replicas, -1)
@@ -144,7 +144,7 @@ class Loader:
         return self.part(self.dataset.batch(self._share(indices, rank)[0]))
 
     def _share(self, indices: Indices, rank: int) -> Indices:
-        """Of a step's sequences those of a rank, `[micro_batches, micro_batch]`."""
+        """The sequences of a step that a rank reads, `[micro_batches, micro_batch]`."""
         share = filled(indices, self.batch.micro_batch * self.world_size)
         own: Indices = share.reshape(self.world_size, -1, self.batch.micro_batch)[rank]
         return own

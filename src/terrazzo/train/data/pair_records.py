@@ -29,7 +29,7 @@ class PairRecords:
         )
 
     def columns(self, columns: list[str], where: str) -> list[str]:
-        """Those of the pair; raises `BadInput` where one is missing."""
+        """The columns of a pair that a table has; raises `BadInput` where one is missing."""
         _check_fields(columns, f"{where!r}", "columns")
         return [name for name in (PROMPT, CHOSEN, REJECTED, TOOLS_FIELD) if name in columns]
 

@@ -38,7 +38,7 @@ def arrange_pairs(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, t
 
 
 def _cut_equal(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int) -> npt.NDArray[np.bool_]:
-    """Of each pair, whether it is chosen and its texts are equal in their first `room` tokens."""
+    """Which of the `chosen` pairs have texts that are equal in their first `room` tokens, `[pairs]`."""
     starts = np.concatenate(([0], cache.ends[:-1])).reshape(-1, 2)
     lengths = np.minimum(cache.ends.reshape(-1, 2) - starts, room)
     # Shorter ones were compared as the cache was written.

@@ -86,7 +86,7 @@ class RecordForm(Protocol):
         """Raises `BadInput` where a whole file of text is no document."""
 
     def columns(self, columns: list[str], where: str) -> list[str]:
-        """Those of a table's columns that are needed; raises `BadInput` where some are missing."""
+        """The columns of a table that are needed; raises `BadInput` where some are missing."""
 
     def document(self, record: dict[str, Any], name: str, where: str) -> Document:
         """The document `name` that one record holds; the record is at `where`."""
@@ -106,7 +106,7 @@ class TextRecords:
         """Any text is a document."""
 
     def columns(self, columns: list[str], where: str) -> list[str]:
-        """That of the text, or of the messages and, if there is one, of the tools; `BadInput` for neither or both."""
+        """The column of texts, or of messages and of tools if it has one; raises `BadInput` for neither or both."""
         self._check_one(columns, where)
         column = next((known for known in (self.text_field, MESSAGES_FIELD) if known in columns), None)
         if column is None:

@@ -23,9 +23,9 @@ from typing import Any
 __all__ = ["Failed", "render"]
 
 MAX_SECONDS = 10.0
-"""Of processor time, for one conversation. An ordinary one takes a millisecond."""
+"""The limit of processor time for one conversation. An ordinary one takes a millisecond."""
 MAX_BYTES = 1 << 30
-"""Of memory, beyond what the process has when it is ready."""
+"""The limit of memory, beyond what the process has when it is ready."""
 MAX_CHARACTERS = 1 << 26
 IDLE_S = 20
 """A process that nobody asks for so long ends; the next request starts another."""

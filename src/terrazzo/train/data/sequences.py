@@ -282,7 +282,7 @@ class SequenceDataset:
         return replace(batch, positions=positions)
 
     def positions(self, bounds: Indices) -> Indices:
-        """Of each place of the sequences at `bounds` `[B, 2]` in its document, or in what fills it up: `[B, T]`."""
+        """The position of each token in its document, or in the fill, for sequences at `bounds` `[B, 2]`: `[B, T]`."""
         positions = np.tile(np.arange(self.sequence_length), (len(bounds), 1))
         for row, (start, stop) in enumerate(bounds):
             places = np.arange(start, min(stop, start + self.sequence_length))

@@ -60,7 +60,7 @@ class SourceFile:
 
     @property
     def where(self) -> str:
-        """Its path or URL, as errors have it."""
+        """The path or URL of the file, as errors have it."""
         return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
 
     @property
@@ -81,7 +81,7 @@ class SourceFile:
         return place, self.name, self.required, self.size_bytes, self.stamp
 
     def open(self, compression: str | None = None) -> BinaryIO:
-        """Its bytes, decompressed if a `compression` is given. Raises: `ImportError`: `zstd` is read by pyarrow."""
+        """Open the file, decompressed if a `compression` is given. Raises `ImportError`: `zstd` is read by pyarrow."""
         stream = self.fs.open(self.path, "rb", compression=compression if compression != "zstd" else None)
         if compression == "zstd":
             from pyarrow import CompressedInputStream  # fsspec's stops at the end of the first frame

@@ -148,7 +148,7 @@ class RotaryTable(nn.Module):
         return self.cos[:length], self.sin[:length]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of `positions`, int64 `[B, T]`, for all heads: each `[B, 1, T, head_dim / 2]`."""
+        """Cosines and sines of `positions`, int64 `[B, T]`, for all heads: each `[B, 1, T, head_dim / 2]`."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
@@ -228,7 +228,7 @@ class FeedForward(nn.Module):
 
 
 def _feed_forward(config: DecoderConfig) -> nn.Module:
-    """That of one block: for all tokens alike, or a mixture of experts."""
+    """The feed-forward of one block: the same for all tokens, or a mixture of experts."""
     experts = config.experts
     if experts is None:
         return FeedForward(config)

@@ -33,7 +33,7 @@ class ExpertLoad:
 
 
 def load_of(counts: Tensor, entropy: float | None) -> ExpertLoad:
-    """That of rows `[experts]`."""
+    """The load of a router whose experts got `counts` rows, `[experts]`."""
     mean = counts.double().mean()
     return ExpertLoad(tuple(counts.tolist()), float(counts.max() / mean) if mean else 1.0, entropy)
 
@@ -65,7 +65,7 @@ class RowsCounter:
         self._rows = self._scores = None
 
     def take(self, axes: Axes) -> ExpertLoad:
-        """Of what has been counted since the last call, over all ranks. Collective."""
+        """The load since the last call, over all ranks. Collective."""
         rows, scores = self._rows, self._scores
         self.forget()
         own = torch.zeros(self._experts + 3, dtype=torch.float64, device=axes.device)

@@ -227,7 +227,7 @@ def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
 
 
 def _matmul_flops(model: nn.Module, config: Any) -> float:
-    """Of the matrices that a token meets on its way: 6 per element, 4 per frozen one, which gets no gradient."""
+    """FLOPs of a token in the matrices that it meets: 6 per element, 4 per frozen one, which gets no gradient."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     share = getattr(config, "num_experts_per_tok", None) or experts
     flops, frozen = 0.0, False

@@ -117,7 +117,7 @@ class Objective(ABC):
 
     @abstractmethod
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
-        """Of a validation's means, per sample."""
+        """The validation that these means per sample make."""
 
 
 class NextToken(Objective):
@@ -149,7 +149,7 @@ class _Pairs(Objective):
         return (preferences[:, 0] - preferences[:, 1])[: batch.samples]  # pairs that only fill the batch come last
 
     def losses(self, margins: Tensor) -> Tensor:
-        """Of each pair: the negative log-likelihood of its order, which is the other way round with a small
+        """The negative log-likelihood of each pair's order, which is the other way round with a small
         probability.
         """
         wrong = self.config.objective.label_smoothing
@@ -241,7 +241,7 @@ def _cross_entropy(model: nn.Module, output: Any, batch: Batch, reduction: Liter
 
 
 def _placed(model: nn.Module, positions: Tensor, device: torch.device) -> Tensor:
-    """Of this rank's tokens."""
+    """The positions of this rank's tokens, on `device`."""
     context = context_of(model)
     return positions.to(device, non_blocking=True) if context is None else context.place(positions, device)
 

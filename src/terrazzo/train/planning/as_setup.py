@@ -93,7 +93,7 @@ def _kernel(options: Mapping[str, Any]) -> UpdateKernel | None:
 
 
 def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
-    """Of a model that changes its logits all are there in any case, which its shape does not say."""
+    """How the loss is computed. A model that changes its logits has all of them, which its shape does not say."""
     if has_loss_without_logits(config, shape.logits):
         return "chunked"
     return "parts" if leaves_logits_apart(config) else "full"
@@ -186,7 +186,7 @@ def _decoder_shape(config: DecoderConfig) -> ModelShape:
 
 
 def _values(config: DecoderConfig) -> dict[str, Any]:
-    """Its sizes under the planner's keys: those of experts are the usual ones."""
+    """The sizes of a decoder under the planner's keys; experts have the usual ones."""
     values = asdict(config)
     del values["experts"]
     if (attention := values.pop("attention")) is not None:

@@ -18,7 +18,7 @@ from terrazzo.train.planning.as_setup import setup_of
 __all__ = ["RankCount", "sizing_of"]
 
 TOO_MANY = 0.8
-"""Of the tokens per second that half of the ranks would keep."""
+"""The share of the tokens per second that half of the ranks would have to keep."""
 
 TOO_FEW = 1.8
 """Times as many that twice the ranks would bring."""

@@ -34,7 +34,7 @@ from terrazzo.train.settings.optimizer import construct
 __all__ = ["estimate_run", "exchanges_of", "traced_memory"]
 
 TRACED_LAYERS = 3
-"""Of a deep decoder: the first, one that stands for all in the middle, and the last."""
+"""Layers of a deep decoder that are traced: the first, one that stands for all in the middle, and the last."""
 
 
 def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None) -> Estimate:
@@ -171,7 +171,7 @@ def _apart_bytes(config: Config, setup: Setup) -> int:
 
 
 def _stepping_bytes(config: Config, setup: Setup, numels: list[int]) -> int:
-    """Of tensors stepped at once, gradients in the master weights' dtype among it; see `traced_update`."""
+    """Bytes of tensors that are stepped at once, with their gradients in the masters' dtype; see `traced_update`."""
     if not numels:
         return 0
     precision = setup.precision

@@ -53,7 +53,7 @@ class RunReview:
 
     @property
     def ranks(self) -> int:
-        """That the run has, as its newest record says."""
+        """How many ranks the run has, as its newest record says."""
         skew = self.records[-1].get("skew", {}) if self.records else {}
         return max([1, *(len(values) for values in skew.values())])
 

@@ -17,7 +17,7 @@ __all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilisation"]
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
 UPDATES = ("stepped_numel", "step_s")
-"""Of `Store.usage`: what drives have moved, and what was updated on the CPU, since the start."""
+"""Keys of `Store.usage`: what drives have moved, and what was updated on the CPU, since the start."""
 
 WHOLE = 0.995
 """The least share of sequences that counts as all of them: the last one of an epoch may be short."""

@@ -87,7 +87,7 @@ class AvailableMemory(NamedTuple):
 
 
 def available(config: Config, world_size: int) -> AvailableMemory | None:
-    """Of its CUDA device in all, or its share of what this machine has free; None if not known.
+    """The memory of a rank: all of its CUDA device's, or its share of this machine's free memory; None if not known.
 
     On a CPU no more than the limits of its process leave it (RLIMIT_DATA, RLIMIT_AS).
     """

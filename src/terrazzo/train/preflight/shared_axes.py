@@ -235,7 +235,7 @@ def _check_linears(config: Config, whole: ModelOnPaper) -> None:
 
 
 def _check_heads(tp: int, counts: Mapping[str, Any]) -> None:
-    """Of query heads each rank has as many; key heads may be fewer than ranks, each of which then has one."""
+    """Refuse numbers of heads: ranks have as many query heads each, and where key heads are fewer, share them."""
     (key, heads), (kv_key, kv_heads) = counts.items()
     if isinstance(heads, int) and not shares_heads(heads, tp):
         raise BadInput(

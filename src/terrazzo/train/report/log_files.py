@@ -17,7 +17,7 @@ __all__ = ["LogFiles"]
 
 
 class LogFiles:
-    """Those of rank 0. Other ranks have none, nor has a run of which nothing is left to be done: all stays as it is.
+    """The log's files, on rank 0. Other ranks have none, nor has a run of which nothing is left: all stays as it is.
 
     Args:
         title: of the page.

@@ -114,7 +114,7 @@ class LogWindow:
         )
 
     def _offload_rates(self) -> dict[str, float | None]:
-        """Of drives and of updates on the CPU since the last row; None where there were none."""
+        """Rates of drives and of updates on the CPU since the last row; None where there were none."""
         before, self._usage = self._usage, self._engine.store.usage()
 
         def rate(amount: str, seconds: str) -> float | None:
@@ -129,7 +129,7 @@ class LogWindow:
 
 
 def _expert_load(load: Mapping[str, ExpertLoad]) -> dict[str, float]:
-    """Of all routers the worst imbalance and the mean entropy, of those that tell; nothing without experts."""
+    """The worst imbalance and the mean entropy of all routers that tell; nothing without experts."""
     if not load:
         return {}
     entropies = [each.entropy for each in load.values() if each.entropy is not None]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 __all__ = ["mesh_picture"]
 
 MOST_READERS = 8
-"""That are drawn in full; of more, the first two and the last."""
+"""How many readers are drawn in full; of more, the first two and the last are."""
 
 
 def mesh_picture(sizes: Mapping[str, int]) -> list[str]:

@@ -69,7 +69,7 @@ class RunReport:
         self._screen.begin(train.steps, session.step)
 
     def _begun(self) -> dict[str, Any]:
-        """Of the line with which a start begins that goes on."""
+        """The values of the line with which a start begins that goes on."""
         session = self._session
         return {"ranks": session.ranks.world_size, "same_evaluation": session.origin.same_evaluation}
 
@@ -202,7 +202,7 @@ class RunReport:
         self._screen.command("continue", self._command.going_on(self._session.config, finished=finished))
 
     def _say_nothing_left(self) -> None:
-        """Of a finished run that was started again: there is nothing that was measured."""
+        """Say that a finished run was started again: nothing was measured."""
         session = self._session
         at = f"step {session.step} of {session.config.train.steps} is in {session.checkpoints.folder}"
         self._screen.say("")
@@ -250,7 +250,7 @@ def _bill_text(session: Session) -> str:
 
 
 def _precision(config: Config) -> str:
-    """Its name, and the dtypes that were given in place of its own."""
+    """The precision of a run in words: its name, and the dtypes that were given in place of its own."""
     others = {"name", "linears", "skip", "rounding", "gather", "quantized_reduce", "error_feedback"}
     dtypes = config.precision.model_dump(exclude=others, exclude_none=True)
     rounding = ["stochastic rounding"] if config.precision.rounding == "stochastic" else []

@@ -38,7 +38,7 @@ def resume_session(session: Session) -> None:
 
 
 def _restored_settings(config: Config, saved: dict[str, Any]) -> dict[str, Any]:
-    """Of the optimizer's settings, those that come with its state."""
+    """The settings of the optimizer that come with its state."""
     settings = {key: it for key, it in saved.items() if is_restored(f"optimizer.{key}")}
     if "muon" in settings:
         now = config.optimizer.muon.model_dump(mode="json")

@@ -29,7 +29,7 @@ def make_log_folder(config: Config) -> None:
 
 
 def absent_folders(config: Config) -> list[Path]:
-    """Of the run's folders, and of those above them, the ones that are not there yet; the deepest first."""
+    """The run's folders, and those above them, that are not there yet; the deepest first."""
     saved = config.checkpoint_folder
     wanted = [config.log.folder, *([] if "://" in saved else [Path(saved)])]
     absent = {each for folder in wanted for each in (folder, *folder.parents) if not each.exists()}
@@ -37,7 +37,7 @@ def absent_folders(config: Config) -> list[Path]:
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Of a run that did not begin nothing is left, unless somebody has put something there."""
+    """Remove the folders of a run that did not begin, unless somebody has put something there."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()

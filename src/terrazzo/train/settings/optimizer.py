@@ -37,7 +37,7 @@ __all__ = [
 
 
 _OWN = (Lion, AdEMAMix, Muon)
-"""Of tz.optim."""
+"""The optimizers of tz.optim."""
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
@@ -92,7 +92,7 @@ def steps_matrices(config: OptimizerConfig) -> bool:
 
 
 def _of_the_rest(config: OptimizerConfig) -> OptimizerConfig:
-    """Of the one that steps what is no matrix, or everything."""
+    """The settings of the optimizer that steps what is no matrix, or everything."""
     return config.model_copy(update={"name": "AdamW"}) if steps_matrices(config) else config
 
 

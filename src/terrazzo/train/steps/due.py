@@ -33,7 +33,7 @@ class DueWork(NamedTuple):
 
 
 def due_work(session: Session, cadence: Cadence, *, newest: int | None, row_step: int, stopped: bool) -> DueWork:
-    """Of the session's step.
+    """What is due behind the session's step.
 
     Args:
         newest: the newest step that was taken, and not left out.

@@ -17,7 +17,7 @@ from terrazzo.train.steps.step import measure_on
 __all__ = ["evaluate", "sample_text"]
 
 TEMPERATURE = 0.8
-"""Of samples: below 1, the likelier tokens are drawn more often than the model would."""
+"""The temperature of samples: below 1, the likelier tokens are drawn more often than the model would."""
 
 
 @torch.no_grad()

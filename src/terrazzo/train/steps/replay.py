@@ -86,7 +86,7 @@ class Replay:
         return None if all(gather_json(known)) else Cursor()
 
     def _answers(self, offsets: Sequence[int]) -> list[RankAnswer]:
-        """Of all ranks: what each has made of the micro-batches of those that many places before it. Collective."""
+        """What each rank has made of the micro-batches of the ranks that many places before it. Collective."""
         with self._unnoticed():
             own = [self._answer(offset) for offset in offsets]
         return [
@@ -96,7 +96,7 @@ class Replay:
         ]
 
     def _answer(self, offset: int) -> tuple[list[int], dict[str, list[int]]]:
-        """Of which micro-batch it is, for ranks with the same part of it, and the digests. Collective."""
+        """What tells the micro-batch, for ranks with the same part of it, and the digests of it. Collective."""
         session, mesh = self._session, self._session.config.plan.mesh
         reader = (session.share.reader - offset) % session.share.readers
         place = session.ranks.rank % mesh.ranks_per_batch

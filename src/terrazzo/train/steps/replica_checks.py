@@ -15,7 +15,7 @@ __all__ = ["ReplicaChecks"]
 
 
 class ReplicaChecks:
-    """Those of `train.check_replicas_every`, `guard.replay_every` and `guard.memory_every`.
+    """The checks of `train.check_replicas_every`, `guard.replay_every` and `guard.memory_every`.
 
     Raises:
         BadInput: ranks are not alike enough to be compared.

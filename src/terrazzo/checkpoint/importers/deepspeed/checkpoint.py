@@ -187,7 +187,7 @@ def recognises(path: Path) -> bool:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Of the end of each file, where archives have the checksums of what is in them."""
+    """A digest of the end of each file, where archives have the checksums of what is in them."""
     digest = hashlib.sha256()
     for path in sorted(files):
         with path.open("rb") as file:

@@ -59,7 +59,7 @@ class Partitioned(Values):
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=self.dtype)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Of each rank that holds some of a range: the rank, and from where to where in its flat tensor."""
+        """Each rank that holds some of a range, and from where to where in its flat tensor."""
         place = self._place
         start, stop = start + place.first, stop + place.first
         while start < stop:
@@ -104,7 +104,7 @@ class FlatGroup:
 
 
 def read_stage_1_or_2(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tree], where: str) -> Trained:
-    """Of stages 1 and 2, and of BF16_Optimizer.
+    """Read what stages 1 and 2, and BF16_Optimizer, save of trained parameters.
 
     Args:
         shapes: of the parameters of each group, in flat order.
@@ -140,7 +140,7 @@ def read_stage_1_or_2(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tre
 
 
 def read_stage_3(shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[Tree], where: str) -> Trained:
-    """Of stage 3, as `read_stage_1_or_2`; the groups of `shapes` are sub-groups."""
+    """Read what stage 3 saves, as `read_stage_1_or_2` does; the groups of `shapes` are sub-groups."""
     if any(rank.get("ds_zero_partition_groups") for rank in ranks):
         raise BadInput(EXPERTS.format(where))
     trained = Trained()
@@ -184,7 +184,7 @@ def single(value: Any, where: str) -> Values:
 
 
 def _base_state(rank: Tree, index: int) -> Mapping[str, Any]:
-    """Of elastic checkpoints there is only a list of states."""
+    """The base optimizer's state of a group. Elastic checkpoints have only a list of them."""
     base = rank.get("base_optimizer_state")
     return state_of({"state": dict(enumerate(base))} if isinstance(base, list) else base, index)
 

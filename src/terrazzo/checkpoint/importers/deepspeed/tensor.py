@@ -123,7 +123,7 @@ class _Layout:
     def _widths(
         self, name: str, sizes: Sequence[int], count: int, subs: Sequence[Mapping[str, Any]], dim: int
     ) -> list[list[int]]:
-        """Of each of the matrices that are fused in a parameter, how much of the dim each rank has."""
+        """How much of `dim` each rank has, for each of the matrices that are fused in a parameter."""
         if subs:
             width_table = self._info.get("sub_param_shard_widths")
             pattern = next(each for each in subs[0]["patterns"] if re.match(each, name))

@@ -8,9 +8,9 @@ import os
 __all__ = ["LabelledOutput"]
 
 _AT_ONCE = 1 << 20
-"""As much as a pipe can hold, so that one read leaves nothing of a rank that has ended."""
+"""How many bytes are read at a time: as many as a pipe can hold, so that nothing of a rank that has ended is left."""
 _LONGEST = 1 << 16
-"""Of a line that is waited for the end of."""
+"""The longest line, in bytes, that is kept back until its end comes."""
 
 
 class LabelledOutput:

@@ -125,7 +125,7 @@ class LocalRank:
 
     @property
     def step(self) -> int | None:
-        """That it has ended last, as far as it has recorded."""
+        """The step that it has ended last, as far as it has recorded."""
         return self._recording.step if self._recording is not None else None
 
     @property
@@ -295,7 +295,7 @@ class LocalRanks:
             recording.close()
 
     def _pass_on(self, number: int) -> None:
-        """To those that heed it: others would die of it, and of the trainer's ranks one is enough."""
+        """Send a signal to the ranks that heed it: others would die of it, and one of the trainer's ranks is enough."""
         for rank in self.ranks:
             if Milestone.READY in rank.reached:
                 rank.send(number)

@@ -39,7 +39,7 @@ class RankSlots:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of ranks, for each to find a place that is left under its own number."""
+        """The environment in which each rank finds a place that is left under its own number."""
         used = self._left[: self.ranks]
         if not self._named or used == list(range(len(used))):
             return {}

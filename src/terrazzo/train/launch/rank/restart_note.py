@@ -19,7 +19,7 @@ _NOTE = "TERRAZZO_RESTARTED"
 
 @dataclass(frozen=True)
 class Restart:
-    """That ranks are not the first of their run: the `number` of this start, of `most`, and `why` the last failed."""
+    """A restart of a run's ranks: its `number`, of `most` that are allowed, and `why` the ranks before failed."""
 
     number: int
     most: int
@@ -27,7 +27,7 @@ class Restart:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of the ranks that are to know it."""
+        """What is added to the environment of the ranks that are told of it."""
         return {_NOTE: json.dumps(asdict(self))}
 
 

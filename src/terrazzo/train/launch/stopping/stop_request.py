@@ -32,7 +32,7 @@ class StopRequest:
     """
 
     NBYTES = 8
-    """That `agreed` sends."""
+    """Bytes that a rank sends in `agreed`."""
 
     trains = False
     _signals: SimpleQueue[int] | None = None

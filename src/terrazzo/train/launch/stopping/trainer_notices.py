@@ -20,7 +20,7 @@ _STOPPING_EARLY = (
 
 
 def launcher_notices(config: Config, command: RunCommand) -> Notices:
-    """Of a launcher, which also notes in the run's folder how its ranks have ended."""
+    """The notices of a launcher, which also notes in the run's folder how its ranks have ended."""
     return Notices(
         _STOPPING,
         lambda: cut_short_text(config, command),
@@ -33,7 +33,7 @@ def launcher_notices(config: Config, command: RunCommand) -> Notices:
 def rank_notices(
     note_interrupted: Callable[[], object], read_config: Callable[[], Config], command: RunCommand
 ) -> Notices:
-    """Of a rank that others have started, or nobody: it notes itself that it was interrupted."""
+    """The notices of a rank without a launcher of ours: it notes itself that it was interrupted."""
 
     def cut_short() -> str:
         note_interrupted()
