@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from terrazzo import cli
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, rows_of, screen_of
+from terrazzo.telemetry.steps.metrics import StepMetrics
 from tests.telemetry.test_verdict import record, settings, write_run
 
 
@@ -52,6 +54,20 @@ def test_a_screen_has_progress_log_steps_causes_and_ranks() -> None:
     assert "  rank 1           0 s\n" in text.replace("s  \n", "s\n")
     assert text.endswith("\n\ndata bounds the step")
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cells"),
+    [({"communication": None}, ["10", "4.5000"]), ({"loss": math.nan}, ["10", "nan"])],
+    ids=["on CUDA", "not finite"],
+)
+def test_a_log_step_that_lacks_what_is_not_known_has_its_row(metrics: dict[str, Any], cells: list[str]) -> None:
+    """As a run writes it: on CUDA nobody knows how long it waits, and JSON has no number that is not finite."""
+    known = {name: value for name, value in logged(10, 4.5).items() if name != "kind"}
+    line = {"kind": "train", **StepMetrics(**known | metrics).as_dict()}
+    header, row = rows_of([line], 40, 80)
+    assert row.split()[:2] == cells
+    assert ("comm" in header) == (metrics.get("communication", 0.3) is not None)
 
 
 def test_a_restart_stands_between_the_log_steps() -> None:

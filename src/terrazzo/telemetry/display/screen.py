@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
@@ -87,11 +88,12 @@ def screen_of(  # structure: signature fixed by what a screen shows
 
 def _metrics(line: Mapping[str, Any]) -> StepMetrics | None:
     """None for a line that is not of a log step, or of one of another version."""
+    values = {"loss": math.nan, **line}  # a loss that is not finite is not in the line
     if line["kind"] != "train" or any(
-        field.default is MISSING and field.name not in line for field in fields(StepMetrics)
+        field.default is MISSING and field.name not in values for field in fields(StepMetrics)
     ):
         return None
-    return StepMetrics(**{field.name: line[field.name] for field in fields(StepMetrics) if field.name in line})
+    return StepMetrics(**{field.name: values[field.name] for field in fields(StepMetrics) if field.name in values})
 
 
 def _heading(name: str, lines: Lines, records: Lines, steps: int | None, age_s: float) -> str:

@@ -32,8 +32,8 @@ class StepMetrics:
     step_s: float
     tokens_per_s: float
     data_wait: float
-    communication: float | None
     peak_memory_bytes: int
+    communication: float | None = None
     grad_norm: float | None = None
     tflops: float | None = None
     mfu: float | None = None
@@ -47,7 +47,7 @@ class StepMetrics:
     router_entropy: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Every known value by name. An overflowing gradient norm is left out: JSON has no infinity."""
+        """Every known value by name. A loss or a norm that is not finite is left out: JSON has no infinity."""
         return {key: value for key, value in asdict(self).items() if value is not None and math.isfinite(value)}
 
 
