@@ -309,7 +309,11 @@ def test_precisions_and_deferred_models(two_processes: Pool) -> None:
 class Halved(Regression):
     """Its loss is of two tensors in bf16, which autocast compares in fp32."""
 
+    first: tuple[Tensor, Tensor]
+
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        if not self.losses:
+            self.first = batch
         loss = nn.functional.mse_loss(self(batch[0]), batch[1].bfloat16())
         assert loss.dtype == torch.float32
         self.losses.append(loss.item())
@@ -318,21 +322,23 @@ class Halved(Regression):
 
 def mixed() -> None:
     """The first loss is that of plain PyTorch under autocast, on weights as Lightning's FSDP and DDP have them."""
-    inputs, targets = next(iter(DataLoader(data().dataset, 4, sampler=range(dist.get_rank(), 64, 2))))
     torch.manual_seed(0)
     plain = Halved()
     for plan, dtype in (("zero1", torch.float32), ("zero3", torch.bfloat16)):
+        torch.manual_seed(0)
+        module = Halved()
+        trainer(TerrazzoStrategy(plan), precision="bf16-mixed", max_epochs=1).fit(module, data())
+        inputs, targets = module.first
         weights = {name: value.detach().to(dtype) for name, value in plain.named_parameters()}
         with torch.autocast("cpu", torch.bfloat16):
             output = torch.func.functional_call(plain, weights, (inputs,))
             expected = nn.functional.mse_loss(output, targets.bfloat16())
-        ours, _, _ = fit(TerrazzoStrategy(plan), Halved, precision="bf16-mixed", max_epochs=1)
-        assert ours[0] == expected.item(), plan
+        assert module.losses[0] == expected.item(), plan
     ours, weights, _ = fit(TerrazzoStrategy("zero1"), Halved, precision="bf16-mixed")
     theirs, expected_weights, _ = fit("ddp", Halved, precision="bf16-mixed")
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-3, atol=1e-4)
     for name, value in expected_weights.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-2, msg=name)
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-3, msg=name)
 
 
 @pytest.mark.processes
