@@ -59,7 +59,7 @@ CASES: list[tuple[str, str, dict[str, int]]] = [
 IN_BLOCKS = Precision(gather=WireFormat.INT8, quantized_reduce=WireFormat.INT4)
 
 
-@pytest.mark.filterwarnings("ignore:tz.Precision")  # of formats that a plan without gathers, or one data rank, sends not
+@pytest.mark.filterwarnings("ignore:tz.Precision")  # of formats in which nothing is sent
 @pytest.mark.cover(strength=1, turns=2, plan=places, mesh=dict)
 @pytest.mark.parametrize(("sizes", "plan", "mesh", "precision"), in_turns(CASES, ["bf16", "fp32", IN_BLOCKS]), ids=str)
 def test_a_step_sends_and_needs_what_was_promised(sizes: str, plan: str, mesh: dict[str, int], precision: Any) -> None:
