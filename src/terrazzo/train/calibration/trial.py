@@ -31,6 +31,7 @@ from terrazzo.train.launch.launcher_pipe import Milestone
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.rank.process_group import join
 from terrazzo.train.launch.rank.rank_process import RankProcess
+from terrazzo.train.model.prepare import ModelOnPaper
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
@@ -76,7 +77,7 @@ def _with_half(config: Config) -> list[Config]:
     length = config.batch.sequence_length // 2
     half = config.model_copy(update={"batch": config.batch.model_copy(update={"sequence_length": length})})
     try:
-        check_axes(half)
+        check_axes(half, ModelOnPaper(half))
     except BadInput:
         return []
     return [half] if length > 1 else []
