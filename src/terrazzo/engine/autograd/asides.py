@@ -45,7 +45,7 @@ def map_asides(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """What is to be in the place of `value`: itself, but for tensors, and tuples that have any."""
+    """What is to stand in the place of `value`: `value` itself, but for tensors, and tuples that have any."""
     if isinstance(value, Tensor):
         return value if value.grad_fn is None else change(value)
     if isinstance(value, tuple):
@@ -70,7 +70,7 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> 
 def _change_attributes(
     attributes: dict[str, Any], some: dict[str, Any], change: Callable[[Tensor], Tensor], seen: set[int]
 ) -> None:
-    """The same of `some` of an object's `attributes`; other objects among them stay closed."""
+    """Change differentiable tensors in `some` of an object's `attributes`; other objects among them stay closed."""
     for name, each in some.items():
         if (made := _changed(each, change, seen)) is not each:
             attributes[name] = made

@@ -59,14 +59,14 @@ class BackwardListener(Protocol):
     """Hears of the backwards of one model: its `BackwardHooks`."""
 
     def start(self) -> object:
-        """The backward that is under way, which may begin with this."""
+        """Return the backward that is under way, which may begin with this call."""
 
     def enter(self, index: int, generation: int, forward: int) -> None:
-        """It comes to a call of a unit; the rest as of `on_backward`."""
+        """A backward comes to a call of a unit; arguments as of `on_backward`."""
 
 
 def on_backward(listener: BackwardListener, index: int, generation: int, forward: int) -> Callable[[Any], None]:
-    """Tells `listener`, once per backward, that it has reached one call of a unit, whichever of its outputs first.
+    """Tell `listener`, once per backward, that this has reached one call of a unit, whichever of its outputs first.
 
     Args:
         index: of the unit.

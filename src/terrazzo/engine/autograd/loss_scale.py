@@ -183,7 +183,7 @@ class DynamicLossScale(LossScale):
         return unscaled
 
     def of_output(self, output: Any) -> Any:
-        """Its structure in fp32."""
+        """`output` with its tensors in fp32, whose gradients are multiplied by the scale on their way in."""
 
         def scaled(tensor: Tensor) -> Tensor:
             return self._scaled(tensor) if tensor.is_floating_point() else tensor
@@ -191,7 +191,7 @@ class DynamicLossScale(LossScale):
         return map_tensors(scaled, output, _check_closed)
 
     def end_forward(self, model: nn.Module) -> None:
-        """What modules have put aside in attributes, or in lists and dicts there, is as an output is."""
+        """Scale what modules have put aside in attributes, or in lists and dicts there, as an output is."""
 
         def scaled(tensor: Tensor) -> Tensor:
             if _unscaled(tensor) is not tensor:
@@ -237,7 +237,7 @@ def _check_closed(leaf: Any) -> None:
 
 
 def _unscaled(tensor: Tensor) -> Tensor:
-    """What a tensor was before its forward ended, unless it has been replaced or changed in place."""
+    """The tensor that this one was before its forward ended, unless it has been replaced or changed in place."""
     unscaled: Tensor = getattr(tensor.grad_fn, "unscaled", tensor)
     return unscaled
 

@@ -179,8 +179,8 @@ class ShardedModule(nn.Module):
         return state_dict, _Loaded(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What `.to`, `.half` and their like do: nothing to parameters, or an error if it would be something; to
-        buffers what they do to those of any module.
+        """Apply `.to`, `.half` and their like: to parameters nothing, or an error if it would be something; to buffers
+        what they do to those of any module.
         """
         for bucket in self._terrazzo.buckets():
             probe = torch.empty(0, dtype=bucket.compute_dtype, device=self._terrazzo.axes.device)

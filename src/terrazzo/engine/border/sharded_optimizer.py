@@ -20,7 +20,7 @@ __all__ = ["ShardedOptimizer", "make_sharded_optimizer"]
 
 
 class FlatStates(defaultdict[Any, dict[str, Any]]):
-    """What an optimizer keeps, by the tensors that it steps: flat parts of many parameters, on this rank alone.
+    """An optimizer's states by the tensors that it steps: flat parts of many parameters, on this rank alone.
 
     In plain PyTorch they are the parameters. Asked for one of these, a dict would make an empty entry; given one, it
     would keep what no step reads.
@@ -83,7 +83,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """What is kept for each tensor that is stepped; an update that is under way ends first."""
+        """The states of each tensor that is stepped; an update that is under way ends first."""
         if (driver := vars(self).get("_driver")) is not None:
             driver.await_states()
         return vars(self)["state"]
@@ -100,13 +100,13 @@ class ShardedOptimizer(Optimizer):
             super().zero_grad() if set_to_none else super().zero_grad(set_to_none)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """As torch's; `hook` is called before the weights are made ready for the step, whenever it comes."""
+        """Register a hook as torch does; it is called before weights are made ready for the step, whenever it comes."""
         handle = super().register_step_pre_hook(hook)
         self._driver.stay_innermost(self)
         return handle
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """As torch's; `hook` finds the new weights in the parameters."""
+        """Register a hook as torch does: it finds the new weights in the parameters."""
         handle = super().register_step_post_hook(hook)
         self._driver.stay_innermost(self)
         return handle
@@ -176,7 +176,7 @@ class ShardedOptimizer(Optimizer):
             states.load_state_dict(state_dict)
 
     def states(self) -> OptimizerStates:
-        """What the optimizer keeps.
+        """The states that the optimizer keeps.
 
         Raises:
             Misuse: where its model is gone, or has got another optimizer.

@@ -21,7 +21,7 @@ BY_BACKEND: dict[str, type[Collectives]] = {
     "nccl": NativeCollectives,
     "fake": NativeCollectives,
 }
-"""By backend; `fake` is that of simulations. Tests add one whose ranks are threads."""
+"""The collectives of each backend; `fake` is that of simulations. Tests add one whose ranks are threads."""
 
 
 def collectives_for(

@@ -42,7 +42,7 @@ class MessageRoute(NamedTuple):
 
     @property
     def counts_as(self) -> str:
-        """As which kind of traffic: flags are none that is promised."""
+        """The kind of traffic that its messages count as: flags are none that is promised."""
         return "control" if self.kind == "control" else "send"
 
 
@@ -81,7 +81,7 @@ class Collectives(ABC):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _group_for(self, values: Tensor) -> dist.ProcessGroup:
-        """The one that carries them."""
+        """The process group that carries `values`."""
         group = self.group
         return group if values.is_cuda else self.host_group
 
@@ -158,7 +158,7 @@ class Collectives(ABC):
 
     @contextlib.contextmanager
     def _meeting(self, kind: str) -> Iterator[None]:
-        """What is inside blocks until all ranks are there; the wait is counted."""
+        """Count what is inside, which blocks until all ranks are there, as a wait for the last one."""
         with self.traffic.times_of(self.axis, kind).waiting(late=True):
             try:
                 yield
@@ -168,7 +168,7 @@ class Collectives(ABC):
                 raise
 
     def _standing_still(self) -> Iterable[str]:
-        """What there is to say of ranks that stand still, as far as this one can see."""
+        """Notes on ranks that stand still, as far as this one can see."""
         return ()
 
     def break_off(self) -> None:  # noqa: B027
@@ -195,17 +195,17 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
-        """As `all_gather`; waits are counted as those of `kind`."""
+        """Do what `all_gather` says; waits are counted as those of `kind`."""
 
     @abstractmethod
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
-        """As `reduce_scatter`; likewise."""
+        """Do what `reduce_scatter` says; waits are counted as those of `kind`."""
 
     @abstractmethod
     def _all_to_all(
         self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves[None]:
-        """As `all_to_all`; likewise."""
+        """Do what `all_to_all` says; waits are counted as those of `kind`."""
 
     all_reduce_steps = 2
     """Collectives in a row that an all-reduce is made of."""
@@ -264,7 +264,7 @@ class NativeCollectives(Collectives):
         return self._queued("send", dist.irecv(_carried(into), group=group, group_src=route.source), into)
 
     def _group_of(self, values: Tensor, route: MessageRoute) -> dist.ProcessGroup | None:
-        """Where it is carried; None for what is in the host's memory, which gloo carries by tags."""
+        """The group of the route that carries `values`; None for host memory, which gloo carries by tags."""
         return self._routes[route.kind, route.to > route.source] if values.is_cuda else None
 
     def gather_rows(self, values: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class NativeCollectives(Collectives):
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NUMBERS = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
-"""Which NCCL and gloo both have. torch gives them complex numbers as pairs of these."""
+"""Dtypes that NCCL and gloo both have. torch gives them complex numbers as pairs of these."""
 
 
 def _carried(values: Tensor) -> Tensor:

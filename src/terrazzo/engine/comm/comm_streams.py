@@ -40,7 +40,7 @@ class CommStreams:
 
     @contextlib.contextmanager
     def chain(self) -> Iterator[None]:
-        """Inside, work is queued on the first stream, behind all that the computation has queued."""
+        """Queue what is done inside on the first stream, behind all that the computation has queued."""
         self._user = self._computation
         self._stream.wait_event(self._user.mark())
         with self._stream.inside():
@@ -48,7 +48,7 @@ class CommStreams:
 
     @contextlib.contextmanager
     def further(self, index: int) -> Iterator[None]:
-        """Inside of `chain`: work is queued on a further stream, behind the chain; other chains do not wait for it.
+        """Queue work on a further stream, behind the chain that this is called in; other chains do not wait for it.
 
         Args:
             index: of the further streams, which one chain takes in order.
@@ -60,7 +60,7 @@ class CommStreams:
             yield
 
     def for_computation(self) -> AbstractContextManager[Any]:
-        """Inside of `chain`: memory that is allocated inside belongs to the computation's stream."""
+        """Have memory that is allocated inside belong to the computation's stream; to be called inside of `chain`."""
         return self._user.inside()
 
     def lend(self, make: Callable[[], T]) -> T:

@@ -66,7 +66,7 @@ _WORDS = {
 CALLS = (
     "model.state_dict()", "model.load_state_dict(state)", "optimizer.state_dict()", "optimizer.load_state_dict(state)",
 )  # fmt: skip
-"""What a user calls on every rank, under a name that plain PyTorch lets one rank alone call."""
+"""Calls to be made on every rank, under names that plain PyTorch lets one rank alone call."""
 _PURPOSE_BITS, _UNIT_BITS = 5, 24
 
 
@@ -115,12 +115,12 @@ class Label:
 
 
 def title_of(name: str) -> str:
-    """What messages call the unit of that name."""
+    """The words for the unit of that name in messages."""
     return f"unit {name!r}" if name else "the root unit"
 
 
 class Stamp(NamedTuple):
-    """What the messages of one exchange are marked with: the label, the tag of the message that says it, the data's."""
+    """Marks of the messages of one exchange: the label, the tag of the message that says it, and that of the data."""
 
     label: Label
     first: int
@@ -128,4 +128,4 @@ class Stamp(NamedTuple):
 
 
 moving: ContextVar[Label] = ContextVar("moving", default=Label())  # noqa: B039 (it cannot change)
-"""What the collective that is being started moves; `Transfer` sets it, `collectives` read it."""
+"""The label of the collective that is being started; `Transfer` sets it, `collectives` read it."""

@@ -7,12 +7,12 @@ from itertools import pairwise
 __all__ = ["ACTIVATIONS", "EXCHANGES", "NEVER_SENT", "TIED_FLAGS", "TIED_GRADIENTS", "WRITTEN_WEIGHTS"]
 
 EXCHANGES = range(1 << 30)
-"""Of collectives made of messages: a tag is a hash of what is moved."""
+"""Tags of collectives made of messages: each is a hash of what is moved."""
 ACTIVATIONS = range(EXCHANGES.stop, EXCHANGES.stop + (1 << 29))
-"""Of what stages of a pipeline hand on: by step, micro-batch and stage."""
+"""Tags of what stages of a pipeline hand on: by step, micro-batch and stage."""
 TIED_GRADIENTS, TIED_FLAGS, WRITTEN_WEIGHTS, NEVER_SENT = range(ACTIVATIONS.stop, ACTIVATIONS.stop + 4)
-"""Of gradients, and whether there are any, of parameters that stages share; of what a user has written into these; of
-no message at all.
+"""Tags of the gradients of parameters that stages share, and of whether there are any; of what a user has written into
+such parameters; of no message at all.
 """
 
 _ALL = (

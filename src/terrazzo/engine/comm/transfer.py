@@ -126,7 +126,7 @@ class Released:
 
 @dataclass
 class _Stretch:
-    """What of a chain is on one stream: an event at its end, and memory to release once that was waited for."""
+    """The part of a chain on one stream: an event at its end, and memory to release once that was waited for."""
 
     mark: torch.Event | None = None
     released: list[Released] = field(default_factory=list)
@@ -227,7 +227,7 @@ class Transfer(Generic[T]):
 
     @contextmanager
     def tail(self) -> Iterator[None]:
-        """Inside, stretches that `next_stream` begins stay open until the end of the block."""
+        """Keep stretches that `next_stream` begins open until the end of the block."""
         with ExitStack() as self._tail:
             yield
         self._tail = None
@@ -302,7 +302,7 @@ def outlives_chain(make: Callable[[], T]) -> T:
 
 @contextmanager
 def tail() -> Iterator[None]:
-    """Inside, the running chain may go on to further streams, by `next_stream`; what it does behind the block does not
+    """Let the running chain go on to further streams inside, by `next_stream`; what it does behind the block does not
     wait for these. The block is the end of a chain but for what that releases.
     """
     transfer = _queued_chain.get()

@@ -25,11 +25,11 @@ __all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts", "
 
 
 class ExpectedGradient(NamedTuple):
-    """Of one parameter.
+    """The gradient of one parameter, which is still to come.
 
     Attributes:
-        position: of that among the parameters of the model; infinite where it may be used behind all of them.
-        numel: elements of it, whole.
+        position: of the parameter among those of the model; infinite where it may be used behind all of them.
+        numel: elements of the whole parameter.
         bucket: number of its bucket in the unit.
     """
 
@@ -40,7 +40,7 @@ class ExpectedGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Where a step's bytes are counted.
+    """Ledgers and counters of a step's bytes.
 
     Attributes:
         traffic: what is sent.
@@ -56,7 +56,7 @@ class StepCounts:
 
     @property
     def by_kind(self) -> dict[StepMemory, Ledger]:
-        """Where each kind of memory is counted."""
+        """The ledger of each kind of memory."""
         beside = (StepMemory.GRADIENTS, StepMemory.SUMS)
         return {kind: self.sums if kind in beside else self.transient for kind in StepMemory}
 
@@ -142,13 +142,13 @@ class CountingUnit:
 
 
 def agree(schedule: Schedule) -> None:
-    """What ranks do behind a first forward: backward does not come to units that it cannot reach."""
+    """Make the program follow a first forward, as ranks do: backward does not come to units that it cannot reach."""
     if not schedule.order.agreed:
         schedule.program.follow(schedule.program.visits)
 
 
 class CountingWeights:
-    """Those of such a unit."""
+    """The weights of a `CountingUnit`: gathered, kept and released in bytes."""
 
     def __init__(self, buckets: Sequence[CountingBucket], comm_streams: CommStreams | None) -> None:
         self._buckets, self._streams = buckets, comm_streams
@@ -210,7 +210,7 @@ class CountingWeights:
 
 
 class CountingBucket:
-    """What a bucket holds at a moment of a step, in bytes: it keeps what is here and asks `bucket_memory` for the rest.
+    """A bucket at a moment of a step, in bytes: this keeps what is here, and asks `bucket_memory` for the rest.
 
     Args:
         counts: where it counts that, and what it sends.
@@ -241,7 +241,7 @@ class CountingBucket:
                 self.decode()
 
     def decode(self) -> None:
-        """What was sent in blocks of 8 bits, or as codes, is decoded; before the host has waited for it where
+        """Decode what was sent in blocks of 8 bits, or as codes; before the host has waited for it where
         collectives run beside the computation.
         """
         if self._arrives:

@@ -22,7 +22,7 @@ __all__ = ["Promise"]
 
 @dataclass(frozen=True)
 class Promise:
-    """On this rank, before a step runs: memory, and what is sent.
+    """Memory and traffic that a step will take on this rank, before it runs.
 
     Before the first forward nobody knows whether an input requires gradients. If one does, backward comes also to units
     that are frozen and in front of all that is trained: they are promised from the second step on.
@@ -57,7 +57,7 @@ class Promise:
     def traffic(
         self, micro_batches: int | None = None, local: bool | None = None, *, ends_round: bool = False
     ) -> Traffic:
-        """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
+        """Traffic of one step from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
 
         What modules send of activations, and stages each other, is beside this: see `Traffic`.
 
@@ -73,7 +73,7 @@ class Promise:
         return sent
 
     def outer_traffic(self) -> Traffic:
-        """What an outer step sends from this rank beside that, in every `sync_every`-th step; see `DiLoCo`."""
+        """Traffic of an outer step from this rank, beside `traffic`, in every `sync_every`-th step; see `DiLoCo`."""
         return dry_run_outer_step([bucket for unit in self.units for bucket in unit.buckets]).traffic
 
     def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:

@@ -58,7 +58,7 @@ class StepSpec:
 
     @classmethod
     def least(cls, prefetch: int, stages: Stages | None, buffer_bytes: int, reached: Collection[int] = ()) -> StepSpec:
-        """With the fewest micro-batches: one, or of a model in stages as many as ranks have some."""
+        """A step with the fewest micro-batches: one, or of a model in stages as many as ranks have some."""
         micro_batches = 1 if stages is None else stages.ranks
         return cls(prefetch, micro_batches, stages is not None, stages, buffer_bytes, reached=reached)
 

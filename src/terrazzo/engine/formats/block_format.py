@@ -26,7 +26,7 @@ class BlockFormat:
 
     @property
     def bytes_per_element(self) -> float:
-        """With the element's part of its block's scales."""
+        """Bytes that one element takes, with its part of the block's scales."""
         return self.nbytes / self.numel
 
     def size_bytes(self, numel: int) -> int:
@@ -73,7 +73,7 @@ class BlockCodes(BlockFormat, ABC):
         """
 
     def scratch_bytes(self, numel: int, device: str) -> int:
-        """The same of any number of elements, which are coded tile by tile on a kind of device."""
+        """Memory to code any number of elements, tile by tile, on a kind of device: see `coding_bytes`."""
         return self.coding_bytes(min(numel, tile_numel(device)))
 
     def as_decoded(self, values: Tensor, through: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ _LEVELS = (
 _NUMEL = 64
 """Elements of a block."""
 _CODES = _NUMEL // 2
-"""Bytes of its codes."""
+"""Bytes of a block's codes."""
 _GROUP = 256
 """Blocks that share a scale of their scales."""
 _OCTAVE = 16
@@ -98,7 +98,7 @@ def _codes(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scales(codes: Tensor, highest: Tensor) -> Tensor:
-    """Of blocks, fp32 that bf16 holds [groups, 256], from their codes and the largest of each group."""
+    """Scales of blocks from their codes and the largest of each group: fp32 [groups, 256] of values that bf16 holds."""
     ratios = _ratios_of_scales(codes.device).index_select(0, codes.reshape(-1).int()).view(-1, _GROUP)
     return ratios.mul_(highest.float()).bfloat16().float()
 

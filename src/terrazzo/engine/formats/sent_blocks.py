@@ -93,6 +93,6 @@ SENT_FP8 = _FloatCodes(256, 256 + 4, largest=torch.finfo(torch.float8_e4m3fn).ma
 
 
 def _scale(exact: Tensor) -> Tensor:
-    """To 16 bits: what is not finite stays so, whatever its bits are."""
+    """A scale rounded to 16 bits; one that is not finite stays so, whatever its bits are."""
     rounded = (exact.view(torch.int32) + 0x80).bitwise_and_(-0x100).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, torch.nan)

@@ -37,7 +37,7 @@ _LEVELS = {True: 14, False: 7}
 
 
 _IS_OF_SQUARES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, "momentum_buffer": False}
-"""What optimizers keep for each element that may be in 8 bits, and whether it is an average of squares."""
+"""States per element that may be in 8 bits, as optimizers call them, and whether each is an average of squares."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StateBlocks(BlockCodes):
     squares: bool = False
 
     def of(self, kind: str) -> Self:
-        """Those of what optimizers call `kind`."""
+        """The blocks of the state that optimizers call `kind`."""
         return replace(self, squares=_IS_OF_SQUARES[kind])
 
     def encode(self, values: Tensor, into: Tensor) -> None:
@@ -72,12 +72,12 @@ class StateBlocks(BlockCodes):
         return (values.square_() if self.squares else values).view(-1)
 
     def coding_bytes(self, numel: int) -> int:
-        """Of a step: what is decoded, what is stepped with it, and new codes."""
+        """Memory of a step: what is decoded, what is stepped with it, and new codes."""
         return 32 * numel
 
     @abstractmethod
     def _codes(self, ratio: Tensor, thresholds: Tensor) -> Tensor:
-        """Of ratios to the block's scale, uint8 [blocks, numel]."""
+        """The codes of ratios to the block's scale, uint8 [blocks, numel]."""
 
     @abstractmethod
     def _table(self, device: torch.device) -> Tensor:

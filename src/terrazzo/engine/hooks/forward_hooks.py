@@ -233,7 +233,7 @@ class ForwardHooks:
         return output
 
     def _runs_here(self, unit: Unit, module: nn.Module | None) -> bool:
-        """Not in a deep copy, which has the hooks of what it was copied from, or where it is another stage's turn."""
+        """Whether a call is of the unit itself, whose deep copies have its hooks, and of the stage whose turn it is."""
         return (module is None or module is unit.module) and self._schedule.program.has(unit.index)
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:

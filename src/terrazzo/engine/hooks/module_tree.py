@@ -15,7 +15,7 @@ __all__ = ["ModuleTree"]
 
 
 class ModuleTree:
-    """Which modules and parameters a sharded model has had, and under which names it has its own.
+    """The modules and parameters that a sharded model has had, and the names of its own.
 
     Args:
         names: of each parameter, its own first.

@@ -73,7 +73,7 @@ class Axes:
         self.comm_streams = comm_streams_of(self.device, backends)
 
     def with_replicas_apart(self) -> Axes:
-        """The same mesh where groups along `dp_replicate` train by themselves: the axes of one of them."""
+        """The axes of one replica, where the groups along `dp_replicate` train by themselves."""
         apart = copy.copy(self)
         apart.replicas = tuple(axis for axis in self.of_stage if axis == REPLICAS)
         apart.of_stage = tuple(axis for axis in self.of_stage if axis != REPLICAS)
@@ -81,7 +81,7 @@ class Axes:
         return apart
 
     def of(self, family: Family) -> Axes:
-        """The same mesh for parameters of a family; axes that it lacks are left out."""
+        """The axes for parameters of a family; those that the mesh lacks are left out."""
         data = [axis for axis in self.of_stage if axis in DATA_AXES]
         summed = copy.copy(self)
         summed.summed_over = tuple(axis for axis in family.summed_over(data) if axis in self._collectives)
@@ -119,7 +119,7 @@ class Axes:
 
     @property
     def replica(self) -> int:
-        """Which of those that train by themselves this rank's is; 0 where gradients are summed over them."""
+        """This rank's replica among those that train by themselves; 0 where gradients are summed over them."""
         return self.cuts(self.replicas)[0][0] if self.replicas else 0
 
     @property

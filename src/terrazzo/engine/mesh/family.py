@@ -10,7 +10,7 @@ __all__ = ["DATA_AXES", "REPLICAS", "SAME_DATA_AXES", "STAGES", "Family"]
 DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 """Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
 REPLICAS = "dp_replicate"
-"""Of these, the one whose groups of ranks may train by themselves."""
+"""The data axis whose groups of ranks may train by themselves."""
 SAME_DATA_AXES = ("tp",)
 """Mesh axes along which ranks see the same data."""
 STAGES = "pp"

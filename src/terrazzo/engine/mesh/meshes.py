@@ -47,7 +47,7 @@ _MESHES: weakref.WeakKeyDictionary[Any, dict[bool, _Meshes]] = weakref.WeakKeyDi
 
 
 def _known_meshes(has_groups: bool) -> _Meshes:
-    """Those of the default group, by kind of device and sizes.
+    """Meshes of the default group, by kind of device and sizes.
 
     One of several axes has process groups of its own, which stay as long as the default group does. One of a single
     axis has that group itself, and would keep it: it is known as long as somebody has it.
@@ -60,7 +60,7 @@ _EXPERT_MESH = Mark[DeviceMesh]("terrazzo_expert_mesh")
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The same ranks by `edp`, along which they have the same experts, and `ep`; None where experts are not shared."""
+    """The mesh of the same ranks by `edp`, along which they have the same experts, and `ep`; None without such axes."""
     return _EXPERT_MESH.find(mesh)
 
 

@@ -41,7 +41,7 @@ class Drivers:
 
     @property
     def templates(self) -> Templates:
-        """What is kept for a parameter of each param group."""
+        """The templates of all param groups, in the order of their numbers."""
         return self._templates
 
     @property
@@ -65,7 +65,7 @@ class Drivers:
         self._added = call
 
     def stepping(self) -> list[OptimizerDriver]:
-        """Those whose optimizer is alive; behind `drop_gone`, whose optimizer somebody has."""
+        """Drivers whose optimizer is alive; behind `drop_gone`, whose optimizer somebody has."""
         return [driver for driver in self._drivers if driver.reference() is not None]
 
     def catch_up(self) -> None:

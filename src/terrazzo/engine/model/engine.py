@@ -87,7 +87,7 @@ class Engine:
     outer: OuterSteps | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """What this builds must not hold the engine: a model is freed with the last who has it."""
+        """Build the parts, which must not hold the engine: a model is freed with the last who has it."""
         units, schedule, hooks = self.units, self.schedule, self.hooks
         drivers = self.drivers = Drivers(self.trainable(), self.progress)
         self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """As asked for, in the mesh's axes; `sharding.plan` has only those with more than one rank."""
+        """The plan as asked for, in the mesh's axes; `sharding.plan` has only those with more than one rank."""
         return self.sharding.mesh_plan
 
     @property
@@ -118,7 +118,7 @@ class Engine:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """What steps the model, without those that nobody has any more."""
+        """The optimizers that step the model, without those that nobody has any more."""
         return [driver.optimizer for driver in self.drivers.stepping()]
 
     @property
@@ -145,7 +145,7 @@ class Engine:
 
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:
-        """Those of each bucket's master weights; empty where there are none."""
+        """Averages of each bucket's master weights; empty where there are none."""
         return {} if self.average is None else self.average.buffers
 
     def require_own_weights(self, what: str) -> None:
@@ -187,13 +187,13 @@ class Engine:
         self.drivers.catch_up()
 
     def _adopt_edits(self) -> None:
-        """What the user has written into weights, which are those of all steps that there were."""
+        """Take over what the user has written into weights, once these are those of all steps that there were."""
         self.drivers.recover()
         adopt_edits(self.units)
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent since the last `reset()`."""
+        """Traffic that this rank has sent since the last `reset()`."""
         return self.tally.traffic
 
     @property

@@ -148,7 +148,7 @@ class OuterSteps:
 
 
 def _messages(settings: DiLoCo, buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
-    """What is exchanged at once: this rank's parts of the buckets, one behind the other."""
+    """Messages of an outer step: this rank's parts of the buckets, one behind the other."""
     owned = [(bucket, bucket.space.range(bucket.outer_axes)) for bucket in buckets]
     left = deque((bucket, own) for bucket, own in owned if own.numel)
     for numel in settings.messages(sum(own.numel for _, own in left)):
@@ -164,7 +164,7 @@ def _messages(settings: DiLoCo, buckets: Sequence[Bucket]) -> Iterator[list[_Par
 
 
 def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucket, Range, slice]]:
-    """The same a little at a time, as states on `nvme` are read."""
+    """The elements of `parts` a little at a time, as states on `nvme` are read, and where each is in the message."""
     for bucket, elements, in_message in parts:
         for cut in bucket.master.cuts(elements):
             for tile in tiles(cut, device.type):
@@ -179,7 +179,7 @@ def _mean(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
 
 
 def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[None]:
-    """The same, of what blocks of 8 bits stand for; so are those of this replica itself."""
+    """Replace them by the mean of what blocks of 8 bits stand for, those of this replica too."""
     own = message[:numel]
     yield from sum_everywhere(along, own, OUTER_BLOCKS)
     own.div_(along.size)

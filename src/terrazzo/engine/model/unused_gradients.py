@@ -29,7 +29,7 @@ class UnusedGradients:
                 self._digests.setdefault(self._engine.units[unit].title, []).append(digest(data))
 
     def digests(self) -> dict[str, list[int]]:
-        """By title of the unit, in the order in which they were complete; waits for the device."""
+        """Digests by title of the unit, in the order in which gradients were complete; waits for the device."""
         return {title: torch.stack(each).tolist() for title, each in self._digests.items()}
 
 

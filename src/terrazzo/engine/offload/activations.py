@@ -38,10 +38,10 @@ from terrazzo.errors import Misuse
 __all__ = ["SMALLEST_BYTES", "OffloadedActivations", "offloading_of"]
 
 SMALLEST_BYTES = 16 << 10
-"""What is smaller stays: starting the copies would take longer than its memory is worth."""
+"""Tensors of fewer bytes stay: starting the copies would take longer than their memory is worth."""
 
 _ALIGNMENT_BYTES = 16
-"""Kernels choose by it how they read. A copy always has it; what has not stays, for the sake of equal bits."""
+"""Kernels choose by the alignment how they read. A copy always has it; tensors without it stay, for equal bits."""
 
 
 class OffloadedActivations:
@@ -97,7 +97,7 @@ class OffloadedActivations:
         return Call(self._latest)
 
     def _keep(self, call: Call, inputs: frozenset[int], tensor: Tensor) -> Kept | Left:
-        """What autograd is to hold in place of `tensor`."""
+        """The stand-in that autograd is to hold for `tensor`."""
         if tensor.untyped_storage()._cdata not in inputs or not _worth_moving(tensor):
             return Left(tensor)
         moved = self._move(tensor)
@@ -120,13 +120,13 @@ class OffloadedActivations:
 
 
 def offloading_of(model: nn.Module) -> set[OffloadedActivations]:
-    """What takes inputs of the model's units to the host: one for each `checkpoint_activations` with an offload."""
+    """Layers that take inputs of a model's units to the host: one for each `checkpoint_activations` with an offload."""
     offloads = (getattr(module.forward, "offloading", None) for module in model.modules())
     return {each for each in offloads if each is not None}
 
 
 class Route:
-    """Between one device and host memory: a pool there, and a stream for copies both ways."""
+    """The way between one device and host memory: a pool there, and a stream for copies both ways."""
 
     def __init__(self, device: torch.device, pin: bool) -> None:
         self.device = device
@@ -227,7 +227,7 @@ def _no_call() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What autograd holds in place of a tensor that has been moved, for one call of a unit."""
+    """A stand-in that autograd holds for a tensor that has been moved, for one call of a unit."""
 
     moved: Moved
     call: Call
@@ -243,7 +243,7 @@ class Kept:
 
 
 class Left:
-    """What autograd holds in place of a tensor that stays where it is."""
+    """A stand-in that autograd holds for a tensor that stays where it is."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor.detach(), tensor._version  # itself, if an output, would never be freed

@@ -93,7 +93,7 @@ class BackgroundUpdates(OffDeviceUpdates):
         self._updater.begin(work, held, dict.fromkeys(segments, True), optimizer.state, finished).wait()
 
     def begin(self, finished: Mapping[Bucket, SummedGradient]) -> None:
-        """In the order of forward."""
+        """Begin the updates, in the order of forward."""
         assert self._prepared is not None, "the step has not been prepared"
         (stepper, units), self._prepared = self._prepared, None
         for unit in units:

@@ -39,7 +39,7 @@ SEND_NUMEL = 8 << 20
 
 @dataclass(frozen=True)
 class Need:
-    """What a model takes beside the device.
+    """Bytes that a model takes away from the device.
 
     Attributes:
         cpu, nvme: bytes of every state there, one entry for each state of a bucket.
@@ -62,14 +62,14 @@ def host_sum_bytes(spec: BucketSpec) -> int:
 
 
 def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
-    """What the optimizer keeps for each element of a bucket."""
+    """Names of the states that the optimizer keeps for each element of a bucket."""
     groups = dict.fromkeys(member.group for member in bucket.members if member.group >= 0)
     names = [name for group in groups for name in templates[group].per_element]
     return list(dict.fromkeys(names))
 
 
 def moment_windows(bucket: Bucket, templates: Templates, cell: int) -> dict[str, Range]:
-    """By name of what the optimizer keeps for each element: the part of this rank's elements of a bucket that have it.
+    """Which of this rank's elements of a bucket have each state, by the name that the optimizer keeps it under.
 
     Members are ordered by their param groups, so what some groups alone keep takes no room for the others. States in 8
     bits have room for all.
@@ -90,7 +90,7 @@ def moment_windows(bucket: Bucket, templates: Templates, cell: int) -> dict[str,
 
 
 def _hull(parts: Sequence[Range]) -> Range:
-    """From the first element of `parts`, which are in order, to the last."""
+    """The range from the first element of `parts`, which are in order, to the last."""
     some = [part for part in parts if part.numel] or parts
     return Range(some[0].start, some[-1].stop) if some[0].numel else some[0]
 
@@ -104,7 +104,7 @@ def in_cells(window: Range, held: Range, cell: int) -> Range:
 
 
 def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> list[int]:
-    """What the optimizer keeps for each element away from the device, beyond what earlier ones have left room for.
+    """Bytes of states per element away from the device, beyond what earlier optimizers have left room for.
 
     One entry for each state of a bucket.
     """
@@ -117,7 +117,7 @@ def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> lis
 
 
 def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
-    """What these buckets take, whether or not they have been built.
+    """The `Need` of these buckets, whether or not they have been built.
 
     Args:
         templates: none without an optimizer.

@@ -83,7 +83,7 @@ class Offload:
             _check_path(self.path)
 
     def used_under(self, plan: Plan, activations: bool = False) -> Offload:
-        """The same with what changes nothing under `plan` at its default; arguments as of `unused_under`."""
+        """These settings, those at their defaults that change nothing under `plan`; arguments as of `unused_under`."""
         unused = {name for names in self.unused_under(plan, activations).values() for name in names}
         used: dict[str, Any] = {name: value for name, value in vars(self).items() if name not in unused}
         return Offload(**used)
@@ -107,7 +107,7 @@ class Offload:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where swap files go."""
+        """Folders that swap files go to."""
         return tuple(Path(path) for path in self._paths())
 
     def _paths(self) -> Sequence[str | os.PathLike[str]]:

@@ -33,7 +33,7 @@ __all__ = ["Steps", "Store"]
 
 @dataclass
 class Steps:
-    """What updates on the CPU have done: elements stepped and the seconds it took; `recorder` is called with each."""
+    """Counts of updates on the CPU: elements stepped and the seconds it took; `recorder` is called with each."""
 
     numel: int = 0
     seconds: float = 0.0

@@ -142,7 +142,7 @@ def _run_updates(work: _UpdateThread, threads: int, cpus: Collection[int]) -> No
 
 
 class _UpdateThread:
-    """What the thread does; it must not hold the `Updater`, whose end it waits for."""
+    """The work of the thread, which must not hold the `Updater`: it waits for the end of that."""
 
     def __init__(
         self, store: Store, buffers: list[StagingBuffer], tasks: queue.SimpleQueue[_Task | _Flush | None]

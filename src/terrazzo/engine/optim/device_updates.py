@@ -19,7 +19,7 @@ __all__ = ["DeviceUpdates"]
 
 
 class DeviceUpdates:
-    """Those of one optimizer. A segment on the device is updated in one of three ways:
+    """Updates of one optimizer on the device. A segment there is updated in one of three ways:
 
         matrices that the optimizer needs whole     before, by `MatrixSteps`, which does so away from the device too
         moments in another dtype than masters       here, one after the other, by a `Stepper`

@@ -98,7 +98,7 @@ class OptimizerDriver:
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """What the optimizer steps."""
+        """The segments that the optimizer steps."""
         return self.groups.segments
 
     def stay_innermost(self, optimizer: Optimizer) -> None:
@@ -108,7 +108,7 @@ class OptimizerDriver:
 
     @property
     def model(self) -> Driven:
-        """What it drives.
+        """The model that it drives.
 
         Raises:
             Misuse: where that is gone, or has got another optimizer.
@@ -148,7 +148,7 @@ class OptimizerDriver:
             self.off_device.await_states()
 
     def state_bytes(self) -> int:
-        """What the optimizer itself keeps on the device, as it lies in memory; not what is the bucket's."""
+        """Bytes that the optimizer itself keeps on the device, as they lie in memory; not those of buckets."""
         on_device = [segment.parameter for segment in self.segments if not segment.bucket.updated_off_device]
         states = [value for parameter in on_device for value in self.optimizer.state.get(parameter, {}).values()]
         return sum(value.nbytes for value in states if isinstance(value, Tensor) and not value.is_meta)
@@ -271,7 +271,7 @@ class OptimizerDriver:
                 self._zero_some(bucket, own, set_to_none)
 
     def _zero_some(self, bucket: Bucket, own: Sequence[int], set_to_none: bool) -> None:
-        """What other optimizers have of a bucket, or none has, stays."""
+        """Zero its own members of a bucket; those of other optimizers, or of none, stay."""
         self.catch_up()
         bucket.gradient.zero_some(own, set_to_none)
         with plainly():
@@ -280,6 +280,6 @@ class OptimizerDriver:
 
 
 def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, list[int]]:
-    """By bucket the members that belong to one of `groups`, where there are any."""
+    """Members that belong to one of `groups`, by bucket; buckets without any are left out."""
     owned = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
     return {bucket: own for bucket, own in owned.items() if own}

@@ -53,7 +53,7 @@ class Absent:
         raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).refusal(function_name(func))
 
     def refusal(self, what: str) -> Misuse:
-        """What `what` raises that would need its values."""
+        """The error of `what`, which would need the parameter's values."""
         return Misuse(
             f"{what} was called on {self.name!r}, a parameter of a stage that other ranks of the pipeline run. Read it "
             "in the forward of its own module of the line alone, or give tz.Pipeline(line=[...]) a module around all "
@@ -63,7 +63,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """What is known here of a parameter of other ranks.
+    """A parameter of other ranks, as far as it is known here.
 
     Attributes:
         parameter: on the meta device.
@@ -103,7 +103,7 @@ def give_up(module: nn.Module, path: str, away_for: dict[nn.Parameter, nn.Parame
 
 @contextlib.contextmanager
 def absent_in_place(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
-    """Inside, the parameters of other ranks are in their places, on the meta device.
+    """Have the parameters of other ranks in their places, on the meta device, inside.
 
     Gives these, and for each whether it is still to be given its first values.
     """
@@ -120,7 +120,7 @@ def absent_in_place(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
 
 @contextlib.contextmanager
 def readable(module: nn.Module) -> Iterator[None]:
-    """Inside, what is among the parameters of `module` is read as such, also where other ranks have it."""
+    """Have what is among the parameters of `module` read as such inside, also where other ranks have it."""
     elsewhere = _ELSEWHERE.find(module) or {}
     for name in elsewhere:
         del vars(module)[name]

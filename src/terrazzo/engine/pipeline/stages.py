@@ -44,7 +44,7 @@ class Stages(ABC):
 
     @abstractmethod
     def turns(self, micro_batches: int) -> Sequence[Turn]:
-        """What this rank does in a step, in its order.
+        """The turns of this rank in a step, in its order.
 
         Raises:
             BadInput: too few micro-batches.
@@ -63,22 +63,22 @@ class Stages(ABC):
         """Whether a module is one of a stage's, or inside of one."""
 
     def buffers_here(self, model: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
-        """The modules that have some, but those of stages that other ranks run, each with its own by name."""
+        """Modules that have buffers, without those of stages that other ranks run; each with its buffers by name."""
         having = ((name, module) for name, module in model.named_modules() if module._buffers)
         return [(module, dict(module._buffers)) for name, module in having if not self.has(name) or self.runs(name)]
 
     def buffer_bytes(self, model: nn.Module) -> int:
-        """Of these buffers, of which there are copies while a step runs."""
+        """Bytes of the buffers that are here, of which there are copies while a step runs."""
         each = {buffer for _, named in self.buffers_here(model) for buffer in named.values() if buffer is not None}
         return sum(buffer.nbytes for buffer in each)
 
     def share_out(self, units: Sequence[Iterable[str]]) -> list[list[int]]:
-        """For each chunk, which of the units it uses, each given by the names of its parameters."""
+        """The units that each chunk uses. `units`: each as the names of its parameters."""
         used = [set(self.chunks_of(*names)) for names in units]
         return [[index for index, chunks in enumerate(used) if chunk in chunks] for chunk in range(len(self.chunks))]
 
     def chunks_of(self, *names: str) -> list[int]:
-        """Which chunks use a module or a parameter of these names."""
+        """Numbers of the chunks that use a module or a parameter of these names."""
         return [
             number
             for number, modules in enumerate(self.chunks)
@@ -87,7 +87,7 @@ class Stages(ABC):
 
 
 STAGES_OF = Mark[Stages]("terrazzo_stages")
-"""On a model of which this rank has stages: these."""
+"""The mark on a model that this rank has stages of: these stages."""
 
 
 def stages_of(model: nn.Module) -> Stages | None:

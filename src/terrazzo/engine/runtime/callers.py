@@ -18,7 +18,7 @@ __all__ = ["calling_module", "calls_of", "is_inside_own_step"]
 
 
 def calls_of(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """For each call of `model` that is under way on this thread, innermost first, what stands for that one alone.
+    """What stands for each call of `model` that is under way on this thread, innermost first.
 
     It is the function in which torch runs that call's hooks and forward, and ends with the call. Ask at once, and keep
     no name for what is returned: it holds the frames of its callers, and so what these hold.

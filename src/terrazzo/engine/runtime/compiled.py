@@ -12,7 +12,7 @@ _COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
 
 
 def compilation_of(module: nn.Module | None) -> Any:
-    """What torch has compiled of a module; None for nothing."""
+    """A module as torch has compiled it; None where it has not."""
     if module is None:
         return None
     either = (module._compiled_call_impl, module.forward)

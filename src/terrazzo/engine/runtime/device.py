@@ -93,14 +93,14 @@ def generator_state() -> Tensor | None:
 
 
 def set_generator_state(state: Tensor) -> None:
-    """The reverse; nothing is done where this process has not used a CUDA device."""
+    """Set what `generator_state` gave; nothing is done where this process has not used a CUDA device."""
     if torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state)
 
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Inside, a CUDA device adds in the same order each time, where torch has such a kernel; CPUs always do."""
+    """Have a CUDA device add in the same order each time, inside, where torch has such a kernel; CPUs always do."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if is_cuda(device):
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -117,7 +117,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def allocator(device: torch.device) -> dict[str, int]:
-    """Of a CUDA device: bytes that the allocator has `reserved` at most, and its `retries` after having found none.
+    """What a CUDA device's allocator has counted: bytes `reserved` at most, and `retries` after having found none.
 
     An allocator that is not torch's own may not count both.
     """
@@ -131,7 +131,7 @@ def allocator(device: torch.device) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Where work of one device is queued while the host goes on; on a CPU all is done at once."""
+    """A queue of one device's work, while the host goes on; on a CPU all is done at once."""
 
     device: torch.device
     _queue: torch.cuda.Stream | None
@@ -151,17 +151,17 @@ class Stream:
         return None if self._queue is None else self._queue.record_event()
 
     def wait_event(self, mark: torch.Event | None) -> None:
-        """What is queued from now on comes after a mark of any stream; the host goes on."""
+        """Have what is queued from now on come after a mark of any stream; the host goes on."""
         if self._queue is not None and mark is not None:
             self._queue.wait_event(mark)
 
     def inside(self) -> AbstractContextManager[Any]:
-        """What this thread queues inside, and the memory that it allocates there, is this stream's."""
+        """Have what this thread queues inside, and the memory that it allocates there, be this stream's."""
         return contextlib.nullcontext() if self._queue is None else torch.cuda.stream(self._queue)
 
     @contextlib.contextmanager
     def completing(self, after: torch.Event | None) -> Iterator[None]:
-        """In a thread that only copies: what it queues inside comes after a mark, and has ended when this returns."""
+        """Queue what is done inside behind a mark, and return once it has ended; for threads that only copy."""
         set_current(self.device)
         with self.inside():
             self.wait_event(after)
@@ -185,7 +185,7 @@ def pin(memory: Tensor) -> int:
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
-    """The reverse, once `device` does not use it any more.
+    """Unlock `memory` that `pin` has locked, once `device` does not use it any more.
 
     Any thread may come here, and one that was never told its device would start up the first one.
     """

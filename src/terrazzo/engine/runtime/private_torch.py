@@ -57,7 +57,7 @@ def lookup(owner: Any, *path: str) -> Any:
 _NONE = object()
 
 plainly: Any = lookup(torch, "_C", "DisableTorchFunctionSubclass")
-"""Inside `with plainly():` no subclass is asked what a function makes of it: parameters at rest answer in Python."""
+"""A block, `with plainly():`, in which torch asks no subclass: parameters at rest would answer in Python."""
 tensor_data: Any = lookup(torch, "_C", "TensorBase", "data")
 """Torch's own property `data` of a tensor."""
 as_class: Callable[..., Any] = lookup(Tensor, "_make_subclass")
@@ -100,7 +100,7 @@ class SavedHooks:
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, out of graphs of torch's compiler; the first time that takes seconds to load."""
+    """`function`, kept out of graphs of torch's compiler; the first time that takes seconds to load."""
     wrapped: Callable[..., Any] = lookup(torch, "_dynamo", "disable")(function)
     return wrapped
 

@@ -27,7 +27,7 @@ __all__ = [
 SYS = Path("/sys")
 
 _PF_EXITING = 0x4
-"""Of the flags of a process in `/proc/PID/stat` (Linux, include/linux/sched.h)."""
+"""A flag of a process in `/proc/PID/stat` (Linux, include/linux/sched.h)."""
 
 
 def text_of(path: Path) -> str:

@@ -21,7 +21,7 @@ _Jobs = queue.SimpleQueue["tuple[Job, Callable[[], None]] | None"]
 
 
 def again(error: BaseException) -> BaseException:
-    """The same error as an object of its own.
+    """A copy of an error, to be raised once more.
 
     Whoever raises an error adds frames to it, and with them all that is alive there: who keeps one to raise it once
     more keeps a copy, or the model that has failed could never be freed.
@@ -36,7 +36,7 @@ def again(error: BaseException) -> BaseException:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The same error for another thread, with its traceback as text: the frames would keep what they hold alive."""
+    """A copy of an error for another thread, with its traceback as text: frames would keep what they hold alive."""
     copied = again(error)
     copied.add_note("".join(["In a background thread:\n", *traceback.format_exception(error)]).rstrip())
     return copied

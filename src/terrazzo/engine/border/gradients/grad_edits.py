@@ -104,7 +104,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 
 def _set_by_hand(member: Member) -> Misuse:
-    """Behind a backward, where it would change nothing."""
+    """The error for a tensor in `.grad` behind a backward, where it would change nothing."""
     return Misuse(
         f"The .grad of {member.name!r} was replaced by a tensor, by hand or before tz.shard, and no step would use it: "
         "the gradients of a sharded model are in memory of the engine, where backward() puts them. Change those in "
@@ -114,7 +114,7 @@ def _set_by_hand(member: Member) -> Misuse:
 
 
 def _set_before(member: Member) -> Misuse:
-    """Before a backward that adds to it what has been multiplied."""
+    """The error for a tensor in `.grad` before a backward that adds to it what has been multiplied."""
     return Misuse(
         f"The .grad of {member.name!r} was set to a tensor before backward, which adds to it: the sum would be divided "
         "by fp16's loss scale, or by what set_gradient_denominator was given, or be that of other ranks than those of "
@@ -124,7 +124,7 @@ def _set_before(member: Member) -> Misuse:
 
 
 def _put_back(member: Member) -> Misuse:
-    """A stand-in that has been kept, whose gradient is gone."""
+    """The error for a stand-in that has been kept, whose gradient is gone."""
     return Misuse(
         f"The .grad of {member.name!r} was put back after its gradient had been forgotten, by zero_grad() say: it "
         "stands for what the engine holds, and holds no values itself. Run backward again, or leave zero_grad() out "

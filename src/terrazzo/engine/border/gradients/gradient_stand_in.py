@@ -79,7 +79,7 @@ def _check_numbers(*numbers: Any) -> None:
 
 
 def _on_device_of(data: Tensor, number: Any) -> Any:
-    """The same where `data` is."""
+    """`number` on the device of `data`, if it is a tensor."""
     return number.to(data.device) if torch.is_tensor(number) else number
 
 

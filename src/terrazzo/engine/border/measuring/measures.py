@@ -241,7 +241,7 @@ ELEMENTWISE = frozenset(
 )
 """Functions whose result has one value for each element, which stays split as the tensor is."""
 ALIASES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-"""Of these, the ones whose result has no gradient in plain torch either."""
+"""Functions of `ELEMENTWISE` whose result has no gradient in plain torch either."""
 MEASURES: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys(_named("sum"), _sum),
     **dict.fromkeys(_named("mean"), _mean),

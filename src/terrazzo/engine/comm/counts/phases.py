@@ -41,7 +41,7 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What is inside is of this phase, whatever the engine does there; then the one before goes on."""
+        """Count what is inside as this phase, whatever the engine does there; then the one before goes on."""
         before, fixed = self._now, self._fixed
         self._turn(phase)
         self._fixed = True

@@ -49,7 +49,7 @@ class Recorder:
         """The weights of a unit are here, and it runs."""
 
     def unit_ends(self, index: int) -> None:
-        """It has run; of a backward nobody says so."""
+        """A unit has run forward, or again in backward; nobody tells that its backward has ended."""
 
     def moved(self, what: str, since: float, moved_bytes: int) -> None:
         """States have been moved between tiers, or updated away from the device."""

@@ -79,7 +79,7 @@ class Times:
 
     @contextmanager
     def waiting(self, *, late: bool = False) -> Iterator[None]:
-        """What is inside blocks; if `late`, until the last rank is there: what it moves takes no time beside that."""
+        """Count what is inside as a wait; if `late`, for the last rank, beside which what is moved takes no time."""
         start, ordinal = time.perf_counter(), self.ordinal
         self.recorder.waits(self.track, ordinal)
         try:

@@ -145,7 +145,7 @@ class _Round(NamedTuple):
 
 @contextmanager
 def memories_of(near: Mapping[int, Neighbour], kind: str, tensor: Tensor, label: Label) -> Iterator[dict[int, Memory]]:
-    """The same tensor of each neighbour, which none of them changes inside; this rank's may be read as well."""
+    """Give the tensor that each neighbour offers; until the block ends none changes its own, this rank neither."""
     for neighbour in near.values():
         neighbour.offer(kind, tensor, label)
     yield {other: neighbour.offered(kind, tensor.nbytes, label) for other, neighbour in near.items()}

@@ -68,7 +68,7 @@ class Memory:
 
 
 class _Permission:
-    """Where the Yama security module guards processes: whether other ranks may read this one's memory.
+    """Permission for other ranks to read this one's memory, where the Yama security module guards processes.
 
     They may while anybody holds it: this process's parent then, and all that it has started, of the same user, may
     attach to this process as a debugger does. Each read needs it. So a search for neighbours holds it, and each
@@ -170,7 +170,7 @@ class Neighbour:
 
     @property
     def why_stopped(self) -> str | None:
-        """What to say of it if it stands still; None if it does not."""
+        """A note on its process if that stands still; None if it does not."""
         if not is_stopped(self.pid):
             return None
         return (
@@ -225,7 +225,7 @@ def find_neighbours(
     timeout_s: float,
     names: Sequence[str] | None = None,
 ) -> dict[int, Neighbour]:
-    """Those ranks of a group that can read this one's memory and whose memory it can read; collective.
+    """Ranks of a group that can read this one's memory and whose memory it can read; collective.
 
     All ranks exchange machine and address, three numbers each. The rest passes between ranks of one machine, but for a
     last word about who can read whom there. Two ranks that do not get connected, for whatever reason, use sockets.

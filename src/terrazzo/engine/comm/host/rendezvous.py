@@ -31,7 +31,7 @@ _RETRY_S = 0.002
 
 
 class Address(NamedTuple):
-    """Where a rank is to be found: the number in its listener's name, which is public, and the key, which is not."""
+    """The address of a rank: the number in its listener's name, which is public, and the key, which is not."""
 
     number: int
     key: int

@@ -29,7 +29,7 @@ class _Entry:
     blocks: BlockFormat | None
 
     def of(self, elements: Range) -> Range:
-        """These elements, as `state` counts."""
+        """The range of `elements` in what `state` stores."""
         return _as_stored(elements, self.blocks)
 
 
@@ -117,5 +117,5 @@ class StagingBuffer:
 
 
 def _as_stored(elements: Range, blocks: BlockFormat | None) -> Range:
-    """Where these elements are among those of what is stored: the bytes of their blocks, if they are in blocks."""
+    """The range of these elements in what is stored: the bytes of their blocks, if they are in blocks."""
     return elements if blocks is None else elements.as_bytes(blocks)

@@ -162,7 +162,7 @@ def sweep(folders: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def left_behind_bytes(folder: str | os.PathLike[str]) -> int:
-    """What `sweep` would make free; nothing is removed, and several processes may ask at once."""
+    """Bytes that `sweep` would free; nothing is removed, and several processes may ask at once."""
     sizes: list[int] = []
     for path in _swap_files(Path(folder)):
         _is_dead(path, lambda dead: sizes.append(dead.stat().st_blocks * 512), fcntl.LOCK_SH)

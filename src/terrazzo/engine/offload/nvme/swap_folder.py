@@ -25,7 +25,7 @@ _CONSUMER = re.compile(
 
 
 class Mount(NamedTuple):
-    """Where a folder is mounted from: the type of file system, and `major:minor` of its block device."""
+    """The mount that a folder is on: the type of file system, and `major:minor` of its block device."""
 
     kind: str
     device: str
@@ -38,7 +38,7 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
 
 
 def inspect_folder(path: str | os.PathLike[str], root: Path = SYS) -> list[str]:
-    """What speaks against swap files in `path`, one sentence each; of the system as `root` has it.
+    """Reasons against swap files in `path`, one sentence each; `root` has the system's files.
 
     Raises:
         BadInput: if it is missing, not a folder, or cannot be written to.

@@ -244,7 +244,7 @@ class SwapSpace:
             )
 
     def leave_to_parent(self) -> None:
-        """In a forked child: no lock, no space and no file of the parent's is held or removed here."""
+        """Let go of the parent's files, in a forked child: none is locked, held or removed here."""
         if not self._closed:
             for file in self._files:
                 file.leave()
@@ -264,7 +264,7 @@ class _Digests:
             self._parts[block] = [*others, (offset, end, digest)]
 
     def mismatches(self, offset: int, data: memoryview) -> Iterator[int]:
-        """Where each part starts that was written as a whole, lies in `data` as a whole, and differs."""
+        """Starts of parts that were written as a whole, lie in `data` as a whole, and differ."""
         with self._lock:
             parts = self._parts.get(offset // self._block_bytes, [])
         for start, end, digest in parts:

@@ -28,7 +28,7 @@ class ExchangingAxis(Protocol):
 
 @dataclass
 class MatrixBuffers:
-    """What this rank has of some matrices on their way, and the memory that it takes."""
+    """Buffers of what this rank has of some matrices on their way, counted in a ledger."""
 
     dtype: torch.dtype
     device: torch.device

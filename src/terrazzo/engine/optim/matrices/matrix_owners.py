@@ -48,7 +48,7 @@ class Matrix(NamedTuple):
 
     @property
     def work(self) -> int:
-        """What its update computes, in proportion."""
+        """The work of its update, in proportion to FLOPs."""
         return max(self.shape) * min(self.shape) ** 2
 
 
@@ -120,7 +120,7 @@ class Owners:
         return self._any.coordinate(axis)
 
     def held(self, matrix: Matrix) -> Range:
-        """What this rank holds of it."""
+        """The range of a matrix that this rank holds."""
         return matrix.range.intersect(matrix.bucket.part(self.split))
 
     def sends(self, matrix: Matrix) -> bool:

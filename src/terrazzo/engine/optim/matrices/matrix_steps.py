@@ -152,7 +152,7 @@ def _update(
     carry: Callable[[str, ExchangeAlong], None],
     whole: Callable[[Matrix], Tensor],
 ) -> None:
-    """From what this rank holds of matrices to what it gets of their updates.
+    """Bring matrices to their owners, update them there, and bring back what becomes of them.
 
     Args:
         carry: exchanges along an axis.
@@ -221,6 +221,6 @@ def dry_run_matrices(
 
 
 def _segments_of(matrix: Matrix, owners: Owners, own: Mapping[GroupedBucket, Collection[Segment]]) -> list[Segment]:
-    """Those with this rank's part of it: one, or on `nvme` one for each cell; none where it holds nothing."""
+    """Segments with this rank's part of a matrix: one, or on `nvme` one for each cell; none where it holds nothing."""
     part = owners.held(matrix)
     return [each for each in own.get(matrix.bucket, ()) if each.range.intersect(part).numel]

@@ -63,7 +63,7 @@ class GroupedBucket(Protocol):
         """This rank's index along an axis, and how many there are."""
 
     def part(self, axes: tuple[str, ...]) -> Range:
-        """What this rank has of the flat space when it is split over `axes`."""
+        """This rank's range of the flat space when that is split over `axes`."""
 
 
 def runs(bucket: GroupedBucket) -> Iterator[tuple[int, int]]:
@@ -76,6 +76,6 @@ def runs(bucket: GroupedBucket) -> Iterator[tuple[int, int]]:
 
 
 def held_range(bucket: GroupedBucket, first: int, last: int) -> Range:
-    """What this rank holds of members `first` to `last` (exclusive), padding included."""
+    """The range that this rank holds of members `first` to `last` (exclusive), padding included."""
     run = Range(bucket.slots[first].offset, bucket.slots[last - 1].padded.stop)
     return bucket.part(bucket.optim_axes).intersect(run)

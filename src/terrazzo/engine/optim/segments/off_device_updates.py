@@ -17,14 +17,14 @@ __all__ = ["OffDeviceUpdates", "SegmentWork", "Uses"]
 
 
 class Uses(NamedTuple):
-    """Which states of segments something uses: master weights, and weights that follow; moments, and the gradient."""
+    """States of segments that some work uses: master weights, and weights that follow; moments, and the gradient."""
 
     weights: bool = True
     moments: bool = True
 
 
 class SegmentWork(Protocol):
-    """What is done to segments away from the device, one after the other, by the thread of updates."""
+    """Work that the thread of updates does to segments away from the device, one after the other."""
 
     @property
     def uses(self) -> Uses: ...

@@ -79,7 +79,7 @@ class Segment:
 
     @property
     def device(self) -> torch.device:
-        """Where it is updated."""
+        """The device that it is updated on."""
         return self.parameter.device if self.parameter.device.type != "meta" else torch.device("cpu")
 
     def keeps_per_element(self, key: str, value: Any) -> bool:
@@ -87,7 +87,7 @@ class Segment:
         return self.template.keeps_per_element(key, value, self.parameter.shape)
 
     def state_placeholder(self, key: str) -> StatePlaceholder | None:
-        """What `optimizer.state` has in place of a state of the bucket; None where it has that itself, in memory."""
+        """The stand-in that `optimizer.state` has for a state of the bucket; None where it has the state itself."""
         precision, numel = self.bucket.precision, self.range.numel
         if precision.narrow is not None:
             return StateIn8Bits.of(numel, precision.shown_moments, key)

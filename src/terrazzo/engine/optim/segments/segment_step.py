@@ -33,7 +33,7 @@ def step_segment(stepper: Stepper, segment: Segment, parameter: nn.Parameter, me
 
 
 class SegmentStates:
-    """What an optimizer keeps for a segment, whose step takes all of it at once.
+    """States that an optimizer keeps for a segment, whose step takes all of each at once.
 
     States per element rest in the dtype of moments, and a step has them in that of its parameter: in `optimizer.state`,
     or where the bucket has them. Others `optimizer.state` has as they are.
@@ -46,7 +46,7 @@ class SegmentStates:
         self.segment, self._memory = segment, memory
 
     def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
-        """As `step_segment`."""
+        """Do what `step_segment` says."""
         segment = self.segment
         state = stepper.state.get(segment.parameter) or {}
         before = {key: self.load(key, value, parameter) for key, value in state.items()}
@@ -54,13 +54,13 @@ class SegmentStates:
             stepper.state[segment.parameter] = {key: self.store(key, value) for key, value in after.items()}
 
     def load(self, key: str, value: Any, parameter: Tensor) -> Any:
-        """What a step of `parameter` gets for `value`, which `optimizer.state` has under `key`."""
+        """The value that a step of `parameter` gets for `value`, which `optimizer.state` has under `key`."""
         if key in self._memory:
             return self._memory.part(key, self.segment.range).to(parameter.dtype)
         return value.to(parameter.dtype) if self._is_own(key, value) else value
 
     def store(self, key: str, value: Any) -> Any:
-        """What `optimizer.state` has from now on for `value`, as a step has left it."""
+        """The value that `optimizer.state` has from now on for `value`, as a step has left it."""
         segment = self.segment
         if key not in self._memory:
             return value.to(segment.bucket.precision.shown_moments) if self._is_own(key, value) else value
@@ -71,7 +71,7 @@ class SegmentStates:
         return at_rest if placeholder is None else placeholder
 
     def _kept(self, key: str) -> Any:
-        """What `optimizer.state` has in place of a state of the bucket that a step has written, if not that itself."""
+        """The stand-in for a state of the bucket that a step has written, if `optimizer.state` has not that itself."""
         self._memory.keep(key)
         return self.segment.state_placeholder(key)
 
@@ -81,7 +81,7 @@ class SegmentStates:
 
 
 class _NarrowStates(SegmentStates):
-    """The same of states in 8 bits, a few blocks at a time, so that never all are in fp32."""
+    """States in 8 bits, which a step takes a few blocks at a time, so that never all are in fp32."""
 
     def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
         segment = self.segment

@@ -126,5 +126,5 @@ class SwappedGroups:
 
 
 def _is_skipped(segment: Segment) -> bool:
-    """Of every segment, outside of a step and in one that is skipped."""
+    """Whether a step leaves a segment alone: each, outside of a step and in one that is skipped."""
     return True

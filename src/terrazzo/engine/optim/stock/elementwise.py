@@ -39,8 +39,8 @@ _COUNTS_STEPS: dict[type[Optimizer], bool] = {
     torch.optim.SGD: False,
     Lion: False,
 }
-"""Of the optimizers whose states may be in 8 bits, whether they count steps, from which stochastic rounding has its
-bits. What they keep are averages that soon forget, and no sums that grow by ever smaller parts.
+"""Optimizers whose states may be in 8 bits, and whether each counts steps, from which stochastic rounding has its bits.
+What they keep are averages that soon forget, and no sums that grow by ever smaller parts.
 """
 
 
@@ -138,7 +138,7 @@ _STEPS = 3
 _SHORTER = 7
 """Elements of the first part that the probe is cut into; the second has fewer."""
 _LEAST_LR = 0.01
-"""So that a small rate, or one of 0 that a schedule begins with, hides nothing."""
+"""The rate that a smaller one is tried at, such as the 0 that a schedule begins with, which would hide everything."""
 
 
 def _check_claim(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
@@ -185,7 +185,7 @@ def _steps_of_matrix(probe: OptimizerProbe) -> dict[str, Tensor]:
 
 
 def _steps_of_parts(probe: OptimizerProbe) -> dict[str, Tensor]:
-    """As `_steps_of_matrix`, by the steps that the engine takes of parts: each alone, and then its own without any."""
+    """What `_steps_of_matrix` gives, by the steps that the engine takes: of each part alone, then one without any."""
     parts = [nn.Parameter(part) for part in _weights(probe).split(_SHORTER)]
     cut = {k: v.split(_SHORTER) if probe.per_element(v) else [v] * len(parts) for k, v in probe.begun().items()}
     states = [{key: frozen(values[i]) for key, values in cut.items()} for i in range(len(parts))]
@@ -219,7 +219,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _weights(probe: OptimizerProbe) -> Tensor:
-    """Of either sign and many sizes, so that parts have another norm, mean and extreme than the whole."""
+    """Weights of either sign and many sizes, so that parts have another norm, mean and extreme than the whole."""
     order = torch.arange(probe.numel, device=probe.device)
     return torch.exp2(order * 0.5 - 3) * (1 - 2 * (order % 2))
 

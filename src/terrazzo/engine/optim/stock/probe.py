@@ -65,7 +65,7 @@ class OptimizerProbe:
         return torch.random.fork_rng(devices=[self.device] if devices.is_cuda(self.device) else [])
 
     def step_on_zeros(self) -> dict[str, Any]:
-        """What is kept for it after a step of zeros on a gradient of zeros."""
+        """States that are kept for it after a step of zeros on a gradient of zeros."""
         tensor = nn.Parameter(torch.zeros(self.numel, device=self.device))
         tensor.grad = torch.zeros_like(tensor)
         if is_matrix_group(self.optimizer, self.group):
@@ -76,7 +76,7 @@ class OptimizerProbe:
             return Stepper(self.optimizer).step(self.number, tensor, self.begun())
 
     def template(self) -> Template:
-        """What the optimizer keeps for each parameter of the group.
+        """The template of what the optimizer keeps for each parameter of the group.
 
         Taken from a parameter that has state already, else from a step. Where a state lives may follow the parameter,
         which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.

@@ -20,7 +20,7 @@ _NOT_OWN = ("state", "param_groups", "defaults", "step", "_driver", *STEP_HOOKS)
 
 
 class Settings:
-    """What its class keeps in attributes, such as a count of steps, and its hyper-parameters, as they are now.
+    """Attributes of an optimizer's class, such as a count of steps, and its hyper-parameters, as they are now.
 
     Args:
         optimizer: may change them afterwards, in place too.
@@ -69,7 +69,7 @@ def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) ->
 
 
 def frozen(value: Any) -> Any:
-    """As it is now, whoever changes it in place: tensors, and dicts, lists, tuples and sets of them."""
+    """A copy of `value` that nobody changes in place: of tensors, and of dicts, lists, tuples and sets of them."""
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) is dict:

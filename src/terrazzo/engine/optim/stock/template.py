@@ -17,7 +17,7 @@ __all__ = ["MatrixNeeds", "Template", "Templates", "matrix_needs"]
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What an optimizer keeps for a parameter under one key.
+    """One state that an optimizer keeps for a parameter.
 
     Attributes:
         per_element: one value per element of the parameter, in the dtype of moments; else of the shape that follows.
@@ -46,7 +46,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class MatrixNeeds:
-    """What updates of whole matrices take.
+    """The dtype and the memory that updates of whole matrices take.
 
     Attributes:
         wire: dtype in which they are exchanged.
@@ -57,13 +57,13 @@ class MatrixNeeds:
     workspace_bytes: Callable[[tuple[int, int]], int]
 
     def prepare_bytes(self, numel: int, precision: Precision) -> int:
-        """What is held while elements are made ready to be sent: in the master's dtype, and beside that as sent."""
+        """Memory while elements are made ready to be sent: in the master's dtype, and beside that as sent."""
         lent = precision.master.itemsize * (precision.moments != precision.master)
         return numel * (precision.master.itemsize + self.wire.itemsize + lent)
 
 
 class Template(dict[str, StateSpec]):
-    """What an optimizer keeps for a parameter of one param group, by its own keys.
+    """The states that an optimizer keeps for a parameter of one param group, by its own keys.
 
     Attributes:
         matrices: of a group whose matrices are updated whole; None for one that is stepped element by element.
@@ -78,7 +78,7 @@ class Template(dict[str, StateSpec]):
 
     @property
     def fixed(self) -> dict[str, StateSpec]:
-        """What it keeps for the parameter as a whole, such as a count of steps."""
+        """States of the parameter as a whole, such as a count of steps."""
         return {key: spec for key, spec in self.items() if not spec.per_element}
 
     @property
@@ -97,7 +97,7 @@ class Template(dict[str, StateSpec]):
 
     @classmethod
     def of(cls, state: Mapping[str, Any], shape: torch.Size) -> Self:
-        """Of the `state` that an optimizer has for a tensor of `shape`."""
+        """The template of the `state` that an optimizer has for a tensor of `shape`."""
         return cls(
             {
                 key: StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
@@ -109,9 +109,9 @@ class Template(dict[str, StateSpec]):
 
 
 Templates = Sequence[Template]
-"""What an optimizer keeps for a parameter of each param group."""
+"""One template for each param group."""
 
 
 def matrix_needs(templates: Templates) -> dict[int, MatrixNeeds]:
-    """Of the param groups whose matrices are updated whole, by their numbers."""
+    """Needs of the param groups whose matrices are updated whole, by their numbers."""
     return {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}
