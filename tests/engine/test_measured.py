@@ -235,3 +235,20 @@ def test_ranks_that_measure_other_gradients_are_refused_in_each_replica() -> Non
         assert gradients[0].sum().isfinite()
 
     on_ranks(4, body)
+
+
+def test_what_is_no_number_is_compared_by_identity() -> None:
+    """As loops do that ask `if p.grad == None`."""
+
+    def body(rank: int) -> None:
+        model, _ = sharded(Net())
+        loss_of(model, batch(0, rank)).backward()
+        weight: Any = model.blocks[0].up.weight
+        for each in (weight, weight.grad, weight.abs()):
+            assert (each == None) is False  # noqa: E711 (what users write)
+            assert (each != None) is True  # noqa: E711
+            assert each not in (None, "weight")
+            with pytest.raises(TypeError):
+                _ = each < None
+
+    on_ranks(2, body)

@@ -337,6 +337,20 @@ def test_the_ledger_is_what_is_really_held(plan: str) -> None:
 # -- giving back -----------------------------------------------------------------------------------------------
 
 
+def test_counting_anew_inside_of_a_forward_forgets_nothing_that_is_held() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net())
+        engine = engine_of(model)
+        train(model, optimizer, 1, rank)
+        handle = model.blocks[1].register_forward_hook(lambda *_: engine.tally.reset())
+        train(model, optimizer, 1, rank)
+        handle.remove()
+        assert engine.tally.ledger.live_bytes == 0
+        assert engine.peak_transient_bytes == engine.bill.transient_bytes
+
+    on_ranks(2, body)
+
+
 @pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_deleting_frees_everything_at_once(plan: str) -> None:

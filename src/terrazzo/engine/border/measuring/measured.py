@@ -101,7 +101,7 @@ class Measured(Placeholder):
 
     @classmethod
     def of(cls, values: SplitValues, like: Tensor, differentiable: bool = False) -> Self:
-        """These values, of a tensor of the shape and device of `like`."""
+        """Make one of `values`, which are those of a tensor of the shape and device of `like`."""
         made = cls.blank(like, values.name, values.part.dtype)
         made.local, made.differentiable = values, differentiable
         return made
@@ -118,6 +118,8 @@ class Measured(Placeholder):
         """What `func` makes of each value."""
         with torch.no_grad():
             part = func(self.local.part, *rest, **kwargs)
+        if part is NotImplemented:  # `p == None`: of a TypeError torch's method makes Python compare identities
+            raise TypeError(f"{function_name(func)} of a tensor and {arguments_text(rest, kwargs)}")
         values = replace(self.local, part=part, expression=self._expression(func, rest, kwargs))
         differentiable = self.differentiable and func not in ALIASES and part.is_floating_point()
         return self.of(values, self, differentiable)
@@ -130,7 +132,7 @@ class Measured(Placeholder):
         return _without_gradient(number, self.local.name) if self.differentiable else number
 
     def _expression(self, func: Any, rest: Sequence[Any], named: Mapping[str, Any]) -> str:
-        """This, and what is called on it."""
+        """The expression so far, and what is called on it, as a user writes it."""
         return f"{self.local.expression}.{function_name(func)}({arguments_text(rest, named)})"
 
     def _refusal(self) -> str:

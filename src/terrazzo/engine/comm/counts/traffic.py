@@ -15,7 +15,7 @@ __all__ = ["Ledger", "Traffic", "kind_of_traffic"]
 
 
 def kind_of_traffic(kind: str, what: str) -> str:
-    """As what a planned collective counts: gathered sums of gradients end an all-reduce, and nobody waits for weights.
+    """The kind of traffic that a planned collective counts as: gathered sums of gradients end an all-reduce.
 
     Args:
         kind, what: as in `MoveBytes`.
@@ -46,7 +46,7 @@ class Traffic:
         self.times_of(axis, kind).issue(count, sent_bytes, moving.get())
 
     def times_of(self, axis: str, kind: str) -> Times:
-        """Where waits for exchanges of that kind along that axis are counted."""
+        """The `Times` of exchanges of that kind along that axis."""
         if (times := self.times.get((axis, kind))) is None:
             times = self.times[axis, kind] = Times()
             self._set_recorder(axis, kind, times)
@@ -90,29 +90,29 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Of all kinds, along all axes."""
+        """Bytes of all kinds, along all axes."""
         return sum(self.bytes.values()) + sum(each.total_bytes for each in self.along.values())
 
     @property
     def wait_s(self) -> float:
-        """That this rank stood waiting for weights and gradients."""
+        """Seconds that this rank stood waiting for weights and gradients."""
         return sum(times.exposed_s for (_, kind), times in self.times.items() if kind not in _NOT_DATA)
 
     @property
     def control_wait_s(self) -> float:
-        """That it stood waiting for the others to agree, and for norms: a few numbers, so for whoever comes last."""
+        """Seconds that this rank stood waiting for a few numbers, such as norms: so for the rank that comes last."""
         own = sum(times.exposed_s for (_, kind), times in self.times.items() if kind == "control")
         return own + sum(each.control_wait_s for each in self.along.values())
 
     @property
     def waited_ever_s(self) -> float:
-        """That it stood waiting for other ranks, and for updates away from the device, whatever was reset."""
+        """Seconds that this rank stood waiting for others, and for updates off the device, from the start on."""
         own = sum(times.ever_s for times in self.times.values())
         return own + sum(each.waited_ever_s for each in self.along.values())
 
     @property
     def total_wait_s(self) -> float:
-        """For weights, gradients and activations."""
+        """Seconds that this rank stood waiting for weights, gradients and activations."""
         return self.wait_s + sum(each.total_wait_s for each in self.along.values())
 
 
@@ -135,8 +135,8 @@ class Ledger:
         self.live_bytes -= count_bytes
 
     def reset(self) -> None:
-        """Count from zero."""
-        self.live_bytes = self.peak_bytes = 0
+        """Forget the peak: what is held now is the most from here on."""
+        self.peak_bytes = self.live_bytes
 
     @contextmanager
     def holding(self, count_bytes: int) -> Iterator[None]:
