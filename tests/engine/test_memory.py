@@ -21,6 +21,8 @@ from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
+pytestmark = pytest.mark.filterwarnings("ignore:tz.Precision. gather changes nothing under plan zero0:UserWarning")
+
 PRECISIONS: dict[str, Precision | str] = {
     "fp32": "fp32",
     "bf16": "bf16",
