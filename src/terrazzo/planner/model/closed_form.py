@@ -23,16 +23,17 @@ __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_
 
 Sizes = Mapping[str, int]
 
-WIDE_NORMS = ("gemma", "gemma2", "gemma3_text")
+
 
 
 def closed_form(values: Mapping[str, Any]) -> Architecture | None:
     """The family that describes all tensors of this config, or None when the model must be built to know them."""
     family = FAMILIES.get(family_name(values))
-    if family is None or any(values.get(key) not in (None, wanted) for key, wanted in family.assumes.items()):
+    if family is None:
         return None
-    # OPT-350m alone embeds in another width.
-    return None if values.get("word_embed_proj_dim") not in (None, values.get("hidden_size")) else family
+    width = values.get(family.keys.get("hidden", "hidden_size"))
+    assumed = {**family.assumes, **dict.fromkeys(family.assumes_width, width)}
+    return family if all(values.get(key) in (None, wanted) for key, wanted in assumed.items()) else None
 
 
 def family_name(values: Mapping[str, Any]) -> str:
@@ -101,8 +102,7 @@ def _sizes_of(fields: Fields) -> dict[str, int]:
             sizes[flag] = fields.flag(flag)
     sizes["q_lora_bias"] = bool(sizes["q_lora"] and fields.flag("attention_bias"))
     sizes["one"] = 1
-    # OPT's table begins two positions early (modeling_opt.py, OPTLearnedPositionalEmbedding).
-    sizes["offset_positions"] = sizes["positions"] + 2
+    sizes["position_rows"] = sizes["positions"] + fields.family.position_offset
     return sizes
 
 
@@ -149,7 +149,7 @@ def _even_split(fields: Fields, sizes: Sizes) -> int:
 
 
 def _latent_sizes(fields: Fields, heads: int) -> dict[str, int]:
-    """Of multi-head latent attention (arXiv 2405.04434)."""
+    """Sizes of multi-head latent attention (arXiv 2405.04434)."""
     q_lora, kv_lora = fields.integer("q_lora") or 0, fields.required("kv_lora")
     rope, nope, value = (fields.required(name) for name in ("rope_dim", "nope_dim", "value_dim"))
     return {
@@ -286,7 +286,7 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> Bl
         kv_latent=sizes["kv_latent"],
         torch_norm=family.torch_norm,
         plain_gelu=fields.plain_gelu(),
-        wide_norm=family_name(fields.values) in WIDE_NORMS,
+        wide_norm=family.wide_norm,
         soft_cap=fields.soft_cap("attn_logit_softcapping"),
         whole_attention=_is_put_together(family.attention),
         whole_mlp=_is_put_together(family.mlp) and not sparse,

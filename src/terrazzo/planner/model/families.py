@@ -17,6 +17,7 @@ from terrazzo.planner.model.rows import (
     embedding,
     experts,
     fused_attention,
+    latent_attention,
     linear,
     mixture,
     mlp,
@@ -52,18 +53,7 @@ _FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column_gathered
 )
 _LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
-_LATENT_ATTENTION = (
-    TensorRow("self_attn.q_proj.weight", ("qk", "hidden"), "matrix", "column", "not q_lora"),
-    TensorRow("self_attn.q_a_proj.weight", ("q_lora", "hidden"), "matrix", "none", "q_lora"),
-    TensorRow("self_attn.q_a_proj.bias", ("q_lora",), "vector", "none", "q_lora_bias"),
-    TensorRow("self_attn.q_a_layernorm.weight", ("q_lora",), "vector", "none", "q_lora"),
-    TensorRow("self_attn.q_b_proj.weight", ("qk", "q_lora"), "matrix", "column", "q_lora"),
-    *linear("self_attn.kv_a_proj_with_mqa", "kv_latent", "hidden", "none", "attention_bias"),
-    TensorRow("self_attn.kv_a_layernorm.weight", ("kv_lora",), "vector"),
-    TensorRow("self_attn.kv_b_proj.weight", ("kv_up", "kv_lora"), "matrix", "column"),
-    *linear("self_attn.o_proj", "hidden", "values", "row", "attention_bias"),
-)
-"""Multi-head latent attention (arXiv 2405.04434)."""
+
 
 _MISTRAL = replace(
     _LLAMA, attention=_PLAIN_ATTENTION, mlp=swiglu(), defaults={"kv_heads": 8, "positions": 131072, "window": 4096}
@@ -75,8 +65,15 @@ _QWEN2 = replace(
     defaults={"kv_heads": 32, "positions": 32768, "window": 4096, "use_window": False, "window_from": 28},
 )
 _QWEN3 = replace(_QWEN2, attention=_LLAMA.attention + _QUERY_KEY_NORMS, defaults={**_QWEN2.defaults, "head_dim": 128})
-_GEMMA = replace(_LLAMA, mlp=swiglu(), defaults={"kv_heads": 16, "head_dim": 256, "positions": 8192, "tied": True})
-_GEMMA2 = replace(_GEMMA, norms=_FOUR_NORMS, windowed=2, defaults={**_GEMMA.defaults, "kv_heads": 4, "window": 4096})
+_GEMMA = replace(
+    _LLAMA,
+    mlp=swiglu(),
+    defaults={"kv_heads": 16, "head_dim": 256, "positions": 8192, "tied": True},
+    wide_norm=True,
+)
+_WINDOWED_GEMMA = replace(
+    _GEMMA, norms=_FOUR_NORMS, windowed=2, defaults={**_GEMMA.defaults, "kv_heads": 4, "window": 4096}
+)
 _OLMO2 = replace(
     _LLAMA,
     attention=_LLAMA.attention + _WIDE_QUERY_KEY_NORMS,
@@ -128,7 +125,7 @@ _QWEN3_MOE = replace(
 )
 _DEEPSEEK_V3 = replace(
     _LLAMA,
-    attention=_LATENT_ATTENTION,
+    attention=latent_attention(),
     mlp=swiglu(),
     sparse=(*_ROUTER_LAST, *swiglu(module="mlp.shared_experts", width="shared_ffn")),
     keys={"experts": "n_routed_experts"},
@@ -170,7 +167,7 @@ _GPT2 = Architecture(
     mlp=transposed(mlp("mlp.c_fc", "mlp.c_proj")),
     norms=norms("ln_1", "ln_2", bias=True),
     keys={"hidden": "n_embd", "layers": "n_layer", "heads": "n_head", "ffn": "n_inner", "positions": "n_positions"},
-    defaults={"ffn": None, "positions": 1024, "tied": True, "dropout": 0.1},
+    defaults={"ffn": None, "positions": 1024, "tied": True, "dropout": 0.1, "nonlinearity": "gelu_new"},
     gated=False,
     norm="layer",
     assumes={"add_cross_attention": False},
@@ -184,7 +181,7 @@ _GPTJ = replace(
     ),
     mlp=mlp("mlp.fc_in", "mlp.fc_out"),
     norms=norms("ln_1", bias=True),
-    defaults={"ffn": None, "positions": 2048},
+    defaults={"ffn": None, "positions": 2048, "nonlinearity": "gelu_new"},
 )
 _GPT_NEOX = replace(
     _GPT2,
@@ -200,10 +197,10 @@ _PHI = replace(
     _GPT_NEOX,
     blocks="model.layers",
     root=(*embedding("model.embed_tokens"), *norms("model.final_layernorm", bias=True), _HEAD_BIAS),
-    attention=(*attention(qkv_bias=True)[:-1], *linear("self_attn.dense", "hidden", "q", "row", True)),
+    attention=attention(True, True, names=("q_proj", "k_proj", "v_proj", "dense")),
     mlp=mlp("mlp.fc1", "mlp.fc2"),
     norms=norms("input_layernorm", bias=True),
-    defaults={"positions": 2048},
+    defaults={"positions": 2048, "nonlinearity": "gelu_new"},
     assumes={"qk_layernorm": False},
 )
 _STARCODER2 = replace(
@@ -219,13 +216,11 @@ _OPT = replace(
     blocks="model.decoder.layers",
     root=(
         *embedding("model.decoder.embed_tokens"),
-        *positions("model.decoder.embed_positions", "offset_positions"),
+        *positions("model.decoder.embed_positions"),
         *norms("model.decoder.final_layer_norm", bias=True),
     ),
     attention=(
-        *linear("self_attn.k_proj", "q", "hidden", "column", "enable_bias"),
-        *linear("self_attn.v_proj", "q", "hidden", "column", "enable_bias"),
-        *linear("self_attn.q_proj", "q", "hidden", "column", "enable_bias"),
+        *(row for each in "kvq" for row in linear(f"self_attn.{each}_proj", "q", "hidden", "column", "enable_bias")),
         *linear("self_attn.out_proj", "hidden", "q", "row", "enable_bias"),
     ),
     mlp=mlp("fc1", "fc2", "enable_bias"),
@@ -233,7 +228,9 @@ _OPT = replace(
     order=("self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),
     keys={"ffn": "ffn_dim"},
     defaults={"positions": 2048, "tied": True, "dropout": 0.1, "enable_bias": True},
+    position_offset=2,  # modeling_opt.py, OPTLearnedPositionalEmbedding
     assumes={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
+    assumes_width=("word_embed_proj_dim",),  # OPT-350m alone embeds in another width
 )
 _BLOOM = replace(
     _GPT_NEOX,
@@ -271,17 +268,8 @@ _STABLELM = replace(
 _BUILT_IN = Architecture(
     blocks="blocks",
     root=embedding("embedding") + norms("norm"),
-    attention=(
-        *linear("attention.query", "q", "hidden", "column"),
-        *linear("attention.key", "kv", "hidden", "column"),
-        *linear("attention.value", "kv", "hidden", "column"),
-        *linear("attention.output", "hidden", "q", "row"),
-    ),
-    mlp=(
-        *linear("feed_forward.gate", "ffn", "hidden", "column"),
-        *linear("feed_forward.up", "ffn", "hidden", "column"),
-        *linear("feed_forward.down", "hidden", "ffn", "row"),
-    ),
+    attention=attention(module="attention", names=("query", "key", "value", "output")),
+    mlp=swiglu(module="feed_forward", names=("gate", "up", "down")),
     sparse=mixture("feed_forward"),
     norms=norms("attention_norm", "feed_forward_norm"),
     order=("attention_norm", "attention", "feed_forward_norm", "feed_forward"),
@@ -307,12 +295,15 @@ FAMILIES: Mapping[str, Architecture] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "gemma": _GEMMA,
-    "gemma2": _GEMMA2,
+    "gemma2": replace(
+        _WINDOWED_GEMMA,
+        defaults={**_WINDOWED_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
     "gemma3_text": replace(
-        _GEMMA2,
-        attention=_GEMMA2.attention + _QUERY_KEY_NORMS,
+        _WINDOWED_GEMMA,
+        attention=_WINDOWED_GEMMA.attention + _QUERY_KEY_NORMS,
         windowed=6,
-        defaults={**_GEMMA2.defaults, "positions": 131072},
+        defaults={**_WINDOWED_GEMMA.defaults, "positions": 131072},
     ),
     "olmo": replace(_LLAMA, root=embedding("model.embed_tokens"), mlp=swiglu(), norms=(), bare_norms=2, norm="layer"),
     "olmo2": _OLMO2,
@@ -373,7 +364,7 @@ FAMILIES: Mapping[str, Architecture] = {
         order=("ln_1", "attn", "ln_2", "mlp"),
         attention=transposed(_GPT2.attention),
         mlp=transposed(_GPT2.mlp),
-        defaults={**_GPT2.defaults, "multi_query": True},
+        defaults={**_GPT2.defaults, "multi_query": True, "nonlinearity": "gelu_pytorch_tanh"},
     ),
     "gptj": replace(_GPTJ, order=("ln_1", "attn", "mlp")),
     "gpt_neox": replace(_GPT_NEOX, order=("input_layernorm", "post_attention_layernorm", "attention", "mlp")),
@@ -397,4 +388,4 @@ FAMILIES: Mapping[str, Architecture] = {
         assumes={"num_ln_in_parallel_attn": None},
     ),
 }
-"""By `model_type`. What is not here is built by `transformers` on the meta device and measured."""
+"""The one table of families, by `model_type`. A model of none of them is built by `transformers` on the meta device."""

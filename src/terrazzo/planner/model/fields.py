@@ -46,9 +46,6 @@ _SYNONYMS = frozenset({"hidden", "layers", "heads", "positions", "experts"})
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
 
 _NONLINEARITIES = ("activation_function", "hidden_act")
-_CAPS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
-_GELU_NEW = ("codegen", "gpt2", "gpt_neo", "gptj", "phi")
-"""Families whose config class has it by default, as those of `_CAPS` have a soft cap."""
 
 LIMITS: Mapping[str, int] = {"layers": 10_000, "heads": 1 << 16, "experts": 1 << 16, "vocab": 1 << 28}
 LIMIT = 1 << 24
@@ -134,7 +131,7 @@ class Fields:
 
     def plain_gelu(self) -> bool:
         """Whether the nonlinearity is `gelu_new`, which transformers writes in plain operators."""
-        usual = "gelu_new" if self.values.get("model_type") in _GELU_NEW else ""
+        usual = self.family.defaults.get("nonlinearity")
         return next((self.values[key] for key in _NONLINEARITIES if key in self.values), usual) == "gelu_new"
 
     def dropout(self) -> bool:
@@ -149,7 +146,7 @@ class Fields:
 
     def soft_cap(self, key: str) -> bool:
         """Whether scores, or logits, are kept within a cap by tanh; `key` is the config's."""
-        value = self.values.get(key, _CAPS.get(str(self.values.get("model_type")), {}).get(key))
+        value = self.values.get(key, self.family.defaults.get(key))
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise BadInput(f"{self.name}: {key} is {_short(value)}, but a number above 0, or null, is expected.")
         return value is not None

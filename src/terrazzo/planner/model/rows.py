@@ -17,6 +17,7 @@ __all__ = [
     "embedding",
     "experts",
     "fused_attention",
+    "latent_attention",
     "linear",
     "mixture",
     "mlp",
@@ -57,20 +58,22 @@ class BufferRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """One model family: all that is known of it, a row of `FAMILIES`.
 
     Attributes:
         blocks: name of the module list that holds the blocks.
         root: what stands before and after the blocks; the head is added where it is not tied.
         attention, mlp, norms: tensors of a block. `sparse` takes the place of `mlp` in a layer with routed experts.
-        order: of a block's modules, where they are not registered in this order.
+        order: a block's modules as they are registered, where that is not the order above.
         head: the module name of the output head.
         keys: the config's key for a size, where it is not the usual one of `fields.KEYS`; empty: it has none.
         defaults: what the config class assumes for a missing key. A size without one must be given.
-        gated, norm, torch_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
+        gated, norm, torch_norm, wide_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
         windowed: every n-th layer sees the whole sequence and the others a window; 0: all see a window.
-        buffers: of what stands around the blocks; `sparse_buffers` of a layer with routed experts.
+        position_offset: rows of a table of positions that come before the first one.
+        buffers: buffers around the blocks; `sparse_buffers` are those of a layer with routed experts.
         assumes: keys whose other values add or drop tensors which these rows do not describe.
+        assumes_width: keys likewise, whose value has to be the width of the residual stream.
     """
 
     blocks: str
@@ -82,15 +85,18 @@ class Architecture:
     order: tuple[str, ...] = ()
     head: str = "lm_head"
     keys: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, int | float | bool | None] = field(default_factory=dict)
+    defaults: Mapping[str, int | float | bool | str | None] = field(default_factory=dict)
     gated: bool = True
     norm: Literal["rms", "layer"] = "rms"
     bare_norms: int = 0
     torch_norm: bool = False
+    wide_norm: bool = False
     windowed: int = 0
+    position_offset: int = 0
     buffers: tuple[BufferRow, ...] = ()
     sparse_buffers: tuple[BufferRow, ...] = ()
     assumes: Mapping[str, object] = field(default_factory=dict)
+    assumes_width: tuple[str, ...] = ()
 
 
 def linear(name: str, out: str, into: str, split: MatrixSplit, bias: str | bool = False) -> Rows:
@@ -105,7 +111,7 @@ def linear(name: str, out: str, into: str, split: MatrixSplit, bias: str | bool 
 
 
 def transposed(rows: Rows) -> Rows:
-    """GPT-2 keeps its matrices as `[into, out]`, in modules of its own."""
+    """The rows with matrices kept as `[into, out]`, in modules that are no `nn.Linear`, as GPT-2 has them."""
     return tuple(replace(r, shape=tuple(reversed(r.shape)), linear=False if r.role == "matrix" else None) for r in rows)
 
 
@@ -126,9 +132,9 @@ def embedding(name: str, split: MatrixSplit = "vocab") -> Rows:
     return (TensorRow(f"{name}.weight", ("vocab", "hidden"), "embedding", split),)
 
 
-def positions(name: str, size: str = "positions") -> Rows:
-    """Learned positions are added to a token, never multiplied with it."""
-    return (TensorRow(f"{name}.weight", (size, "hidden"), "vector"),)
+def positions(name: str) -> Rows:
+    """The table of learned positions, which are added to a token and never multiplied with it."""
+    return (TensorRow(f"{name}.weight", ("position_rows", "hidden"), "vector"),)
 
 
 def experts(name: str, transposed: bool = False, bias: bool = False) -> Rows:
@@ -154,7 +160,7 @@ def router(name: str) -> Rows:
 
 
 def mixture(name: str) -> Rows:
-    """The built-in decoder's: router, three stacks, and the experts that compute every token as one feed-forward."""
+    """The built-in decoder's experts: router, three stacks, and as one feed-forward those that meet every token."""
     up, down = ("expert_ffn", "hidden"), ("hidden", "expert_ffn")
     shapes = {"gate": up, "up": up, "down": down}
     stacks = tuple(TensorRow(f"{name}.experts.{each}", ("experts", *shape), "expert") for each, shape in shapes.items())
@@ -166,27 +172,54 @@ def mixture(name: str) -> Rows:
     return (*router(f"{name}.router"), *stacks, *shared)
 
 
-def attention(qkv_bias: str | bool = False, out_bias: str | bool = False, module: str = "self_attn") -> Rows:
-    """Four matrices of grouped-query attention under Llama's names."""
+def attention(
+    qkv_bias: str | bool = False,
+    out_bias: str | bool = False,
+    module: str = "self_attn",
+    names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+) -> Rows:
+    """Four matrices of grouped-query attention, by default under Llama's names."""
+    query, key, value, out = (f"{module}.{name}" for name in names)
     return (
-        *linear(f"{module}.q_proj", "q", "hidden", "column", qkv_bias),
-        *linear(f"{module}.k_proj", "kv", "hidden", "column", qkv_bias),
-        *linear(f"{module}.v_proj", "kv", "hidden", "column", qkv_bias),
-        *linear(f"{module}.o_proj", "hidden", "q", "row", out_bias),
+        *linear(query, "q", "hidden", "column", qkv_bias),
+        *linear(key, "kv", "hidden", "column", qkv_bias),
+        *linear(value, "kv", "hidden", "column", qkv_bias),
+        *linear(out, "hidden", "q", "row", out_bias),
     )
 
 
-def swiglu(bias: str | bool = False, module: str = "mlp", width: str = "ffn") -> Rows:
-    """A gated MLP (arXiv 2002.05202) under Llama's names."""
+def latent_attention(module: str = "self_attn") -> Rows:
+    """Multi-head latent attention (arXiv 2405.04434) under DeepSeek's names."""
     return (
-        *linear(f"{module}.gate_proj", width, "hidden", "column", bias),
-        *linear(f"{module}.up_proj", width, "hidden", "column", bias),
-        *linear(f"{module}.down_proj", "hidden", width, "row", bias),
+        TensorRow(f"{module}.q_proj.weight", ("qk", "hidden"), "matrix", "column", "not q_lora"),
+        TensorRow(f"{module}.q_a_proj.weight", ("q_lora", "hidden"), "matrix", "none", "q_lora"),
+        TensorRow(f"{module}.q_a_proj.bias", ("q_lora",), "vector", "none", "q_lora_bias"),
+        TensorRow(f"{module}.q_a_layernorm.weight", ("q_lora",), "vector", "none", "q_lora"),
+        TensorRow(f"{module}.q_b_proj.weight", ("qk", "q_lora"), "matrix", "column", "q_lora"),
+        *linear(f"{module}.kv_a_proj_with_mqa", "kv_latent", "hidden", "none", "attention_bias"),
+        TensorRow(f"{module}.kv_a_layernorm.weight", ("kv_lora",), "vector"),
+        TensorRow(f"{module}.kv_b_proj.weight", ("kv_up", "kv_lora"), "matrix", "column"),
+        *linear(f"{module}.o_proj", "hidden", "values", "row", "attention_bias"),
+    )
+
+
+def swiglu(
+    bias: str | bool = False,
+    module: str = "mlp",
+    width: str = "ffn",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Rows:
+    """A gated MLP (arXiv 2002.05202), by default under Llama's names."""
+    gate, up, down = (f"{module}.{name}" for name in names)
+    return (
+        *linear(gate, width, "hidden", "column", bias),
+        *linear(up, width, "hidden", "column", bias),
+        *linear(down, "hidden", width, "row", bias),
     )
 
 
 def uncut(rows: Rows) -> Rows:
-    """Where transformers' plan of tensor parallelism leaves them whole."""
+    """The rows as tensor-parallel ranks have them whole, where transformers' plan leaves them so."""
     return tuple(replace(row, split="none") for row in rows)
 
 
