@@ -20,7 +20,7 @@ def key(setup: Setup) -> Key:
 
 
 def model_flops(setup: Setup) -> float:
-    """Of one optimizer step: 6N + 12Lhs per token (arXiv 2204.02311, appendix B), N without mere look-ups."""
+    """FLOPs of one optimizer step: 6N + 12Lhs per token (arXiv 2204.02311, appendix B), N without mere look-ups."""
     model = setup.model
     per_token = 6 * model.matmul_numel + 12 * model.layers * model.hidden * setup.sequence
     return float(per_token * setup.global_batch * setup.sequence)

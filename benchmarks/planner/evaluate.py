@@ -33,8 +33,8 @@ class Outcome:
             return self.memory.reserved_bytes
         if self.row.memory_kind == "device":
             return self.memory.device_bytes
-        if self.row.stage is not None and self.memory.per_stage:
-            return self.memory.per_stage[self.row.stage]
+        if self.row.stage is not None and self.memory.per_pp_rank:
+            return self.memory.per_pp_rank[self.row.stage]
         return self.memory.allocated_bytes
 
     @property
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of relative errors: median and 90th percentile of their sizes, and the median with its sign."""
+    """Relative errors in short: median and 90th percentile of their sizes, and the median with its sign."""
 
     n: int
     median: float
@@ -85,7 +85,7 @@ def summary(errors: Sequence[float]) -> Summary:
 
 
 def by_family(outcomes: Iterable[Outcome], keep: Callable[[Outcome], bool]) -> dict[str, list[Outcome]]:
-    """Those that `keep` keeps, families in order of appearance."""
+    """The outcomes that `keep` keeps, families in order of appearance."""
     found: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         if keep(outcome):

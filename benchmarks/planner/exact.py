@@ -100,7 +100,7 @@ def _sizing() -> Iterator[Check]:
 
 
 def _with_other(gpus: int, other_bytes: float) -> float:
-    """Of each device, with the states as they are planned."""
+    """Bytes of each device, with the states as they are planned."""
     setup = build_setup(Request(70e9, gpus, strategy="zero3", precision="zero"))
     return sum(term.value for term in state_terms(setup, 0)) + other_bytes
 
@@ -111,7 +111,7 @@ def _topology() -> Iterator[Check]:
 
 
 def _activations() -> Iterator[Check]:
-    """Of the first stage, as arXiv 2205.05198 figure 1 has them (calculon-ai/calculon validation.py), to 0.5 %."""
+    """Activations of the first rank along pp, to 0.5 % of arXiv 2205.05198 figure 1 (calculon-ai validation.py)."""
     with (Path(__file__).parent / "data" / "groundtruth.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["id"].startswith("kortmem")]
     for row in rows:

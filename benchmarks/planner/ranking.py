@@ -81,7 +81,7 @@ class Way:
         return " ".join([self.plan, *(f"{axis} {size}" for axis, size in self.axes)]) + order
 
     def mesh(self, ranks: int) -> Mesh:
-        """On so many ranks, what no other axis takes along dp_shard."""
+        """The mesh on `ranks` ranks: dp_shard has all that no other axis takes."""
         sizes = dict(self.axes)
         taken = sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1) * sizes.get("dp_replicate", 1)
         return Mesh(**sizes, dp_shard=ranks // taken)
@@ -115,7 +115,7 @@ MIXED = (
 
 
 def ways_of(case: Case) -> tuple[Way, ...]:
-    """Those that are compared."""
+    """The meshes that are compared."""
     return MIXED if case.model == "experts" else DENSE
 
 
@@ -184,7 +184,7 @@ class Trainee:
         return time.process_time() - busy, time.perf_counter() - began
 
     def close(self) -> None:
-        """Its threads end."""
+        """End its threads."""
         engine_of(self.model).close()
 
 
@@ -194,7 +194,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def run(case: Case, ways: Sequence[Way], rounds: int) -> list[list[tuple[float, float]]]:
-    """Of each way its steps, which alternate; the first of each, which learns the order, is left out."""
+    """Steps of each way, which alternate; the first of each, which learns the order, is left out."""
     trainees = [Trainee(case, way) for way in ways]
     found = [[each.step() for each in trainees] for _ in range(rounds + 1)][1:]
     for each in trainees:
@@ -203,7 +203,7 @@ def run(case: Case, ways: Sequence[Way], rounds: int) -> list[list[tuple[float, 
 
 
 def rates() -> dict[str, float]:
-    """In one rank alone: products and memory per second, and what a block takes beside, seconds of the processor."""
+    """Figures of one rank alone: products and memory per second, and what a block takes beside, processor seconds."""
     a, big = torch.randn(256, 256), torch.randn(4 << 20)
     product = _cpu_s(lambda: a @ a, 50)
     copied = _cpu_s(lambda: big + 1.0, 10)
@@ -224,7 +224,7 @@ def rates() -> dict[str, float]:
 
 
 def links() -> dict[str, float]:
-    """In ranks together: bytes per second, and what an exchange costs beside them, seconds of this rank's processor.
+    """Figures of ranks together: bytes per second, and what an exchange costs beside, seconds of this rank's processor.
 
     By exchanges as modules make them, there and back, between two and between four; and by how much longer a step of a
     small model takes where its units are gathered.
@@ -247,7 +247,7 @@ def links() -> dict[str, float]:
 
 
 SMALL = (Way("zero1"), Way("zero3"), Way("zero1", (("pp", 2),)))
-"""Of a small model: what gathering units takes more, and what stages take more that run as many blocks."""
+"""What gathering units of a small model takes more, and what stages take more that run as many blocks."""
 
 
 def _small_step(way: Way) -> tuple[float, float, float]:
@@ -267,7 +267,7 @@ SMALL_STEPS = 15
 
 
 def _cpu_s(work: Any, times: int) -> float:
-    """Of the processor, the least of `times`."""
+    """Processor seconds, the least of `times`."""
     work()
     found = []
     for _ in range(times):
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compared(case: Case, ranks: Ranks, device: Device) -> dict[str, Any]:
-    """Of each way seconds of a step as planned, of all processors, and of the clock; and how the orders agree."""
+    """Seconds of a step of each way, as planned, of all processors, and of the clock; and how the orders agree."""
     ways = ways_of(case)
     told = ranks.call(run, case, ways, ROUNDS)
     busy, wall = [], []

@@ -102,4 +102,4 @@ def _step_error(row: Row, setup: Setup, factor: float) -> float:
 def _memory_error(row: Row, setup: Setup, factor: float) -> float:
     assert row.memory_bytes
     stage = -1 if row.stage is None else row.stage
-    return memory_of(setup).per_stage[stage] / (row.memory_bytes * factor) - 1
+    return memory_of(setup).per_pp_rank[stage] / (row.memory_bytes * factor) - 1

@@ -33,19 +33,19 @@ CONSTANTS: tuple[str, ...] = (
 """Module constants of the planner's timing that were set on published rows."""
 
 OF_THE_HOST = ("LAUNCH_S", "COMPILED_LAUNCH")
-"""Of these, what is a figure of the host and its software: no family says anything about another's."""
+"""The constants that are figures of the host and its software: no family says anything about another's."""
 
 FACTORS = (0.6, 0.75, 0.87, 0.94, 1.06, 1.15, 1.33, 1.67)
 ROUNDS = 2
 MOST_ROWS = 60
-"""Of one family while fitting, evenly spread; errors are taken over all of its rows."""
+"""Rows of one family while fitting, evenly spread; errors are taken over all of its rows."""
 FULL_WEIGHT = 12
 
 
 def held_out_medians(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """By family: median error with the constants as they are, and with those refitted on all other families.
+    """Median error of each family with the constants as they are, and with those refitted on all other families.
 
-    `own_host`: refitted, but what the host takes to launch kernels is left as it is.
+    `own_host` is the error refitted, with what the host takes to launch kernels left as it is.
     """
     families: dict[str, list[Row]] = defaultdict(list)
     for row in rows:

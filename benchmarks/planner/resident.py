@@ -29,7 +29,7 @@ __all__ = ["Measured", "configuration", "measure", "table"]
 MIB = 2**20
 STEPS, SMALL = 3, 30
 MOST_FLOPS = 4e10
-"""Of a step on one rank, so that a run takes seconds."""
+"""The most FLOPs of a step on one rank, so that a run takes seconds."""
 
 _RUN = "import sys, pathlib; from terrazzo.train.trainer_rank import *; train_as_rank(pathlib.Path(sys.argv[1]), [])"
 LOOK_S = 0.01
@@ -146,7 +146,7 @@ def _what(config: Config) -> str:
 
 
 def table(found: Sequence[Measured]) -> str:
-    """In Markdown, what comes nearest its bound first."""
+    """The table in Markdown, what comes nearest its bound first."""
     lines = ["| row | run | expected MiB | at most | resident | of the bound |", "|--:|---|--:|--:|--:|--:|"]
     for each in sorted(found, key=lambda each: each.upper / each.resident):
         amounts = " | ".join(f"{value / MIB:,.0f}" for value in (each.expected, each.upper, each.resident))

@@ -266,7 +266,9 @@ def _precision(family: str, fields: Mapping[str, str]) -> Precision:
 
 
 def _checkpointing(family: str, fields: Mapping[str, str]) -> CheckpointMode:
-    """Of hfds: eight sequences of 4,096 on four devices fit no other way. Of aws: torchtitan's recipe. Else none."""
+    """The checkpointing mode: none unless the row says so, but of hfds (eight sequences of 4,096 on four devices fit no
+    other way) and aws (torchtitan's recipe).
+    """
     if family == "aws":
         return "selective_half"
     if fields["ac"].startswith("selective"):

@@ -13,7 +13,7 @@ from terrazzo.planner.machine.network import HOP_S, Network, group_of
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing import compute, rates
-from terrazzo.planner.timing.stage import PCIE_COPY_SHARE
+from terrazzo.planner.timing.pipeline_rank import PCIE_COPY_SHARE
 
 __all__ = ["GPUS", "LAYOUTS", "TOKENS", "Cell", "Figures", "Layout"]
 

@@ -13,7 +13,7 @@ import terrazzo as tz
 from terrazzo.engine import FrozenFormat
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.peak import rank_peak
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from tests.helpers.cover import mostly_long
@@ -113,7 +113,7 @@ def planned(case: Case) -> float:
     precision = replace(tz.Precision.named(case.precision), gather=case.gather)  # type: ignore[arg-type]
     shape, cluster = model_shape(built(case)), Cluster(Device("gpu"), 2)
     setup = Setup(shape, cluster, plan, Mesh(dp_shard=2), precision=precision, **options)
-    return stage_peak(setup, 0, states_only=True).total
+    return rank_peak(setup, 0, states_only=True).total
 
 
 @pytest.mark.parametrize("case", mostly_long(LATE, LATE[0], LATE[2]), ids=lambda case: case.name)

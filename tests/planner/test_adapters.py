@@ -12,7 +12,7 @@ from terrazzo.planner.choice.emit import train_config
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Device
-from terrazzo.planner.memory.peak import memory_of, stage_terms
+from terrazzo.planner.memory.peak import memory_of, rank_terms
 from terrazzo.planner.memory.step_settings import WORKING, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.unit_events import unit_events
 from terrazzo.planner.memory.walk import peak_of
@@ -54,7 +54,7 @@ def test_the_inputs_of_activations_make_their_value_where_blocks_run_forward_alo
     setup = build_setup(
         asked(sequence=8192, checkpointing="none", memory_bytes=None, freeze="model.embed*,model.layers.?.*")
     )
-    terms = {term.name: term for term in stage_terms(setup, 0)[0]}
+    terms = {term.name: term for term in rank_terms(setup, 0)[0]}
     inputs = terms["activations"].inputs
     assert inputs["blocks"] == LAYERS - 10
     assert terms["activations"].value == inputs["blocks"] * inputs["saved by one block"]

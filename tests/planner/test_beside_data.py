@@ -24,7 +24,7 @@ from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.peak import rank_peak
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.trace import traced_activations
 from terrazzo.planner.model.families import FAMILIES
@@ -369,7 +369,7 @@ def test_the_bill_of_a_model_that_nobody_builds(axes: tuple[tuple[str, int], ...
         tz.parallelize(model, mesh)
         bill = estimate(model, torch.optim.AdamW(in_two_groups(model)), plan, mesh=mesh, precision=precision)
     check_states(setup, vars(bill))
-    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
+    assert rank_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
 @pytest.mark.parametrize(("axes", "plan"), [*zip(MESHES, ("zero3", "hybrid_shard"), strict=True), (MESHES[0], "zero0")])
@@ -387,4 +387,4 @@ def test_the_bill_of_whole_matrices_that_ranks_have_parts_of(axes: tuple[tuple[s
         groups = [{"params": [each for each in others if (each[1].ndim < 2) == flat]} for flat in (False, True)]
         bill = estimate(model, tz.optim.Muon(matrices, groups), plan, mesh=mesh)
     check_states(setup, vars(bill))
-    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
+    assert rank_peak(setup, 0, states_only=True).total == bill.transient_bytes

@@ -19,7 +19,7 @@ from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
-from terrazzo.planner.setup.choice_names import KEYS, PRECISION_PRESETS, precision, strategy
+from terrazzo.planner.setup.choice_names import PRECISION_KEYS, PRECISION_PRESETS, precision, strategy
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.words import precision_name
@@ -321,7 +321,7 @@ def test_a_precision_has_the_keys_of_a_configuration_and_is_called_so(name: str,
 
 
 def test_every_key_of_a_configurations_precision_can_be_asked_for() -> None:
-    assert {*KEYS, "name", "skip"} == set(PrecisionConfig.model_fields)  # skip is of layers by their names
+    assert {*PRECISION_KEYS, "name", "skip"} == set(PrecisionConfig.model_fields)  # skip is of layers by their names
 
 
 def test_what_the_optimizer_or_qlora_decides_is_not_silently_another_than_what_was_named() -> None:

@@ -21,7 +21,7 @@ import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of, find_units
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.peak import memory_of, stage_peak
+from terrazzo.planner.memory.peak import memory_of, rank_peak
 from terrazzo.planner.memory.replay import replay
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.trace import traced_activations
@@ -333,7 +333,7 @@ def check_transient(model: nn.Module, shape: ModelShape, plan: str, precision: P
     options = {"micro_batches": micro_batches, "accumulate_locally": local is True}
     setup = setup_of(shape, plan, precision, 8, **options)
     setup = replace(setup, cluster=Cluster(Device("device"), 8))
-    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
+    assert rank_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
 # -- beside the device -----------------------------------------------------------------------------------------

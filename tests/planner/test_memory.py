@@ -16,13 +16,13 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.engine.optim.stock.param_groups import choose_kernel
 from terrazzo.files import GIB
 from terrazzo.planner.api import ask
-from terrazzo.planner.layout.stages import in_flight, stage_units
+from terrazzo.planner.layout.stages import in_flight, units_on
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.devices import device as named
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
-from terrazzo.planner.memory.peak import memory_of, stage_terms
+from terrazzo.planner.memory.peak import memory_of, rank_terms
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.step_settings import StepSettings, StepUnit
 from terrazzo.planner.memory.walk import peak_of
@@ -328,8 +328,8 @@ def test_every_term_is_explained_and_bounded(plan: str) -> None:
             assert term.formula in FORMULAS
             assert 0 <= term.value <= term.upper
         assert memory.allocated_bytes <= memory.reserved_bytes <= memory.device_bytes <= memory.upper_bytes
-        assert len(memory.per_stage) == mesh.pp
-        assert max(memory.per_stage) == memory.allocated_bytes
+        assert len(memory.per_pp_rank) == mesh.pp
+        assert max(memory.per_pp_rank) == memory.allocated_bytes
 
 
 @pytest.mark.parametrize("gpu", ["h100-sxm", "b200"])  # without room for it, and with
@@ -385,7 +385,7 @@ def test_compiled_blocks_leave_the_loss_as_it_is() -> None:
 def test_pipeline_stages_hold_what_runs_on_them() -> None:
     model = llama(10, 512, 1408, 8, 2, 32_000)
     made = setup(model, "zero0", mesh=Mesh(pp=4), sequence=512, micro_batches=8)
-    stages = [stage_units(made, stage) for stage in range(4)]
+    stages = [units_on(made, stage) for stage in range(4)]
     assert [sum(count for unit, count in units if unit.block) for units in stages] == [3, 3, 4, 0]
     named = [[tensor.role for unit, _ in units if not unit.block for tensor in unit.tensors] for units in stages]
     assert named == [["embedding"], [], [], ["vector", "head"]]
@@ -396,7 +396,7 @@ def test_pipeline_stages_hold_what_runs_on_them() -> None:
 def test_a_tied_head_is_a_copy_on_the_last_stage() -> None:
     tied = llama(4, 512, 1408, 8, 2, 32_000, tied=True)
     made = setup(tied, "zero0", mesh=Mesh(pp=2), sequence=512, micro_batches=4)
-    total = sum(unit.numel * count for stage in (0, 1) for unit, count in stage_units(made, stage))
+    total = sum(unit.numel * count for stage in (0, 1) for unit, count in units_on(made, stage))
     assert total == tied.numel + 512 * 32_000
 
 
@@ -471,7 +471,7 @@ def _step_units(made: Setup, saved: int, host: int) -> list[StepUnit]:
     placement = replace(placement_of(made), host=host)
     return [
         StepUnit(unit_events(unit, placement), count, float(saved) if unit.block else 0.0, saved / 3)
-        for unit, count in stage_units(made, 0)
+        for unit, count in units_on(made, 0)
     ]
 
 
@@ -481,7 +481,7 @@ def test_the_moment_is_named() -> None:
     assert "at the loss" in at_loss.limiting_rank
     resting = memory_of(setup(model, "zero0", sequence=128, checkpointing="full", optimizer_kernel="foreach"))
     assert "optimizer's update" in resting.limiting_rank
-    terms, moment = stage_terms(setup(model, "zero3", sequence=8192, precision=FSDP, compile=True, loss="fused"), 0)
+    terms, moment = rank_terms(setup(model, "zero3", sequence=8192, precision=FSDP, compile=True, loss="fused"), 0)
     assert "backward" in moment
     assert terms
 

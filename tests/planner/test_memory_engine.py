@@ -25,7 +25,7 @@ from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.peak import rank_peak
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.loading import model_shape
@@ -147,7 +147,7 @@ def check_bill(
         "master": bill.master_bytes,
         "moments": bill.moments_bytes,
     }
-    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
+    assert rank_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
 @pytest.mark.filterwarnings("ignore:tz.Precision. .* nothing under plan")  # formats of messages, where none are sent
@@ -219,7 +219,7 @@ def test_a_unit_whose_block_is_not_known_is_no_root(head: bool) -> None:
         bill = estimate(model, in_two_groups(model), "zero3", precision="fp32")
     setup = Setup(model_shape(model), Cluster(Device("gpu"), 8), Plan.named("zero3"), Mesh(dp_shard=8))
     assert not any(unit.block for unit in setup.model.units)
-    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
+    assert rank_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
 TIERS: dict[str, dict[str, str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from terrazzo.planner import Estimate, Request, build_setup, search
-from terrazzo.planner.choice.candidates import CHECKPOINTING
+from terrazzo.planner.choice.candidates import TRIED_MODES
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.memory.peak import memory_of
 
@@ -64,11 +64,11 @@ def test_among_what_is_as_fast_the_fewest_kinds_of_parallelism_win(name: str) ->
         >= (1 - NOISE) * max(one.time.tokens_per_s_per_gpu for one in ranked[:2] if one.time)
     ]
     assert axes(best) == min(map(axes, alike))
-    least = min(CHECKPOINTING.index(each.setup.checkpointing) for each in alike if axes(each) == axes(best))
+    least = min(TRIED_MODES.index(each.setup.checkpointing) for each in alike if axes(each) == axes(best))
     groups = [each for each in alike if axes(each) == axes(best) and not each.setup.plan.groups]
     if groups and not best.setup.plan.groups:
-        least = min(CHECKPOINTING.index(each.setup.checkpointing) for each in groups)
-    assert CHECKPOINTING.index(best.setup.checkpointing) == least
+        least = min(TRIED_MODES.index(each.setup.checkpointing) for each in groups)
+    assert TRIED_MODES.index(best.setup.checkpointing) == least
 
 
 def test_plain_data_parallelism_is_taken_where_a_mesh_gains_only_a_percent() -> None:

@@ -14,7 +14,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES, meshes
+from terrazzo.planner.choice.candidates import TRIED_MODES, TRIED_SIZES, meshes
 from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.choice.search import search
@@ -88,7 +88,7 @@ RECORD = Calibration(
 def everything(asked: Request) -> list[Estimate]:
     """All that fits, by trying every combination of strategy, checkpointing and micro-batch."""
     found = []
-    for name, mode, size in itertools.product(ROWS, CHECKPOINTING, MICRO_BATCHES):
+    for name, mode, size in itertools.product(ROWS, TRIED_MODES, TRIED_SIZES):
         try:
             setup = build_setup(replace(asked, strategy=name, checkpointing=mode, micro_batch=size))
             check(setup)
@@ -190,7 +190,7 @@ def test_refusals_say_the_arithmetic() -> None:
         "weights, gradients and optimizer alone need 1,183 GiB; the device has 79.1."
     )
     assert needed(reasons["zero0"]) > 70.55e9 * 18
-    assert reasons["zero0"].candidates == len(CHECKPOINTING) * len(MICRO_BATCHES)
+    assert reasons["zero0"].candidates == len(TRIED_MODES) * len(TRIED_SIZES)
     assert "with micro-batch 1 and full activation checkpointing" in reasons["shard_grad_op"].reason
     assert "zero3" not in reasons
     assert found.considered >= len(found.ranked) + sum(refusal.candidates for refusal in found.refused)
@@ -232,7 +232,7 @@ def test_what_comes_nearest_is_nearest_of_all_that_was_refused(model: str, gpus:
     again = estimate(nearest.setup).memory
     assert again.fits is False
     assert again.overrun == nearest.overrun == min(refusal.overrun for refusal in found.refused)
-    for name, mode in itertools.product(ROWS, CHECKPOINTING):
+    for name, mode in itertools.product(ROWS, TRIED_MODES):
         try:
             setup = build_setup(replace(request(model, gpus, **options), strategy=name, checkpointing=mode))
             other = estimate(setup).memory.overrun
@@ -368,7 +368,7 @@ def test_without_a_known_peak_the_least_computed_twice_and_the_fewest_bytes_sent
     sure = [answer for answer in found.ranked if answer.memory.fits_surely]
     sent = [
         (
-            CHECKPOINTING.index(answer.setup.checkpointing),
+            TRIED_MODES.index(answer.setup.checkpointing),
             answer.traffic.total_bytes / (answer.setup.global_batch * answer.setup.sequence),
         )
         for answer in sure

@@ -8,11 +8,11 @@ import pytest
 
 from terrazzo.planner import ModelShape, Request, Setup, build_setup, model_shape
 from terrazzo.planner.layout.placement import placed_units, stand_ins
-from terrazzo.planner.layout.stages import stage_units
-from terrazzo.planner.memory.peak import memory_of, stage_terms
+from terrazzo.planner.layout.stages import units_on
+from terrazzo.planner.memory.peak import memory_of, rank_terms
 from terrazzo.planner.memory.tiers import disk_writes, host_writes, on_device
 from terrazzo.planner.setup.framework import TERRAZZO
-from terrazzo.planner.timing.stage import Stage, slowest_stage
+from terrazzo.planner.timing.pipeline_rank import PipelineRank, slowest_rank
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 from terrazzo.planner.traffic.volumes import repetitions, traffic_of, unit_copies, unit_moves
 
@@ -58,10 +58,10 @@ def sent(setup: Setup, stage: int) -> float:
 @pytest.mark.parametrize(("pp", "chunks"), MESHES)
 def test_a_few_stages_say_what_all_would(model: str, strategy: str, pp: int, chunks: int) -> None:
     found = setup(model, strategy, pp, chunks)
-    memory, terms = memory_of(found), [stage_terms(found, stage)[0] for stage in range(pp)]
+    memory, terms = memory_of(found), [rank_terms(found, stage)[0] for stage in range(pp)]
     assert memory.allocated_bytes == pytest.approx(max(sum(term.value for term in one) for one in terms), rel=1e-12)
     assert traffic_of(found).total_bytes == pytest.approx(max(sent(found, stage) for stage in range(pp)), rel=1e-12)
-    assert slowest_stage(found).busy_s == max(Stage(found, stage).busy_s for stage in range(pp))
+    assert slowest_rank(found).busy_s == max(PipelineRank(found, stage).busy_s for stage in range(pp))
     written = max(sum(term.value for term in disk_writes(found, stage)) for stage in range(pp))
     assert host_writes(found) == found.cluster.ranks_per_host * written
     floor = [sum(term.value for term in on_device(found, stage)) for stage in range(pp)]
@@ -76,9 +76,9 @@ def test_a_few_stages_say_what_all_would(model: str, strategy: str, pp: int, chu
 def test_what_each_stage_holds(model: str, strategy: str, pp: int, chunks: int, pipeline: str) -> None:
     """To the byte where a stage holds the same units as the one that stands for it; no less where it holds fewer."""
     found = replace(setup(model, strategy, pp, chunks), pipeline=pipeline if chunks == 1 else "1f1b")
-    for stage, (other, told) in enumerate(zip(stand_ins(found, 1), memory_of(found).per_stage, strict=True)):
-        true = sum(term.value for term in stage_terms(found, stage)[0])
-        alike = sorted(map(str, stage_units(found, stage))) == sorted(map(str, stage_units(found, other)))
+    for stage, (other, told) in enumerate(zip(stand_ins(found, 1), memory_of(found).per_pp_rank, strict=True)):
+        true = sum(term.value for term in rank_terms(found, stage)[0])
+        alike = sorted(map(str, units_on(found, stage))) == sorted(map(str, units_on(found, other)))
         assert told == pytest.approx(true, rel=1e-9) if alike else told >= true
 
 

@@ -16,7 +16,7 @@ from terrazzo.engine import Plan, engine_of, estimate
 from terrazzo.planner.layout.placement import PlannedAxis
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.peak import rank_peak
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from tests.helpers.cover import in_turns
@@ -119,4 +119,4 @@ def test_copies_of_buffers_are_in_the_plan_and_in_the_bill(
     for stage in range(2):
         bill, measured, copied = ranks[2 * stage]
         assert copied == {SCALES * 8 + BLOCKS // 2 * OF_A_BLOCK}
-        assert bill == measured == stage_peak(setup, stage, states_only=True).total
+        assert bill == measured == rank_peak(setup, stage, states_only=True).total

@@ -18,7 +18,7 @@ from terrazzo.engine import PRECISIONS, Plan, engine_of, stages_of
 from terrazzo.planner.layout.placement import PlannedAxis
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.peak import rank_peak
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.checks import check
@@ -162,4 +162,4 @@ def test_ranks_of_stages_hold_and_send_what_was_promised(case: Case, monkeypatch
             "moments": found.states["moments_bytes"],
         }
         assert found.sent == promised(setup, stage)
-        assert found.transient == stage_peak(setup, stage, states_only=True).total
+        assert found.transient == rank_peak(setup, stage, states_only=True).total

@@ -32,9 +32,9 @@ from terrazzo.planner.timing.attention import attention_bytes, attention_rate, a
 from terrazzo.planner.timing.bubble import bubble
 from terrazzo.planner.timing.compute import block_seconds, flops_per_token, repeated_flops_per_token, step_flops
 from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
+from terrazzo.planner.timing.pipeline_rank import HOST_ADAM, PipelineRank
 from terrazzo.planner.timing.products import product
 from terrazzo.planner.timing.rates import matmul_rate, sustained_rate
-from terrazzo.planner.timing.stage import HOST_ADAM, Stage
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.volumes import traffic_of
@@ -854,6 +854,6 @@ def test_one_block_in_n_is_the_first_of_each_n_in_time_memory_and_traffic() -> N
         repeated_flops_per_token,
         lambda made: sum(block_activations(made, unit.block).saved for unit in made.model.blocks if unit.block),
         lambda made: sum(term.value for term in traffic_of(made).collectives if term.purpose == "tensor"),
-        lambda made: sum(term.value for term in Stage(made, 0).terms() if term.formula == "time.recompute"),
+        lambda made: sum(term.value for term in PipelineRank(made, 0).terms() if term.formula == "time.recompute"),
     ):
         assert count(fifth) == pytest.approx(count(none) + 7 / 32 * (count(full) - count(none)))

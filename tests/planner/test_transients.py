@@ -24,7 +24,7 @@ from terrazzo.engine.sharding.prepare import Options, prepare
 from terrazzo.planner.layout.placement import PlannedAxis
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.peak import stage_peak
+from terrazzo.planner.memory.peak import rank_peak
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
@@ -152,4 +152,4 @@ def test_transient_bytes_are_those_of_the_bill(mesh: str, plan: str, on_host: Ca
     case = drawn(mesh, plan)
     if case.on_host:
         on_host()
-    assert stage_peak(case.setup, case.rank, states_only=True).total == case.bill, case
+    assert rank_peak(case.setup, case.rank, states_only=True).total == case.bill, case

@@ -41,7 +41,7 @@ INNER_LAYERS = {
     "engine.border": ("measuring", "gradients", CORE, ""),
     "engine.optim": ("stock", "segments", "matrices", CORE, ""),
     "planner": (
-        *("formulas", "figures", "model", "machine", "setup", "layout", "memory", "traffic"),
+        *("caching", "formulas", "figures", "model", "machine", "setup", "layout", "memory", "traffic"),
         *("timing", "gate", "text"),
         *("estimates", "assemble", "choice", "report", CORE, ""),
     ),

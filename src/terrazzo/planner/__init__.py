@@ -17,7 +17,7 @@ read them in (docs/concepts/planner.md):
     choice       the search over setups, sizing, and the configuration that runs one
     report       answers as text, JSON and pictures
 
-`formulas` and `figures` lie below all, `api` above.
+`caching`, `formulas` and `figures` lie below all, `api` above.
 
 Five words, here and in `engine.dry_run`:
 

@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.edits import cost_of, edits_that_fit, no_edit
+from terrazzo.planner.choice.edits import Changed, cost_of, edits_that_fit, no_edit
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
@@ -21,7 +21,7 @@ from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.request import ModelSource, Request, build_setup
+from terrazzo.planner.setup.request import MOST_TRIED, ModelSource, Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
@@ -34,7 +34,7 @@ OF_ACTIVATIONS = ("sequence", "micro_batch", "checkpointing", "loss", "attention
 """Options that mean something to a search alone, and beside a model whose blocks are known."""
 
 OF_AXES = {"context": "cp", "pipeline": "pp", "sequence_parallel": "tp"}
-"""Options that say how ranks along an axis work together."""
+"""Options that say how ranks along an axis work together, with that axis."""
 
 
 def ask(request: Request, *, fewest: bool = False) -> Answer:
@@ -61,7 +61,7 @@ def ask(request: Request, *, fewest: bool = False) -> Answer:
 
 
 def in_framework(answer: Answer, framework: Framework) -> Answer:
-    """With what is known in that framework against `best`, which was made for another."""
+    """The answer with what is known in that framework against `best`, which was made for another."""
     known = findings(replace(answer.best.setup, framework=framework))
     return replace(answer, best=replace(answer.best, findings=known))
 
@@ -124,13 +124,13 @@ def _one(request: Request) -> Estimate:
 
 
 def _wider(request: Request, best: Estimate) -> tuple[Edit, ...]:
-    """Where a search finds nothing: what it finds with offload, with more kinds of parallelism, on more GPUs."""
+    """What a search that finds nothing finds with offload, with more kinds of parallelism, on more GPUs."""
     edits: list[Edit] = []
     more = [best.setup.cluster.count << power for power in range(1, 5)] if isinstance(request.gpus, int) else []
-    kinds: list[list[tuple[str, Request]]] = [
-        [] if request.offload or request.plan else [("--offload any", replace(request, offload=True))],
-        [] if request.parallel else [("--parallel", replace(request, parallel=True))],
-        [(f"--gpus {count}", replace(request, gpus=count)) for count in more],
+    kinds: list[list[Changed[Request]]] = [
+        [] if request.offload or request.plan else [Changed("--offload any", replace(request, offload=True))],
+        [] if request.parallel else [Changed("--parallel", replace(request, parallel=True))],
+        [Changed(f"--gpus {count}", replace(request, gpus=count)) for count in more],
     ]
     for kind in kinds:
         for options, changed in kind:
@@ -156,7 +156,7 @@ def _calibration_of(request: Request) -> Calibration | None:
     if not isinstance(request.gpus, int):
         return None
     try:
-        return find_calibration(build_setup(request))[0]
+        return find_calibration(build_setup(request)).record
     except BadInput:  # what is open in the request has to be chosen first
         return None
 
@@ -168,8 +168,8 @@ def _named_options(request: Request, names: Iterable[str]) -> list[str]:
 def _check_steps(request: Request, sizing: Sizing) -> None:
     if not sizing.steps:
         raise BadInput(
-            f"The model states alone need {sizing.floor:,} GPUs, and --gpus {request.gpus or '1..1024'} does not "
-            "reach that: allow more, or name a larger GPU."
+            f"The model states alone need {sizing.floor:,} GPUs, and --gpus {request.gpus or f'1..{MOST_TRIED}'} does "
+            "not reach that: allow more, or name a larger GPU."
         )
 
 

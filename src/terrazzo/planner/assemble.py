@@ -59,7 +59,7 @@ def _notes(setup: Setup) -> tuple[str, ...]:
 
 
 def _in_front_of_trained(setup: Setup) -> tuple[str, ...]:
-    """Of blocks that train nothing, behind nothing that does: no gradient goes back through them."""
+    """A note on blocks that train nothing, behind nothing that does: no gradient goes back through them."""
     if not (first := _forward_only(setup)):
         return ()
     where = f"in the first {first} of {setup.model.layers} blocks or in front of them"

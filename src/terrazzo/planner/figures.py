@@ -11,8 +11,8 @@ from terrazzo.planner.formulas import Term
 __all__ = ["SPARE", "MemoryFigures", "Room", "Sent", "TimeFigures", "TrafficFigures"]
 
 SPARE = 0.02
-"""Of a device's memory, what is left to other processes, a monitor's context or a display, before anything is sure: 1.6
-GiB of 80. Of a host and its disks, whose states are exact, nothing."""
+"""Share of a device's memory that is left to other processes, a monitor's context or a display, before anything is
+sure: 1.6 GiB of 80. Nothing is left of a host and its disks, whose states are exact."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class MemoryFigures:
         reserved_bytes: allocated, with what the caching allocator keeps.
         device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows.
         host, disk: what one rank keeps there of offloaded states; `disk_writes` in each optimizer step.
-        limiting_rank: which pipeline stage and why, in words.
-        per_stage: allocated bytes of each pipeline stage.
+        limiting_rank: which rank is fullest and why, in words.
+        per_pp_rank: allocated bytes of each rank along pp.
         ranks_per_host: that share a host, whose memory and disks are `host_capacity_bytes` and `disk_capacity_bytes`.
             Of all three capacities None means not known.
         on_host: the device is the host's own CPUs, so that `terms` and `host` take of one memory.
@@ -55,7 +55,7 @@ class MemoryFigures:
     reserved_bytes: float
     device_bytes: float
     limiting_rank: str
-    per_stage: tuple[float, ...] = ()
+    per_pp_rank: tuple[float, ...] = ()
     host: tuple[Term, ...] = ()
     disk: tuple[Term, ...] = ()
     disk_writes: tuple[Term, ...] = ()
@@ -107,7 +107,7 @@ class MemoryFigures:
 
     @property
     def overrun(self) -> float | None:
-        """Of all places, the largest share of its capacity that is expected there; None where none is known."""
+        """The largest share of its capacity that is expected in any place; None where no capacity is known."""
         shares = [room.expected / room.capacity for room in self.rooms if room.capacity is not None]
         return max(shares, default=None)
 

@@ -16,7 +16,7 @@ from terrazzo.errors import BadInput, counted
 from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
-from terrazzo.planner.choice.candidates import CHECKPOINTING
+from terrazzo.planner.choice.candidates import TRIED_MODES
 from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry.log.run_folder import RunFolder
@@ -95,8 +95,8 @@ def _best(frontier: Frontier, answers: InitAnswers) -> Estimate:
     if frontier.best.time is not None:
         return frontier.best
     sure = [one for one in frontier.ranked if one.memory.fits_surely is not False] or list(frontier.ranked)
-    least = min(CHECKPOINTING.index(one.setup.checkpointing) for one in sure)
-    least_recomputing = [one for one in sure if one.setup.checkpointing == CHECKPOINTING[least]]
+    least = min(TRIED_MODES.index(one.setup.checkpointing) for one in sure)
+    least_recomputing = [one for one in sure if one.setup.checkpointing == TRIED_MODES[least]]
     same = [one for one in least_recomputing if one.setup.plan == least_recomputing[0].setup.plan]
     return max(same, key=lambda one: one.setup.micro_batch if one.setup.micro_batch <= LARGEST_UNTIMED else 0)
 

@@ -12,7 +12,7 @@ from terrazzo.cli.plan.sources import FromConfig
 from terrazzo.config import Config, MeshConfig, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
-from terrazzo.planner.choice.edits import Kinds, best_edits
+from terrazzo.planner.choice.edits import Changed, Kinds, best_edits
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import build_cluster
@@ -61,8 +61,8 @@ class ChangedSettings(NamedTuple):
 def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
     """Settings that take less memory, as they are written behind the file."""
 
-    def settings(*overrides: str) -> tuple[str, ChangedSettings]:
-        return " ".join(overrides), ChangedSettings(overrides, ranks)
+    def settings(*overrides: str) -> Changed[ChangedSettings]:
+        return Changed(" ".join(overrides), ChangedSettings(overrides, ranks))
 
     mode, every = config.train.checkpointing
     more = {"none": ("selective", "full"), "full": ("full",) if every > 1 else ()}.get(mode, ("full",))
@@ -76,7 +76,7 @@ def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
     return Kinds(
         [map(settings, each) for each in (modes, sizes, loss, tiers)],
         [(settings(*both) for both in product(modes[-1:], sizes))],
-        ((f"--gpus {count}", ChangedSettings((), count)) for count in counts),
+        (Changed(f"--gpus {count}", ChangedSettings((), count)) for count in counts),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ROWS
@@ -16,9 +17,9 @@ from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, requ
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
-    "CHECKPOINTING",
-    "MICRO_BATCHES",
     "OFFLOADED",
+    "TRIED_MODES",
+    "TRIED_SIZES",
     "meshes",
     "model_parallel",
     "modes_and_sizes",
@@ -30,26 +31,26 @@ BESIDE_MODEL_PARALLEL = ("zero1", "zero3", "hybrid_shard")
 """Under tensor or pipeline parallelism: the distributed optimizer, and full sharding within and without groups."""
 
 IN_STAGES = ("zero1", "zero3")
-"""In a pipeline: weights that are split are gathered for each micro-batch, within a group as well as over all ranks, so
-that more stages serve better than groups."""
+"""What is tried in a pipeline: split weights are gathered for each micro-batch, within a group as well as over all
+ranks, so that more stages serve better than groups."""
 
 OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
-CHECKPOINTING = ("none", "selective", "full")
-"""In order of the time they cost."""
+TRIED_MODES = ("none", "selective", "full")
+"""Checkpointing modes that are tried, in order of the time they cost."""
 
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences per micro-batch, as far as they fit. Beside model parallelism, which has other ways to fill a device, the
-first three are enough."""
+TRIED_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Sequences per micro-batch that are tried, as far as they fit. Beside model parallelism, which has other ways to fill
+a device, the first three are enough."""
 
 LONG_SEQUENCE = 16_384
 """Tokens from which on context parallelism is tried."""
 
 MOST_STAGES, MOST_CONTEXT, MOST_EXPERT = 32, 8, 64
-SPARE = 4
-"""Tensor times pipeline ranks go up to so many times what is needed to hold weights and gradients; more only adds
+ROOM_TIMES = 4
+"""How many times the tensor and pipeline ranks that hold weights and gradients are tried at most; more only adds
 communication and bubbles."""
 
-CHUNKS = (2, 4)
+TRIED_CHUNKS = (2, 4)
 """Stages of a rank that are tried beside one."""
 
 FROZEN_BYTES, WHOLE_BYTES = 2, 6
@@ -79,7 +80,7 @@ def meshes(request: Request) -> Iterator[Request]:
 
 
 def variants(request: Request, setup: Setup, schedules: bool, experts: bool) -> Iterator[Request]:
-    """Of what was found to be good, the ways of running it that leave its ranks and memory nearly as they are.
+    """Other ways of running what was found to be good, which leave its ranks and memory nearly as they are.
 
     Larger and smaller shard groups than those of one host, more and fewer ranks that share experts, and schedules that
     wait less than `1f1b`. `gpipe` waits as long as `1f1b` and holds more, so that it is never tried.
@@ -97,7 +98,7 @@ def variants(request: Request, setup: Setup, schedules: bool, experts: bool) -> 
         if request.pipeline is None and (request.virtual_stages or 1) == 1:
             yield replace(chosen, pipeline="zero_bubble")
         if request.virtual_stages is None and request.pipeline in (None, "1f1b"):
-            for chunks in CHUNKS:
+            for chunks in TRIED_CHUNKS:
                 if mesh.pp * chunks <= setup.model.layers:
                     yield replace(chosen, virtual_stages=chunks)
     if setup.plan.groups and request.dp_replicate is None:
@@ -124,12 +125,19 @@ def model_parallel(request: Request) -> bool:
     return any((getattr(request, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep"))
 
 
-def modes_and_sizes(request: Request) -> tuple[tuple[str, ...], tuple[int, ...]]:
+class ModesAndSizes(NamedTuple):
+    """Checkpointing modes, and sequences per micro-batch."""
+
+    modes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def modes_and_sizes(request: Request) -> ModesAndSizes:
     """The checkpointing modes and micro-batches to try under one strategy."""
-    modes = (request.checkpointing,) if request.checkpointing else CHECKPOINTING
+    modes = (request.checkpointing,) if request.checkpointing else TRIED_MODES
     if request.micro_batch:
-        return modes, (request.micro_batch,)
-    return modes, MICRO_BATCHES[:3] if model_parallel(request) else MICRO_BATCHES
+        return ModesAndSizes(modes, (request.micro_batch,))
+    return ModesAndSizes(modes, TRIED_SIZES[:3] if model_parallel(request) else TRIED_SIZES)
 
 
 def _most_model_ranks(request: Request, domain: int) -> int:
@@ -140,7 +148,7 @@ def _most_model_ranks(request: Request, domain: int) -> int:
     each = FROZEN_BYTES * (shape.numel - shape.trainable_numel) + WHOLE_BYTES * shape.trainable_numel
     needed = each / memory
     least = next(size for power in range(64) if (size := 1 << power) >= needed)
-    return max(domain, SPARE * least)
+    return max(domain, ROOM_TIMES * least)
 
 
 def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
@@ -150,7 +158,7 @@ def _sizes(named: int | None, largest: int) -> tuple[int, ...]:
 
 
 def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode, ...]:
-    """Of attention over shared sequences, those that heads and windows allow; `gather` always is."""
+    """The modes of attention over shared sequences that heads and windows allow; `gather` always is one."""
     if request.context is not None or cp == 1:
         return (request.context or CONTEXT,)
     blocks = [unit.block for unit in model.blocks if unit.block]
@@ -160,7 +168,9 @@ def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode,
 
 
 def _expert_sizes(named: int | None, experts: int, ranks: int, domain: int) -> tuple[int, ...]:
-    """None, as many as fast links join, and many, as far as they divide the experts and the ranks of a stage."""
+    """Sizes of ep to try: 1, as many ranks as fast links join, and many, as far as they divide the experts and the
+    ranks with one pp_rank.
+    """
     if named is not None:
         return (named,) if ranks % named == 0 else ()
     sizes = _dividing(experts, ranks)
@@ -168,7 +178,7 @@ def _expert_sizes(named: int | None, experts: int, ranks: int, domain: int) -> t
 
 
 def _dividing(experts: int, ranks: int) -> tuple[int, ...]:
-    """How many of a stage's ranks can share the experts."""
+    """How many of the ranks with one pp_rank can share the experts."""
     common = math.gcd(experts, ranks) if experts else 1
     return tuple(size for size in range(1, min(common, MOST_EXPERT) + 1) if common % size == 0)
 

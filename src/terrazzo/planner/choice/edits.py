@@ -1,31 +1,34 @@
-"""Of a setup that does not fit: the edits that change the least of it and with which it does, an estimate of each."""
+"""What to change of a setup that does not fit: the smallest edits with which it does, and an estimate of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.estimates import Edit, Estimate
-from terrazzo.planner.setup.request import Request
+from terrazzo.planner.setup.request import MOST_TRIED, Request
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Kinds", "best_edits", "cost_of", "edits_that_fit", "no_edit"]
+__all__ = ["Changed", "Kinds", "best_edits", "cost_of", "edits_that_fit", "no_edit"]
 
 T = TypeVar("T")
 
-MOST = 1024
-"""GPUs that are tried, by doubling."""
 
-SHOWN = 3
-SHARES = (0.75, 0.5, 0.25)
-"""Of states in host memory, what is tried where that is too small for all of them."""
+SHOWN_EDITS = 3
+TRIED_SHARES = (0.75, 0.5, 0.25)
+"""Shares of states in host memory that are tried where it is too small for all of them."""
 
-TIERS = ("cpu", "cpu-all", "nvme", "nvme-all")
-ChangedRequest = tuple[str, Request]
-"""Options, and the request with them."""
+TRIED_TIERS = ("cpu", "cpu-all", "nvme", "nvme-all")
+
+
+class Changed(NamedTuple, Generic[T]):
+    """Options of the command line, and what they make of a request or of another description of a run."""
+
+    options: str
+    made: T
 
 
 def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Request], Estimate]) -> tuple[Edit, ...]:
@@ -42,35 +45,35 @@ def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Reque
 
 @dataclass(frozen=True)
 class Kinds(Generic[T]):
-    """Changes of a setup by kind, of each what changes the least first: options, and what they make of it.
+    """Changes of a setup by kind; the smallest of each kind comes first.
 
     Attributes:
         alone: each of which may be enough; together: which are tried where none of those surely is.
         larger: more GPUs.
     """
 
-    alone: Iterable[Iterator[tuple[str, T]]]
-    together: Iterable[Iterator[tuple[str, T]]]
-    larger: Iterator[tuple[str, T]]
+    alone: Iterable[Iterator[Changed[T]]]
+    together: Iterable[Iterator[Changed[T]]]
+    larger: Iterator[Changed[T]]
 
 
 def best_edits(kinds: Kinds[T], misfit: Estimate, estimate: Callable[[T], Estimate]) -> tuple[Edit, ...]:
-    """Of each kind the first that fits, the fastest of them and one with more GPUs."""
+    """The first change of each kind that fits: the fastest of them, and one with more GPUs."""
     edits = [edit for kind in kinds.alone if (edit := _first(kind, misfit, estimate))]
     if not any(edit.estimate.memory.fits_surely for edit in edits):
         together = [edit for kind in kinds.together if (edit := _first(kind, misfit, estimate))]
         edits += [edit for edit in together if edit.estimate.memory.fits_surely or not edits]
     larger = _first(kinds.larger, misfit, estimate)
     edits = sorted((edit for edit in edits if not _beaten(edit, edits)), key=_order)
-    return (*edits[: SHOWN - 1], larger) if larger else tuple(edits[:SHOWN])
+    return (*edits[: SHOWN_EDITS - 1], larger) if larger else tuple(edits[:SHOWN_EDITS])
 
 
 def no_edit(setup: Setup) -> str:
     """What to do where no edit helps."""
     tried = "smaller micro-batch, activation checkpointing, chunked loss, offload or " if setup.model.computes else ""
     return (
-        f"No {tried}number of GPUs up to {MOST} that was tried makes it fit: leave --strategy out, which compares all"
-        " of them, with --offload any if states may leave the device."
+        f"No {tried}number of GPUs up to {MOST_TRIED} that was tried makes it fit: leave --strategy out, which "
+        "compares all of them, with --offload any if states may leave the device."
     )
 
 
@@ -93,7 +96,7 @@ def cost_of(edited: Estimate, before: Estimate) -> str:
     return ", ".join(costs)
 
 
-def _first(changes: Iterator[tuple[str, T]], misfit: Estimate, estimate: Callable[[T], Estimate]) -> Edit | None:
+def _first(changes: Iterator[Changed[T]], misfit: Estimate, estimate: Callable[[T], Estimate]) -> Edit | None:
     """The first with which it surely fits, or else as expected."""
     expected: Edit | None = None
     for options, changed in changes:
@@ -128,34 +131,34 @@ def _speed(estimate: Estimate) -> float:
     return estimate.time.tokens_per_s_per_gpu if estimate.time else 0.0
 
 
-def _alone(request: Request, setup: Setup) -> Iterator[Iterator[ChangedRequest]]:
+def _alone(request: Request, setup: Setup) -> Iterator[Iterator[Changed[Request]]]:
     """Changes of one kind, what changes the least first."""
     if setup.model.computes:
         yield _recomputing(request, setup)
         yield _smaller(request, setup)
         if request.loss is None and setup.loss == "full":
-            yield iter([("--loss chunked", replace(request, loss="chunked"))])
+            yield iter([Changed("--loss chunked", replace(request, loss="chunked"))])
     yield _elsewhere(request, setup)
 
 
-def _recomputing(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+def _recomputing(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
     modes = {"none": ("selective", "full"), "selective_half": ("full",), "selective": ("full",)}
     for mode in modes.get(setup.checkpointing, ("full",) if setup.every > 1 else ()):
-        yield f"--ac {mode}", replace(request, checkpointing=mode)
+        yield Changed(f"--ac {mode}", replace(request, checkpointing=mode))
 
 
-def _smaller(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+def _smaller(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
     for shift in range(1, setup.micro_batch.bit_length()):
         size = setup.micro_batch >> shift
-        yield f"--micro-batch {size}", replace(request, micro_batch=size)
+        yield Changed(f"--micro-batch {size}", replace(request, micro_batch=size))
 
 
-def _elsewhere(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+def _elsewhere(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
     """States in host memory or on disks; of a setup that has them there already, fewer of them, or back."""
     base, at, tier = setup.plan.name.partition("@")
-    tiers = [tier for tier in TIERS if setup.cluster.device.kind != "cpu" or tier.startswith("nvme")]
+    tiers = [tier for tier in TRIED_TIERS if setup.cluster.device.kind != "cpu" or tier.startswith("nvme")]
     if at and ":" not in tier:
-        shares = [f"{tier}:{share}" for share in SHARES]
+        shares = [f"{tier}:{share}" for share in TRIED_SHARES]
         tiers = [*shares, *tiers[tiers.index(tier) + 1 :]] if tier in tiers else shares
     elif at:
         tiers = []
@@ -164,15 +167,15 @@ def _elsewhere(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
             plan = Plan.named(f"{base}@{name}")
         except BadInput:  # one of the user's own, or states that stay where they are
             continue
-        yield f"--offload {name}", replace(request, strategy=plan)
+        yield Changed(f"--offload {name}", replace(request, strategy=plan))
     if at:
         try:
-            yield f"--strategy {base}, without offload", replace(request, strategy=Plan.named(base))
+            yield Changed(f"--strategy {base}, without offload", replace(request, strategy=Plan.named(base)))
         except BadInput:
             return
 
 
-def _together(request: Request, setup: Setup) -> Iterator[Iterator[ChangedRequest]]:
+def _together(request: Request, setup: Setup) -> Iterator[Iterator[Changed[Request]]]:
     """Smaller micro-batches that are recomputed, more of it or less, and the least of all with states elsewhere."""
     if not setup.model.computes:
         return
@@ -181,40 +184,40 @@ def _together(request: Request, setup: Setup) -> Iterator[Iterator[ChangedReques
     words, least = _leanest(request, setup)
     if words:
         yield _without_logits(request, setup)
-        yield ((f"{words} {options}", changed) for options, changed in _elsewhere(least, setup))
+        yield (Changed(f"{words} {options}", changed) for options, changed in _elsewhere(least, setup))
 
 
-def _leaner(request: Request, setup: Setup, mode: str) -> Iterator[ChangedRequest]:
+def _leaner(request: Request, setup: Setup, mode: str) -> Iterator[Changed[Request]]:
     if setup.checkpointing != "full" or setup.every > 1:
         for options, changed in _smaller(replace(request, checkpointing=mode), setup):
-            yield f"--ac {mode} {options}", changed
+            yield Changed(f"--ac {mode} {options}", changed)
 
 
-def _without_logits(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+def _without_logits(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
     """All recomputed and a loss without all logits, and at last with the smallest micro-batches."""
     if request.loss is not None or setup.loss != "full":
         return
     if setup.checkpointing != "full" or setup.every > 1:
-        yield "--ac full --loss chunked", replace(request, checkpointing="full", loss="chunked")
+        yield Changed("--ac full --loss chunked", replace(request, checkpointing="full", loss="chunked"))
     if setup.micro_batch > 1:
         words, least = _leanest(request, setup)
-        yield f"{words} --loss chunked", replace(least, loss="chunked")
+        yield Changed(f"{words} --loss chunked", replace(least, loss="chunked"))
 
 
-def _leanest(request: Request, setup: Setup) -> ChangedRequest:
+def _leanest(request: Request, setup: Setup) -> Changed[Request]:
     words = []
     if setup.model.computes and (setup.checkpointing != "full" or setup.every > 1):
         request, words = replace(request, checkpointing="full"), ["--ac full"]
     if setup.model.computes and setup.micro_batch > 1:
         request = replace(request, micro_batch=1)
         words.append("--micro-batch 1")
-    return " ".join(words), request
+    return Changed(" ".join(words), request)
 
 
-def _larger(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+def _larger(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
     """More GPUs, as it is, and with the least memory that it may take."""
     words, least = _leanest(request, setup)
     for prefix, base in {"": request, f"{words} ".lstrip(): least}.items():
         count = setup.cluster.count
-        while (count := 2 * count) <= MOST:
-            yield f"{prefix}--gpus {count}", replace(base, gpus=count)
+        while (count := 2 * count) <= MOST_TRIED:
+            yield Changed(f"{prefix}--gpus {count}", replace(base, gpus=count))

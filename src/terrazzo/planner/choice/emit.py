@@ -1,4 +1,4 @@
-"""From a setup to the configuration that `terrazzo train` runs as it is."""
+"""The configuration with which `terrazzo train` runs a setup as it is."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
 from terrazzo.planner.text.words import axes_text, checkpointing_text
 
-__all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal"]
+__all__ = ["NO_MESH", "SHOWN_ROWS", "Frontier", "Refusal"]
 
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
 FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cost": "the cheapest token"}
-"""By `request.rank`."""
+"""What stands first, by `request.rank`."""
 UNTIMED = "what computes least twice, and then sends the fewest bytes per token,"
-ROWS = 12
-"""Of a table on screen; the JSON has all."""
+SHOWN_ROWS = 12
+"""Rows of a table on screen; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class Frontier:
 
     @property
     def nearest(self) -> Refusal | None:
-        """Of what was refused for its memory, what lacks the smallest share; None where memory refused nothing."""
+        """The refusal for want of memory that lacks the smallest share; None where memory refused nothing."""
         return min((one for one in self.refused if one.setup), key=lambda one: one.overrun, default=None)
 
     @property
     def leaders(self) -> list[Estimate]:
-        """In order of rank, the first of each strategy and mesh, and all that nothing else beats."""
+        """The first of each strategy and mesh, and all that nothing else beats, in order of rank."""
         seen, leaders = set(), []
         for each in self.ranked:
             key = (each.setup.plan.name, each.setup.mesh, each.setup.cluster.count)
@@ -131,7 +131,7 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
     leaders = frontier.leaders
     blocks: list[TextBlock] = []
     if leaders:
-        blocks.append(_ranked(leaders[:ROWS]))
+        blocks.append(_ranked(leaders[:SHOWN_ROWS]))
         counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
         timed = any(each.time is not None for each in leaders)
         first = FIRST[frontier.request.rank] if timed else UNTIMED
@@ -151,7 +151,7 @@ def _refusals(frontier: Frontier) -> list[TextBlock]:
         reason = refusal.reason.removeprefix(f"{refusal.strategy} ")
         reasons.setdefault(reason, {}).setdefault(refusal.strategy, []).append(refusal.gpus)
     lines = []
-    for reason, strategies in list(reasons.items())[:ROWS]:
+    for reason, strategies in list(reasons.items())[:SHOWN_ROWS]:
         alike: dict[tuple[int, ...], list[str]] = {}  # strategies by the numbers of GPUs that it holds them back on
         for strategy, refused in strategies.items():
             alike.setdefault(tuple(sorted(set(refused))), []).append(strategy)

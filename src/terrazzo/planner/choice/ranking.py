@@ -1,10 +1,10 @@
-"""In which order a search shows what fits: by what is asked to come first, and of what is alike the simplest."""
+"""The order in which a search shows what fits: by what is asked to come first, and of what is alike the simplest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from terrazzo.planner.choice.candidates import CHECKPOINTING
+from terrazzo.planner.choice.candidates import TRIED_MODES
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
@@ -12,7 +12,7 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = ["NOISE", "pareto", "rank_key", "simplest_first", "tokens_per_s"]
 
 NOISE = 0.03
-"""Of tokens per second: setups whose predictions differ by less count as equally fast."""
+"""Share of tokens per second: setups whose predictions differ by less count as equally fast."""
 
 
 def rank_key(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
@@ -37,7 +37,9 @@ def rank_key(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
 
 
 def simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:
-    """Of what is on as many devices and as fast as the first, within what predictions can tell apart, the simplest."""
+    """The estimates in their order, but the simplest first of those on as many devices that are as fast as the first,
+    within what predictions can tell apart.
+    """
     if not ranked or ranked[0].time is None:
         return tuple(ranked)
     first = ranked[0]
@@ -64,7 +66,7 @@ def _complexity(estimate: Estimate) -> tuple[int, ...]:
 
 def _again(setup: Setup) -> int:
     """How much is computed a second time, as a place in the order of modes."""
-    return CHECKPOINTING.index(setup.checkpointing) if setup.checkpointing in CHECKPOINTING else 1
+    return TRIED_MODES.index(setup.checkpointing) if setup.checkpointing in TRIED_MODES else 1
 
 
 def pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
@@ -77,5 +79,5 @@ def pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
 
 
 def tokens_per_s(estimate: Estimate) -> float:
-    """Of all devices; 0 where no time is known."""
+    """Tokens per second of all devices; 0 where no time is known."""
     return estimate.time.tokens_per_s_per_gpu * estimate.setup.cluster.count if estimate.time else 0.0

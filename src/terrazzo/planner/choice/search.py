@@ -37,7 +37,7 @@ from terrazzo.planner.timing.calibration import Calibration
 __all__ = ["search", "spread"]
 
 VARIED = 8
-"""Of what was found on one number of devices, the best ones of which other schedules and shard groups are tried."""
+"""How many of the best that were found on one number of devices are tried with other schedules and shard groups."""
 
 
 def search(request: Request, calibration: Calibration | None = None) -> Frontier:
@@ -71,7 +71,7 @@ def _estimated(miss: Refusal | None, calibration: Calibration | None) -> Estimat
 
 
 def spread(counts: Sequence[int]) -> tuple[int, ...]:
-    """Of many numbers of devices those that are a power of two, or three times one, and the ends."""
+    """The numbers of devices among many that are a power of two, or three times one, and the ends."""
     return tuple(count for count in counts if count in (counts[0], counts[-1]) or _is_round(count))
 
 
@@ -214,8 +214,8 @@ def _refusal(known: Sequence[PlanFinding]) -> str:
 
 
 def _states_bytes(setup: Setup) -> float:
-    """Of the fullest pipeline stage, what is on the device."""
-    return max(sum(term.value for term in on_device(setup, stage)) for stage in set(stand_ins(setup)))
+    """Bytes of states on the device, of the rank along pp that has most."""
+    return max(sum(term.value for term in on_device(setup, pp_rank)) for pp_rank in set(stand_ins(setup)))
 
 
 def _too_large(setup: Setup, memory: MemoryFigures) -> str:

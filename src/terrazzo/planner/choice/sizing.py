@@ -140,7 +140,7 @@ def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing
 
 
 def _none(request: Request, reason: str) -> Frontier:
-    """Of a number of devices on which the request is impossible."""
+    """What a search finds on a number of devices on which the request is impossible."""
     assert isinstance(request.gpus, int)
     strategy = "every strategy" if request.plan is None else request.plan.name
     return Frontier(request, (), (), (Refusal(strategy, request.gpus, reason, 0),), 0)
@@ -162,9 +162,9 @@ def _first(counts: Sequence[int], runs: Callable[[int], bool]) -> int | None:
 
 
 def _state_bytes(request: Request) -> float:
-    """Of the whole model, each state split over all of `_MANY` ranks and none held twice.
+    """Bytes of the whole model's states, each split over all of `_MANY` ranks and none held twice.
 
-    Residuals of error feedback are none of these: they are not split, and a rank that is alone has none.
+    Residuals of error feedback are not counted: they are not split, and a rank that is alone has none.
     """
     alone = replace(request, gpus=_MANY, strategy="zero3", tp=None, pp=None, cp=None, ep=None, dp_replicate=None)
     setup = build_setup(replace(alone, global_batch=None))

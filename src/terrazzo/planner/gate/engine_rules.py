@@ -8,7 +8,7 @@ from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHAR
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.gate.rules import whole_model
 from terrazzo.planner.layout.buckets import is_packed
-from terrazzo.planner.layout.stages import stage_units, trains_everywhere
+from terrazzo.planner.layout.stages import trains_everywhere, units_on
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BUILT_IN, TensorShape, UnitShape, parts_along_tp
 from terrazzo.planner.setup.setup import Setup
@@ -17,20 +17,24 @@ __all__ = ["ENGINE_RULES"]
 
 
 def _no_tensor_plan(setup: Setup) -> bool:
-    """Of families whose tensors only `transformers` can tell, it tells this too, as a run begins."""
+    """Whether no plan of tensor parallelism is known. Of families whose tensors only `transformers` can tell, it tells
+    the plan too, as a run begins.
+    """
     model = setup.model
     known = not model.family or model.family in FAMILIES
     return setup.mesh.tp > 1 and not model.bare and known and model.family not in (BUILT_IN, *CUT_MATRICES)
 
 
 def _counts_tokens_again(setup: Setup) -> bool:
-    """Where ranks along ep would be given them; without, each rank's experts have the same gradient of the same."""
+    """Whether ranks along tp would all give experts the same tokens. Where nothing is exchanged each rank's own experts
+    have the same gradient of them, and nothing counts twice.
+    """
     shared = setup.model.experts > 0 and (setup.mesh.ep > 1 or setup.model.family == BUILT_IN)
     return shared and setup.mesh.tp > 1 and setup.whole_experts and not setup.sequence_parallel
 
 
 def _no_context(setup: Setup) -> bool:
-    """Modules of one's own may bring a method for it."""
+    """Whether it is not known that ranks can share sequences; modules of one's own may bring a method for it."""
     return setup.mesh.cp > 1 and setup.model.family not in ("", BUILT_IN, *SHARED_SEQUENCES)
 
 
@@ -41,7 +45,7 @@ def _trains_nothing_somewhere(setup: Setup) -> bool:
 
 
 def _too_small_a_share(setup: Setup) -> bool:
-    units = sum(count for _, count in stage_units(setup, 0))
+    units = sum(count for _, count in units_on(setup, 0))
     return any(
         set(place.shares) != {place.tier_of(index, units) for index in range(units)}
         for place in setup.plan.places().values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.layout.stages import stage_units
+from terrazzo.planner.layout.stages import units_on
 from terrazzo.planner.machine.network import Network, group_of
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
@@ -86,7 +86,7 @@ class Facts:
     @property
     def units(self) -> int:
         """Sharding units of the first stage."""
-        return sum(count for _, count in stage_units(self._setup, 0))
+        return sum(count for _, count in units_on(self._setup, 0))
 
     @property
     def written_per_step(self) -> str:
@@ -106,6 +106,6 @@ class Facts:
         network, group = Network(setup.cluster.device), group_of(setup.mesh, "tp")
         if setup.mesh.tp == 1 or network.bandwidth(group) is None:
             return "for an unknown time"
-        moves = [(move, count) for unit, count in stage_units(setup, 0) for move in model_parallel_moves(setup, unit)]
+        moves = [(move, count) for unit, count in units_on(setup, 0) for move in model_parallel_moves(setup, unit)]
         once = sum(count * network.move_s(move) for move, count in moves if move.purpose == "tensor")
         return f"about {once * setup.micro_batches:.2g} s"

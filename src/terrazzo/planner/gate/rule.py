@@ -16,7 +16,7 @@ Severity = Literal["refuse", "planned", "warn"]
 `warn`: it runs, and is slower, larger or less exact than it looks."""
 
 Sentence = str | Callable[[Facts], str]
-"""As it is, or with what it names of a setup put in."""
+"""A sentence as it is, or one that is made from what it names of a setup."""
 
 
 def as_text(sentence: Sentence, facts: Facts) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from terrazzo.engine.offload.needs import in_cells
 from terrazzo.engine.plan.bucket_memory import copied_bytes
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
+from terrazzo.planner.caching import once
 from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import TensorShape, UnitShape, parts_along_tp
 
@@ -31,14 +32,30 @@ class GroupNumels(NamedTuple):
     vectors: int
 
 
-@lru_cache(maxsize=8192)
-def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
-    """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
+class BucketKind(NamedTuple):
+    """What the tensors of a bucket have in common; a unit has a bucket for each kind, in this order.
 
-    Likewise what tensor-parallel ranks have parts of, and what all of them have whole; what several stages have; what
-    is kept in 4 bits; and, where matrices are sent in blocks, what is none.
+    Attributes:
+        frozen: they are not trained.
+        shared: all tensor-parallel ranks have them whole, and their gradients are summed.
+        dealt: they are of experts that ranks along ep share out among them.
+        copies: how many stages have them.
+        packed: they are kept in 4 bits.
+        apart: they are no matrices, where matrices are sent in blocks.
     """
-    groups: dict[tuple[bool, bool, bool, int, bool, bool], list[int]] = {}
+
+    frozen: bool
+    shared: bool
+    dealt: bool
+    copies: int
+    packed: bool
+    apart: bool
+
+
+@once
+def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
+    """The buckets of one such unit, one for each `BucketKind` that it has."""
+    groups: dict[BucketKind, list[int]] = {}
     for place, tensor in enumerate(unit.tensors):
         dealt_out = placement.ep > 1 and tensor.role == "expert"
         parts = parts_along_tp(tensor, unit.block, placement.tp, placement.whole_experts)
@@ -47,10 +64,10 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
         packed = placement.precision.frozen is not None and is_packed(tensor, unit)
         in_blocks = placement.precision.sends_in_blocks(tensor.trainable)
         apart = in_blocks and not travels_in_blocks(tensor.shape)
-        key = (not tensor.trainable, is_shared, dealt_out, tensor.copies, packed, apart)
-        groups.setdefault(key, []).append(place)
-    keep = unit.is_root or (False if any(key[4] for key in groups) else None)
-    return tuple(PlannedBucket(unit, groups[key], placement, key[1], keep) for key in sorted(groups))
+        kind = BucketKind(not tensor.trainable, is_shared, dealt_out, tensor.copies, packed, apart)
+        groups.setdefault(kind, []).append(place)
+    keep = unit.is_root or (False if any(kind.packed for kind in groups) else None)
+    return tuple(PlannedBucket(unit, groups[kind], placement, kind.shared, keep) for kind in sorted(groups))
 
 
 def is_packed(tensor: TensorShape, unit: UnitShape) -> bool:
@@ -59,7 +76,7 @@ def is_packed(tensor: TensorShape, unit: UnitShape) -> bool:
 
 
 class RestingState(NamedTuple):
-    """Of one state on one rank."""
+    """Where one state of one rank lies, and its bytes."""
 
     tier: str
     nbytes: float
@@ -72,14 +89,14 @@ class PlannedBucket(BucketSpec):
         shared: all tensor-parallel ranks have it whole, and their gradients are summed.
 
     Attributes:
-        places: of its tensors among those of the unit.
+        places: the places of its tensors among those of the unit.
         tp: ranks along `tp` that have a part of each, or 1.
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
-        padded: as the engine pads; a bare number of parameters is not.
-        optimizer: what it keeps.
+        padded: tensors are padded as the engine pads them; a bare number of parameters is not.
+        optimizer: the optimizer, which says what is kept.
         end: elements of the flat space up to the padding at its end.
-        moments: bytes per element of each state that the optimizer keeps for every element; `matrix_moments`: of those
-            that it updates as whole matrices.
+        moments: bytes per element of each state that the optimizer keeps for every element; `matrix_moments`: the same
+            for what it updates as whole matrices.
     """
 
     def __init__(
@@ -119,13 +136,15 @@ class PlannedBucket(BucketSpec):
         self._cell = placement.cell
 
     def group_of(self, tensor: TensorShape) -> int:
-        """The param group."""
+        """The param group of a tensor."""
         if self.optimizer.matrices is not None and tensor.is_matrix:
             return MATRICES
         return OTHER_MATRICES if len(tensor.shape) >= 2 else VECTORS
 
     def shares_memory(self, stored: torch.dtype) -> bool:
-        """Of a bare number of parameters as published sums count: a weight beside each master of another dtype."""
+        """Whether weights are a view of master weights. A bare number of parameters is counted as published sums are: a
+        weight beside each master weight of another dtype.
+        """
         return super().shares_memory(stored) and (self.padded or stored == self.precision.master)
 
     def share(self, tensor: TensorShape) -> int:
@@ -152,7 +171,7 @@ class PlannedBucket(BucketSpec):
 
     @cached_property
     def runs(self) -> GroupNumels:
-        """Of these, those of each group."""
+        """How many of these elements each param group has."""
         updated, matrices = self.updated_numel, min(self.updated_numel, self._end_of(MATRICES))
         both = min(updated, self._end_of(OTHER_MATRICES))
         return GroupNumels(matrices, both - matrices, updated - both)
@@ -163,7 +182,7 @@ class PlannedBucket(BucketSpec):
 
     @property
     def moments_bytes(self) -> float:
-        """Of what the optimizer of the first rank keeps for every element."""
+        """Bytes that the optimizer of the first rank keeps for its elements."""
         if self.moments_apart:
             return sum(self.apart_moments)
         matrices, *others = self.runs
@@ -171,7 +190,7 @@ class PlannedBucket(BucketSpec):
 
     @property
     def matrix_wire_bytes(self) -> int:
-        """Of matrices that are updated whole, what the first rank has, as it is exchanged."""
+        """Bytes that the first rank exchanges of matrices that are updated whole."""
         return (
             0 if self.optimizer.matrices is None else self.runs.matrices * self.optimizer.matrices.needs.wire.itemsize
         )
@@ -183,7 +202,7 @@ class PlannedBucket(BucketSpec):
 
     @property
     def apart_moment_bytes(self) -> list[float]:
-        """For each of these, bytes of an element."""
+        """Bytes of an element of each of these states."""
         return [each for _, each in self._spans]
 
     @cached_property
@@ -207,7 +226,7 @@ class PlannedBucket(BucketSpec):
 
     @cached_property
     def resting(self) -> dict[str, RestingState]:
-        """Of each state what the first rank has, which no rank exceeds but by a step count.
+        """Each state of the first rank, whose bytes no rank exceeds but by a step count.
 
         Padding has no moments on the device but in 8 bits; away from it each state has pages of its own.
         """
@@ -237,7 +256,7 @@ class TrainedUnit:
     copied: int
 
 
-@lru_cache(maxsize=8192)
+@once
 def trained_unit(unit: UnitShape, placement: Placement) -> TrainedUnit:
     """What the first rank trains of one such unit."""
     trained = [bucket for bucket in buckets(unit, placement) if bucket.trainable]

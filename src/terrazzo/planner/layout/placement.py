@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -14,26 +13,29 @@ from terrazzo.engine import DiLoCo, Place, Plan, Precision
 from terrazzo.engine.comm.host.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
-from terrazzo.planner.layout.stages import Cut, cut_of, stage_units, units_of_stage
+from terrazzo.planner.caching import hashed_once, once, once_per_setup
+from terrazzo.planner.layout.stages import Cut, cut_of, units_of_pp_rank, units_on
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import RankGroup
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerSpec
-from terrazzo.planner.setup.setup import Setup, once_per_setup
+from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["Placement", "placed_units", "placement_of", "stand_ins"]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Placement:
-    """What decides the bytes of every unit under one setup; hashable, so that units are computed once.
+    """What decides the bytes of every unit under one setup.
 
     Attributes:
         plan: its places hold only data axes that have more than one rank.
-        sizes: (axis, ranks) of these, innermost first. `expert_plan`, `expert_ranks`: likewise of experts that ranks
+        sizes: (axis, ranks) of these, innermost first. `expert_plan`, `expert_ranks`: the same for experts that ranks
             along ep share, of which the innermost ranks have others each: those of tp first, but in Megatron-core.
-        tiers: of the unit.
-        padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
+        tiers: where the unit's states rest.
+        padded: tensors are padded as the engine pads them; a bare number of parameters is not, and its weights and
+            master weights stay apart.
         host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
         cell: elements of states on drives that are handled at once.
         whole_experts, diloco: as of `Setup`.
@@ -54,14 +56,6 @@ class Placement:
     expert_ranks: tuple[RankGroup, ...]
     diloco: DiLoCo | None
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once: placements are looked up for every unit."""
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
     def ranks(self, axes: Iterable[str]) -> int:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
@@ -70,8 +64,8 @@ class Placement:
         """The axes of `sizes`, as they split a tensor.
 
         Args:
-            dealt: it is of experts that ranks along ep share.
-            shared: gradients are summed along `tp` too, whose ranks have the same.
+            dealt: the tensor is one of experts that ranks along ep share.
+            shared: gradients are summed along `tp` too, whose ranks have the same tensor.
         """
         ranks = self.expert_ranks if dealt else _with_strides(self.sizes, self.tp)
         axes = {axis: PlannedAxis(size, self._near(size, stride)) for axis, size, stride in ranks}
@@ -99,7 +93,7 @@ class PlannedAxis:
         return 2 if self.near else 1
 
     def receive_bytes(self, full_bytes: int) -> int:
-        """What arrives from the other ranks to be summed.
+        """Bytes that arrive from the other ranks to be summed.
 
         On a CPU, ranks of one host are read block by block, and many on other hosts in rounds; see `GlooCollectives`.
         """
@@ -151,7 +145,7 @@ class _PlacedBy(NamedTuple):
     diloco: DiLoCo | None
 
 
-@lru_cache(maxsize=4096)
+@once
 def _placement(by: _PlacedBy) -> Placement:
     sizes, experts = by.mesh.sizes(), tuple(_dealt(by.mesh, by.whole_experts))
 
@@ -179,14 +173,14 @@ def _placement(by: _PlacedBy) -> Placement:
 
 
 def _with_strides(sizes: Iterable[tuple[str, int]], inner: int) -> Iterator[RankGroup]:
-    """Axes that `inner` ranks are within."""
+    """The axes as groups, of which the innermost has `inner` ranks between neighbours."""
     for axis, size in sizes:
         yield RankGroup(axis, size, inner)
         inner *= size
 
 
 def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[RankGroup]:
-    """Of the data axes what is left to the same experts."""
+    """What is left of the data axes to ranks with the same experts, innermost first."""
     left, dealt = mesh.ep, 1 if whole_experts else mesh.tp
     data = {"dp_shard": mesh.shard_ranks * (mesh.tp if whole_experts else 1), "dp_replicate": mesh.dp_replicate}
     for axis, size in data.items():
@@ -198,7 +192,7 @@ def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[RankGroup]:
 
 
 class PlacedUnit(NamedTuple):
-    """So many equal units in a row, whose states lie on the same tiers."""
+    """Equal units in a row, `number` of them, whose states lie on the same tiers."""
 
     unit: UnitShape
     number: int
@@ -206,12 +200,12 @@ class PlacedUnit(NamedTuple):
 
 
 @once_per_setup
-def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
-    """The units of a pipeline stage, its part of the root first, each with its placement.
+def placed_units(setup: Setup, pp_rank: int) -> tuple[PlacedUnit, ...]:
+    """The units of a rank along pp, its part of the root first, each with its placement.
 
     Where tiers have shares of the units, a row of equal units is cut where its tiers change.
     """
-    plan, units = setup.plan, stage_units(setup, stage)
+    plan, units = setup.plan, units_on(setup, pp_rank)
     places = plan.resting_places
     if all(place.tier == "device" for place in places):
         placement = placement_of(setup)
@@ -220,33 +214,33 @@ def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
 
 
 def stand_ins(setup: Setup, *alone: int) -> tuple[int, ...]:
-    """For each pipeline stage the one to look at in its place, so that few are: of as many units or more of every kind.
+    """The rank along pp to look at in place of each, so that few are: it has as many units of every kind or more.
 
-    None stands for one before it, on which more micro-batches wait. The first and the last stand for themselves, the
+    No rank stands for one before it, on which more micro-batches wait. The first and the last stand for themselves, the
     last with the head, and so do those that are to stand `alone`.
     """
     return _stand_ins(setup.model.units, setup.model.tied, cut_of(setup), setup.plan.resting_places, alone)
 
 
-@lru_cache(maxsize=4096)
+@once
 def _stand_ins(
     units: tuple[UnitShape, ...], tied: bool, cut: Cut, places: tuple[Place, ...], alone: tuple[int, ...]
 ) -> tuple[int, ...]:
     chosen: dict[int, Counter[tuple[UnitShape, Tiers]]] = {}
-    stand_for = []
-    for stage in range(cut.ranks):
+    stand_for: list[int] = []
+    for pp_rank in range(cut.ranks):
         own_units = Counter[tuple[UnitShape, Tiers]]()
-        for unit, count, tiers in _cut(units_of_stage(units, tied, cut, stage), places):
+        for unit, count, tiers in _cut(units_of_pp_rank(units, tied, cut, pp_rank), places):
             own_units[unit, tiers] += count
-        own = stage in (cut.ranks - 1, *alone)
+        own = pp_rank in (cut.ranks - 1, *alone)
         fuller = [other for other, more in chosen.items() if own_units <= more and not own]
         if not fuller:
-            chosen[stage] = own_units
-        stand_for.append(max(fuller, default=stage))
+            chosen[pp_rank] = own_units
+        stand_for.append(max(fuller, default=pp_rank))
     return tuple(stand_for)
 
 
-@lru_cache(maxsize=4096)
+@once
 def _cut(
     units: tuple[tuple[UnitShape, int], ...], places: tuple[Place, ...]
 ) -> tuple[tuple[UnitShape, int, Tiers], ...]:

@@ -124,7 +124,7 @@ class Cluster:
 
     @property
     def ranks_per_host(self) -> int:
-        """Of its ranks, how many share a host."""
+        """How many of its ranks share a host."""
         return min(self.count, self.device.per_node)
 
     @property
@@ -191,7 +191,7 @@ def cpu_host(memory_bytes: int | None) -> Cluster:
 
 
 def _words(name: str) -> list[str]:
-    """Without those that vendors put before a model's name."""
+    """The words of a device's name, without those that vendors put before it."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return [word for word in words if word not in ("", "nvidia", "amd", "instinct", "geforce", "tesla")]
 
@@ -303,7 +303,7 @@ is published: they are given Hopper's."""
 
 
 class ScaleUpKind(NamedTuple):
-    """Attributes as of `Device`."""
+    """What kind of links a scale-up domain has. Attributes as of `Device`."""
 
     full_mesh: bool
     switch_sums: bool
@@ -314,7 +314,7 @@ SCALEUP_KINDS = {
     "full mesh": ScaleUpKind(full_mesh=True, switch_sums=False),
     "summing switch": ScaleUpKind(full_mesh=False, switch_sums=True),
 }
-"""Of the links of a scale-up domain; "" of all others, such as a switch that does not sum, and of none."""
+"""What is known of the links of a scale-up domain; "" stands for all others, such as a switch that does not sum."""
 
 _VISIBLE = 0.98
 """Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""

@@ -34,7 +34,7 @@ class Mesh:
         return self.batch_ranks * self.cp
 
     def in_hosts(self, per_node: int) -> Mesh:
-        """The same data ranks in the fewest shard groups that, with tp and cp beside, stay on a host each."""
+        """This mesh with its data ranks in the fewest shard groups that, with tp and cp beside, stay on a host each."""
         ranks, largest = self.batch_ranks, max(1, per_node // (self.tp * self.cp))
         shard = math.gcd(ranks, largest)
         return replace(self, dp_replicate=ranks // shard, dp_shard=shard)
@@ -45,6 +45,6 @@ class Mesh:
         return self.dp_shard * self.cp
 
     def sizes(self) -> dict[str, int]:
-        """Of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
+        """Ranks of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
         data = {"dp_shard": self.shard_ranks, "dp_replicate": self.dp_replicate}
         return {axis: size for axis, size in data.items() if size > 1}

@@ -16,21 +16,22 @@ from terrazzo.planner.machine.mesh import Mesh
 __all__ = ["Network", "RankGroup", "UnitTransfer", "group_of", "part_of_group"]
 
 _ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
-"""Innermost first."""
+"""The mesh axes, innermost first."""
 
 SCALEUP_SHARE = 0.80
-"""Of a scale-up link's bandwidth, what ring collectives of large messages reach: all-gather on 8 H100 361 of 450 GB/s,
-8 A100 235 of 300 (stas00/ml-engineering, network/README.md)."""
+"""What ring collectives of large messages reach of a scale-up link's bandwidth: all-gather on 8 H100 361 of 450 GB/s, 8
+A100 235 of 300 (stas00/ml-engineering, network/README.md)."""
 
 MESH_SHARE = 0.75
-"""The same of a full mesh of links: 48 of 64 GB/s of each between MI300X, so 48 GB/s for two ranks, 144 for four and
-336 for eight (rocm.blogs.amd.com, mi300x-rccl-xgmi)."""
+"""What they reach of a full mesh of links: 48 of 64 GB/s of each between MI300X, so 48 GB/s for two ranks, 144 for four
+and 336 for eight (rocm.blogs.amd.com, mi300x-rccl-xgmi)."""
 
 INTERNODE_SHARE = 0.90
-"""Of the network cards' bandwidth: 4 nodes of 8 H200 reach 365 of 400 GB/s (same source)."""
+"""What they reach of the network cards' bandwidth: 4 nodes of 8 H200 reach 365 of 400 GB/s (stas00/ml-engineering)."""
 
 PCIE_SHARE = 0.40
-"""Of a PCIe link's bandwidth, where devices talk through the host's memory: each byte crosses it twice."""
+"""What they reach of a PCIe link's bandwidth, where devices talk through the host's memory: each byte crosses it
+twice."""
 
 HOP_S = 12e-6
 """Time that a ring over several nodes spends per rank beside moving bytes. It explains how MosaicML's runs slow down
@@ -39,13 +40,13 @@ on 4 nodes of 8 B200 (stas00/ml-engineering)."""
 
 CALL_S = 8.4e-6
 NEAR_HOP_S = {"scaleup": 3.4e-6, "pcie": 5.7e-6}
-"""Likewise of any collective, and of one inside a node for each rank (NVIDIA/nccl src/graph/tuning.cc, its Simple
-protocol). An all-reduce of 1 to 64 MiB on 8 H100 takes 42 to 79 us beside moving bytes, 56 by these
-(Azure/AI-benchmarking-guide)."""
+"""Seconds that any collective takes beside moving bytes, and one inside a node for each rank more (NVIDIA/nccl
+src/graph/tuning.cc, its Simple protocol). An all-reduce of 1 to 64 MiB on 8 H100 takes 42 to 79 us beside moving bytes,
+56 by these (Azure/AI-benchmarking-guide)."""
 
 LEVEL_S = 50e-6
-"""Of a tree over nodes, each way for each level: an all-reduce of 16 MiB takes 190 us beside moving bytes on 4 nodes of
-8 H100, 370 on 16, 650 on 64 and 750 on 512 (arXiv 2411.13055)."""
+"""Seconds that each level of a tree over nodes takes each way: an all-reduce of 16 MiB takes 190 us beside moving bytes
+on 4 nodes of 8 H100, 370 on 16, 650 on 64 and 750 on 512 (arXiv 2411.13055)."""
 
 SWITCH_MINIMUM = 6
 """Ranks from which NVSwitch sums in the switch, so that an all-reduce sends each byte about once."""
@@ -162,7 +163,7 @@ class Network:
         return min(rate for rate in within if rate) if members > 1 else cards
 
     def _links_used(self, group: RankGroup) -> float:
-        """Of a scale-up bandwidth, the share that a ring reaches. In a full mesh each rank has its own link."""
+        """The share of a scale-up bandwidth that a ring reaches. In a full mesh each rank has its own link."""
         if not self.device.full_mesh:
             return SCALEUP_SHARE
         return MESH_SHARE * (min(self._near(group), self._domain) - 1) / (self._domain - 1)
@@ -182,7 +183,7 @@ class Network:
         return ring * self._switch_gain(group) if move.kind == "all_reduce" else ring
 
     def _waits_s(self, move: UnitTransfer, group: RankGroup) -> float:
-        """Of one message, what it takes beside moving bytes."""
+        """Seconds that one message takes beside moving bytes."""
         device = self.device
         around = device.unit_s if move.purpose == "data" else device.stage_s if move.purpose == "pipeline" else 0.0
         if device.hop_s is not None:
@@ -190,7 +191,7 @@ class Network:
         return CALL_S + device.call_s + around + self._usual_waits_s(move.kind, group)
 
     def _usual_waits_s(self, kind: str, group: RankGroup) -> float:
-        """Around a ring, or of an all-reduce over nodes up and down a tree of them, if that is shorter."""
+        """Seconds around a ring, or of an all-reduce over nodes up and down a tree of them, if that is shorter."""
         link, hops = self.link(group), self._hops(kind, group)
         ring = hops * NEAR_HOP_S.get(link, HOP_S)
         if kind != "all_reduce" or link != "internode":
@@ -212,15 +213,15 @@ class Network:
         return SWITCH_GAIN if summed else 1.0
 
     def _tree_hops(self, group: RankGroup) -> int:
-        """Of an all-reduce: twice around a ring, or up and down a tree of nodes if that is shorter."""
+        """Hops of an all-reduce: twice around a ring, or up and down a tree of nodes if that is shorter."""
         return min(2 * (group.size - 1), 2 * (group.size - 1).bit_length() + self.device.per_node)
 
     def _near(self, group: RankGroup) -> int:
-        """Of a group's ranks, those in one node or domain."""
+        """How many of a group's ranks are in one node or domain."""
         return max(1, min(group.size, max(self._domain, self.device.per_node) // group.stride))
 
     def _scattered(self, group: RankGroup, ring: float) -> float:
-        """Of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""
+        """Bandwidth of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""
         if self.link(group) != "internode" or self.device.internode_bandwidth is None:
             return ring
         near = self._near(group)

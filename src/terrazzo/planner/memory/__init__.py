@@ -20,9 +20,9 @@ and the moment at which most is held is the answer. Read the modules in this ord
 
 The gathered weights of a rank go through these functions:
 
-    memory_of                          every stage that stands for itself or others              peak, layout.placement
-      stage_terms                      the terms of a rank of one stage                          peak
-        stage_peak                     its units, and the settings of its step                   peak
+    memory_of                          every rank along pp that stands for itself or others      peak, layout.placement
+      rank_terms                      the terms of a rank of one stage                          peak
+        rank_peak                     its units, and the settings of its step                   peak
           placed_units                 which units it has, and how each is placed                layout
           unit_events                  once for each kind of unit                                unit_events
             buckets                    `full_bytes`: a bucket's weights, whole                   layout.buckets
@@ -30,7 +30,7 @@ The gathered weights of a rank go through these functions:
         peak_of                      gathers ahead, rests and releases, in the step's order    walk
             FullestMoment.apply        adds each change, and keeps the parts of the largest sum  walk_state
         Term("gathered", ...)          the part of that moment                                   peak
-      fullest_memory                   the terms of the fullest stage, with what lies around     peak, overheads, tiers
+      fullest_memory                   the terms of the fullest rank, with what lies around      peak, overheads, tiers
 
 With llama3-8b under zero3 in bf16, one sequence of 4,096 tokens a rank, that moment is the head's backward: the root
 (2.10 GB) and one block (0.44 GB) are whole, so 2.54 GB.
@@ -51,5 +51,5 @@ thousands of setups, for which it is too slow, and has `walk`.
                              activations as traced                                              on CPUs
 
 The engine's counts have no activations. The tests compare with them the walk without these,
-`stage_peak(..., states_only=True)`; what is traced is compared with the memory of real steps.
+`rank_peak(..., states_only=True)`; what is traced is compared with the memory of real steps.
 """

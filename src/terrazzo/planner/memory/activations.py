@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
+from terrazzo.planner.caching import once
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.model.shapes import BlockShape
 from terrazzo.planner.setup.setup import Setup
@@ -68,7 +68,7 @@ class BlockActivations:
 
     @property
     def stays(self) -> float:
-        """On the device from forward to backward."""
+        """Bytes of `saved` that stay on the device from forward to backward."""
         return self.saved - self.moved
 
     @property
@@ -118,7 +118,7 @@ class _Local:
     moves: bool
 
 
-@lru_cache(maxsize=4096)
+@once
 def _block(local: _Local, block: BlockShape) -> BlockActivations:
     everything, covered = _everything(local, block), POLICIES[local.checkpointing].saved(local, block)
     share = local.share
@@ -137,7 +137,7 @@ def _expanded(local: _Local, block: BlockShape) -> float:
 
 
 CROWDING = 0.5
-"""Of the mean tokens of a rank's experts, how many more may come (GShard's capacity factor, arXiv 2006.16668)."""
+"""How many more tokens than the mean may come to a rank's experts (GShard's capacity factor, arXiv 2006.16668)."""
 
 
 def _crowded(local: _Local, block: BlockShape) -> float:
@@ -149,7 +149,7 @@ def _crowded(local: _Local, block: BlockShape) -> float:
 
 
 def _everything(local: _Local, block: BlockShape) -> float:
-    """Without checkpointing."""
+    """Bytes that a block saves without checkpointing."""
     between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
     inside = _attention(local, block) * local.itemsize + _mlp(local, block) / block.mlp_parts(local.tp)
     return between + local.tokens * inside + _scores(local, block)
@@ -244,9 +244,11 @@ def _products(local: _Local, block: BlockShape) -> float:
 
 
 def _half_of_products(local: _Local, block: BlockShape) -> float:
-    """The same of every second product: of queries, keys, values, output, gate, up and down in turn all but keys,
-    output and up; without a gate, the queries, keys and values of one product and the wide one. Attention's own result
-    is kept beside them, but not that of batched products. Of routed experts, whose products are grouped, nothing is.
+    """Bytes of a block's input, of every second product, and of attention.
+
+    Of queries, keys, values, output, gate, up and down that is all but keys, output and up; without a gate, the
+    queries, keys and values of one product and the wide one. Results of batched products are not kept, nor anything of
+    routed experts, whose products are grouped.
     """
     item, apart = local.itemsize, block.key_heads(local.tp) * block.head_dim if block.gated else 0
     outputs = block.heads * block.value_dim / block.attention_parts(local.tp) if local.math else 0
@@ -263,12 +265,12 @@ def _selected(local: _Local, block: BlockShape) -> float:
 
 
 def _inner_width(block: BlockShape) -> int:
-    """Of the MLP, or of all experts that a token meets."""
+    """The inner width of the MLP, or of all experts that a token meets."""
     return block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn
 
 
 class RepeatedShares(NamedTuple):
-    """Of a forward's matrix products, of its attention, and of what lies between them, what is computed again."""
+    """What share of a forward's matrix products, attention, and what lies between them is computed again."""
 
     matmul: float
     attention: float
@@ -296,21 +298,21 @@ POLICIES: dict[CheckpointMode, CheckpointingPolicy] = {
     ),
     "full": CheckpointingPolicy(_input, RepeatedShares(1.0, 1.0, 1.0), RepeatedShares(1.0, 1.0, 1.0)),
 }
-"""Of math attention its core alone is computed again (arXiv 2205.05198); by half, every second product too."""
+"""Under `selective`, math attention's core alone is computed again (arXiv 2205.05198); under `selective_half` every
+second product too."""
 
 
 def repeated_shares(setup: Setup) -> RepeatedShares:
-    """Of a block that checkpointing covers."""
+    """What a block that checkpointing covers computes again."""
     policy = POLICIES[setup.checkpointing]
     return policy.repeated_math if setup.attention == "math" else policy.repeated
 
 
 def _exchanged(local: _Local, block: BlockShape) -> float:
-    """Bytes that attention over shared sequences needs in its backward.
+    """Bytes that attention over shared sequences needs in its backward, beside gradients of the residual stream.
 
-    Gathered keys and values, with their sums in fp32 there and in the order of the ranks; going round, those of two
-    ranks with two such sums; of a share of the heads, whole sequences of all that goes there and back.
-    Beside them the gradients of the residual stream.
+    `gather`: keys and values of all ranks, with their sums in fp32, there and in the order of the ranks. `ring`: those
+    of two ranks, with two such sums. `ulysses`: whole sequences of all that goes to ranks with other heads and back.
     """
     if local.cp == 1:
         return 0.0

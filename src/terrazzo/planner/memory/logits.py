@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from terrazzo.nn.chunked_cross_entropy import PRODUCT_NUMEL, chunk_rows
 from terrazzo.planner.formulas import Formula
+from terrazzo.planner.memory.activations import FP32_BYTES
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "HeadActivations", "head_activations"]
@@ -22,22 +23,21 @@ FORMULAS = {
     ),
 }
 
-FP32_BYTES = 4
 CHUNKED_BYTES = 8
-"""Per logit of a chunk: itself, an fp32 copy, and its gradient in 16 bits, or in fp32 in place of the copy."""
+"""Bytes per logit of a chunk: itself, an fp32 copy, and its gradient in 16 bits, or in fp32 in place of the copy."""
 
 
 @dataclass(frozen=True)
 class HeadActivations:
-    """Bytes on the last pipeline stage for one micro-batch.
+    """Bytes on the last rank along pp for one micro-batch.
 
     Attributes:
         loss: inputs of the last norm and the head, logits, and what the loss keeps and makes of them, at most. It is no
             part of a block, so that compiled blocks change nothing of it.
         loss_upper: the same where who wrote the loss holds on to what it is made of: the logits, their fp32 copy, its
             log-softmax, and the gradients of both.
-        logits: of these, what is there in the head's backward: its inputs and the gradient of the logits.
-        saved: of these, what waits for a backward that does not follow at once.
+        logits: the part of these that is there in the head's backward: its inputs and the gradient of the logits.
+        saved: the part of these that waits for a backward which does not follow at once.
     """
 
     loss: float
@@ -66,7 +66,7 @@ def head_activations(setup: Setup) -> HeadActivations:
 
 
 def _chunked(setup: Setup, tokens: int, inputs: float, parts: int) -> HeadActivations:
-    """Without all logits. The head's weight is taken to be trained where all weights are."""
+    """Bytes of a loss that never has all logits. The head's weight is taken to be trained where all weights are."""
     item, model = setup.precision.compute.itemsize, setup.model
     weight = model.logits / parts * model.hidden if model.trainable_numel == model.numel else 0
     product = 0 if item >= FP32_BYTES else FP32_BYTES if setup.cluster.device.kind == "cuda" else item

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from terrazzo.engine.comm.counts.tally import Tally
@@ -22,6 +21,7 @@ from terrazzo.engine.optim.segments.group_runs import GroupedAxis
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.plan.precision import Precision
+from terrazzo.planner.caching import once
 from terrazzo.planner.layout.buckets import MATRICES, PlannedBucket, buckets
 from terrazzo.planner.layout.placement import PlacedUnit, Placement, placed_units
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
@@ -42,12 +42,12 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixUpdates:
-    """Of a step.
+    """All updates of whole matrices in one step.
 
     Attributes:
-        exchanged: by the first rank, along each axis.
-        held_bytes: by it, at the most, beside all states.
-        flops: one after the other of those that have most to do, as all wait for them.
+        exchanged: what the first rank sends along each axis.
+        held_bytes: the most that it holds for them at once, beside all states.
+        flops: what the ranks that have most to do compute, one after the other, since all wait for them.
     """
 
     exchanged: tuple[Exchanged, ...] = ()
@@ -55,14 +55,14 @@ class MatrixUpdates:
     flops: float = 0.0
 
 
-def matrix_updates(setup: Setup, stage: int) -> MatrixUpdates:
-    """Of a rank of `stage`; nothing of an optimizer that updates none whole, nor of a bare number of parameters."""
+def matrix_updates(setup: Setup, pp_rank: int) -> MatrixUpdates:
+    """The updates of rank `pp_rank` along pp; none under an optimizer that updates none whole, or of a bare number."""
     if setup.optimizer.matrices is None or setup.model.bare:
         return MatrixUpdates()
-    return _updates(placed_units(setup, stage), setup.optimizer.matrices)
+    return _updates(placed_units(setup, pp_rank), setup.optimizer.matrices)
 
 
-@lru_cache(maxsize=512)
+@once
 def _updates(units: tuple[PlacedUnit, ...], spec: MatrixSpec) -> MatrixUpdates:
     sized = [bucket for unit, count, placement in units for bucket in _sized_buckets(unit, count, placement)]
     tally, along = Tally(), dict[str, Traffic]()
@@ -85,7 +85,7 @@ def _slowest(owners: Owners, iterations: int) -> float:
 
 
 def _flops(shape: tuple[int, int], iterations: int) -> int:
-    """Of Newton-Schulz iterations: two products of the short side's Gram matrix, and its own square."""
+    """FLOPs of Newton-Schulz iterations: two products of the short side's Gram matrix, and its own square."""
     short, long = sorted(shape)
     return iterations * (4 * short**2 * long + 2 * short**3)
 
@@ -93,7 +93,7 @@ def _flops(shape: tuple[int, int], iterations: int) -> int:
 # -- buckets of sizes ------------------------------------------------------------------------------------------------
 
 _DEALT = "experts' "
-"""Of the axes over which experts are split, which are others than those of the same name."""
+"""What is put before the names of axes over which experts are split: they have other ranks than those of that name."""
 
 
 class SizedMember(NamedTuple):
@@ -117,7 +117,7 @@ class SizedBucket:
 
     @classmethod
     def of(cls, bucket: PlannedBucket) -> SizedBucket:
-        """Of so many elements, split so."""
+        """The bucket's layout without its tensors."""
         dealt = _DEALT if bucket.dealt > 1 else ""
         ranks = {f"{dealt}{axis}": each for axis, each in bucket.ranks.items()}
         parts = [((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)]
@@ -147,7 +147,7 @@ class SizedBucket:
 
 
 def _sized_buckets(unit: UnitShape, count: int, placement: Placement) -> Iterator[SizedBucket]:
-    """Of so many equal units."""
+    """The trainable buckets of `count` equal units."""
     made = [SizedBucket.of(bucket) for bucket in buckets(unit, placement) if bucket.trainable]
     for _ in range(count):
         for one in made:

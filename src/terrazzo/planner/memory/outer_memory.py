@@ -12,17 +12,17 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = ["outer_held_bytes", "outer_numel"]
 
 
-def outer_numel(setup: Setup, stage: int) -> int:
-    """Elements whose outer gradients a rank of `stage` exchanges; 0 where there are no outer steps."""
+def outer_numel(setup: Setup, pp_rank: int) -> int:
+    """Elements whose outer gradients rank `pp_rank` along pp exchanges; 0 where there are no outer steps."""
     if setup.diloco is None:
         return 0
-    counted = ((bucket, count) for unit, count, own in placed_units(setup, stage) for bucket in buckets(unit, own))
+    counted = ((bucket, count) for unit, count, own in placed_units(setup, pp_rank) for bucket in buckets(unit, own))
     return sum(count * bucket.numel(bucket.outer_axes) for bucket, count in counted if bucket.outer_states)
 
 
-def outer_held_bytes(setup: Setup, stage: int) -> float:
+def outer_held_bytes(setup: Setup, pp_rank: int) -> float:
     """Memory on the device: one message of outer gradients, what arrives of it, and what its step takes."""
-    settings, numel = setup.diloco, outer_numel(setup, stage)
+    settings, numel = setup.diloco, outer_numel(setup, pp_rank)
     if settings is None or not numel:
         return 0.0
     device, replicas = setup.cluster.device, setup.mesh.dp_replicate
@@ -32,13 +32,15 @@ def outer_held_bytes(setup: Setup, stage: int) -> float:
         host = device.per_node if device.kind == "cpu" else 0
         near = host and max(1, min(replicas, host // group_of(setup.mesh, REPLICAS).stride))
         nbytes += PlannedAxis(replicas, near).receive_bytes(round_up(message, replicas) * 4)
-    return float(max(nbytes, _apart_bytes(setup, stage)))
+    return float(max(nbytes, _apart_bytes(setup, pp_rank)))
 
 
-def _apart_bytes(setup: Setup, stage: int) -> int:
-    """Where master weights are in host memory, and cut over fewer ranks: those of a bucket, gathered on the device."""
+def _apart_bytes(setup: Setup, pp_rank: int) -> int:
+    """Bytes of a bucket's master weights, gathered on the device where they are in host memory and cut over fewer
+    ranks.
+    """
     if setup.cluster.device.kind == "cpu":
         return 0
-    own_buckets = (bucket for unit, _, own in placed_units(setup, stage) for bucket in buckets(unit, own))
+    own_buckets = (bucket for unit, _, own in placed_units(setup, pp_rank) for bucket in buckets(unit, own))
     apart = (each for each in own_buckets if each.outer_states and each.updated_off_device)
     return max((4 * each.numel(each.optim_axes) for each in apart if each.outer_axes != each.optim_axes), default=0)

@@ -16,28 +16,29 @@ WORKSPACE_BYTES = 2 * 32 * 2**20
 CublasHandlePool.cpp). Megatron's published steady states exceed their tensors by 70 to 80 MB."""
 
 RESERVE, ROOMY_RESERVE = 0.05, 0.12
-"""Of allocated bytes, that the caching allocator keeps besides: rounding and fragmentation. It gives blocks back only
-when memory runs out, so more where there is room. From benchmarks/results/allocator, which
+"""Shares of allocated bytes that the caching allocator keeps besides: rounding and fragmentation. It gives blocks back
+only when memory runs out, so more where there is room. They are from benchmarks/results/allocator, which
 `python -m benchmarks.allocator` makes, over all rows of the table, with the expandable segments that `terrazzo train`
 asks for: without room the most on the smallest device, and with room the median."""
 
 RESTING_UPPER, MOVING_UPPER = 0.02, 0.35
-"""Of the bytes of states, and of all other terms, what a bound has besides. They come first and stay: they
-are rounded up, and leave no gaps. Of others the allocator keeps 35 % where sequences vary and segments are fixed, as in
-others' scripts (benchmarks/results/allocator); published are 30 % of the 25 GiB beside the states of one of eight ranks
-of an 8B model (pytorch/torchtitan#929)."""
+"""Shares that a bound adds to the bytes of states, and to all other terms. States come first and stay: they are
+rounded up, and leave no gaps. For the others the allocator keeps 35 % where sequences vary and segments are fixed, as
+in others' scripts (benchmarks/results/allocator); published are 30 % of the 25 GiB beside the states of one of eight
+ranks of an 8B model (pytorch/torchtitan#929)."""
 
 CONTEXT_BYTES, CONTEXT_BYTES_UPPER = 0.5 * GIB, 1.8 * GIB
-"""Of a CUDA context with its kernels: 0.47 GiB on A100 under torch 2.1, which loads kernels as they are used, 0.92
-loading all, 1.78 under torch 1.10 (stas00/ml-engineering, training/performance)."""
+"""Bytes of a CUDA context with its kernels: 0.47 GiB on A100 under torch 2.1, which loads kernels as they are used,
+0.92 loading all, 1.78 under torch 1.10 (stas00/ml-engineering, training/performance)."""
 
 PROCESS_BYTES, PROCESS_BYTES_UPPER = 0.33 * GIB, 0.5 * GIB
-"""On a CPU, which has its ranks' interpreters too: what is resident of Python, torch and Terrazzo after a first step of
-nothing (`train/session/warm_kernels.py`, torch 2.13), and with transformers and a model of theirs."""
+"""Bytes of a rank's own process, which takes the CPU's memory too: what is resident of Python, torch and Terrazzo after
+a first step of nothing (`train/session/warm_kernels.py`, torch 2.13), and with transformers and a model of theirs."""
 
 COMMUNICATOR_BYTES, COMMUNICATOR_BYTES_UPPER = 0.6 * GIB, 1.9 * GIB
-"""Of NCCL for each communicator: 544 MB between two A100 and 688 between more (NVIDIA/nccl#964); reported at most are
-1.6 GB for one and 6 GB for three (NVIDIA/nccl#864), and 1.45 GiB after a first barrier (stas00/ml-engineering)."""
+"""Bytes that NCCL takes for each communicator: 544 MB between two A100 and 688 between more (NVIDIA/nccl#964); reported
+at most are 1.6 GB for one and 6 GB for three (NVIDIA/nccl#864), and 1.45 GiB after a first barrier
+(stas00/ml-engineering)."""
 
 FORMULAS = {
     "memory.workspace": Formula(
@@ -105,7 +106,7 @@ def _without_room(setup: Setup, terms: Sequence[Term]) -> float:
 
 
 def _around(setup: Setup, upper: bool = False) -> float:
-    """Of what is no tensor's: on a GPU the context and the communicators, on a CPU the process."""
+    """Bytes that no tensor takes: on a GPU the context and the communicators, on a CPU the process."""
     if setup.model.bare:
         return 0.0
     if not _on_cuda(setup):
@@ -117,7 +118,7 @@ def _around(setup: Setup, upper: bool = False) -> float:
 
 
 def _on_cuda(setup: Setup) -> bool:
-    """Bare numbers of parameters are states and nothing else."""
+    """Whether torch's CUDA allocator and libraries count; bare numbers of parameters are states and nothing else."""
     return setup.cluster.device.kind == "cuda" and not setup.model.bare
 
 

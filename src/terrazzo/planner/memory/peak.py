@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.layout.buckets import trained_unit
 from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
-from terrazzo.planner.layout.stages import blocks_of_chunks, in_flight, last_turns, saving_blocks, stage_units
+from terrazzo.planner.layout.stages import blocks_of_chunks, in_flight, last_turns, saving_blocks, units_on
 from terrazzo.planner.memory.activations import BlockActivations, block_activations
 from terrazzo.planner.memory.logits import head_activations
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.outer_memory import outer_held_bytes
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
-from terrazzo.planner.memory.step_settings import ACTIVATIONS, KINDS, LOGITS, Peak, StepSettings, StepUnit
+from terrazzo.planner.memory.step_settings import ACTIVATIONS, HELD_KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
 from terrazzo.planner.memory.unit_events import UNREDUCED, unit_events
 from terrazzo.planner.memory.walk import peak_of
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FORMULAS", "fullest_memory", "memory_of", "stage_peak", "stage_terms"]
+__all__ = ["FORMULAS", "fullest_memory", "memory_of", "rank_peak", "rank_terms"]
 
 FORMULAS = {
     "memory.gathered": Formula(
@@ -67,28 +68,28 @@ MOST_KEPT = 2**31
 def memory_of(setup: Setup) -> MemoryFigures:
     """The memory of the fullest rank of `setup`, in bytes, at the fullest moment of a step."""
     stand = stand_ins(setup, 1)  # the second without the embeddings, which the first would count for all behind it
-    stages = {stage: stage_terms(setup, stage) for stage in sorted(set(stand))}
-    totals = {stage: sum(term.value for term in terms) for stage, (terms, _) in stages.items()}
-    fullest = max(totals, key=lambda stage: totals[stage])
-    terms, moment = stages[fullest]
-    upper = max(_bound(setup, stage, terms) for stage, (terms, _) in stages.items())
-    memory = fullest_memory(setup, fullest, terms, _limiting_rank(setup, fullest, moment))
-    return replace(memory, upper_bytes=upper, per_stage=_per_stage(setup, stand, totals))
+    held = {pp_rank: rank_terms(setup, pp_rank) for pp_rank in sorted(set(stand))}
+    totals = {pp_rank: sum(term.value for term in each.terms) for pp_rank, each in held.items()}
+    fullest = max(totals, key=lambda pp_rank: totals[pp_rank])
+    upper = max(_bound(setup, pp_rank, each.terms) for pp_rank, each in held.items())
+    limiting_rank = _limiting_rank(setup, fullest, held[fullest].moment)
+    memory = fullest_memory(setup, fullest, held[fullest].terms, limiting_rank)
+    return replace(memory, upper_bytes=upper, per_pp_rank=_per_pp_rank(setup, stand, totals))
 
 
-def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_rank: str) -> MemoryFigures:
-    """Memory whose fullest rank is of `stage` and holds `terms`, with all that lies around them, of one stage."""
-    host, disk = tier_terms(setup, stage)
+def fullest_memory(setup: Setup, pp_rank: int, terms: tuple[Term, ...], limiting_rank: str) -> MemoryFigures:
+    """Memory whose fullest rank is `pp_rank` along pp and holds `terms`, with all that lies around them."""
+    host, disk = tier_terms(setup, pp_rank)
     return MemoryFigures(
         terms=terms,
-        upper_bytes=_bound(setup, stage, terms),
+        upper_bytes=_bound(setup, pp_rank, terms),
         reserved_bytes=reserved_bytes(setup, terms),
         device_bytes=device_bytes(setup, terms),
         limiting_rank=limiting_rank,
-        per_stage=(float(sum(term.value for term in terms)),),
+        per_pp_rank=(float(sum(term.value for term in terms)),),
         host=host,
         disk=disk,
-        disk_writes=disk_writes(setup, stage),
+        disk_writes=disk_writes(setup, pp_rank),
         capacity_bytes=setup.cluster.device.memory_bytes,
         ranks_per_host=setup.cluster.ranks_per_host,
         host_capacity_bytes=setup.cluster.host_memory_bytes,
@@ -98,12 +99,12 @@ def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_r
     )
 
 
-def _bound(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
-    return upper_bytes(setup, terms) + _kept_freed(setup, stage, terms)
+def _bound(setup: Setup, pp_rank: int, terms: tuple[Term, ...]) -> float:
+    return upper_bytes(setup, terms) + _kept_freed(setup, pp_rank, terms)
 
 
-def _kept_freed(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
-    """On a CPU, what malloc keeps of weights and gradients that a step has freed.
+def _kept_freed(setup: Setup, pp_rank: int, terms: tuple[Term, ...]) -> float:
+    """Bytes that malloc keeps, on a CPU, of weights and gradients that a step has freed.
 
     The engine has it keep as much as these take, so that a step need not ask the kernel for them again: what is held at
     other moments than the fullest, and up to `MOST_KEPT` of what is held then too, since a thread's heap serves that
@@ -111,61 +112,73 @@ def _kept_freed(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
     """
     if setup.cluster.device.kind != "cpu" or setup.model.bare or setup.plan.on_disk:
         return 0.0
-    gradients = sum(term.value for term in on_device(setup, stage) if term.name == "gradients")
-    freed = gradients + stage_peak(setup, stage, states_only=True).total
+    gradients = sum(term.value for term in on_device(setup, pp_rank) if term.name == "gradients")
+    freed = gradients + rank_peak(setup, pp_rank, states_only=True).total
     elsewhere = freed - sum(term.value for term in terms if term.name in FREED)
     return max(elsewhere, min(freed, MOST_KEPT))
 
 
-def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:
-    """Each as the one that stands for it, with its own micro-batches in flight; no other difference is counted."""
+def _per_pp_rank(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:
+    """Allocated bytes of every rank along pp: those of the one that stands for it, with its own micro-batches in flight
+    and messages; no other difference is counted.
+    """
     saved = {other: _saved_bytes(setup, other) for other in totals}
-    sent = [sum(term.value for term in _messages(setup, stage)) for stage in range(setup.mesh.pp)]
+    sent = [sum(term.value for term in _messages(setup, pp_rank)) for pp_rank in range(setup.mesh.pp)]
     return tuple(
-        totals[other] - (in_flight(setup, other) - in_flight(setup, stage)) * saved[other] - sent[other] + sent[stage]
-        for stage, other in enumerate(stand)
+        totals[other]
+        - (in_flight(setup, other) - in_flight(setup, pp_rank)) * saved[other]
+        - sent[other]
+        + sent[pp_rank]
+        for pp_rank, other in enumerate(stand)
     )
 
 
-def _saved_bytes(setup: Setup, stage: int) -> float:
-    """Activations of one micro-batch on all blocks of a stage that stay on the device."""
-    return sum(block_activations(setup, block).stays * count for block, count in saving_blocks(setup, stage))
+def _saved_bytes(setup: Setup, pp_rank: int) -> float:
+    """Activations of one micro-batch on all blocks of a rank along pp that stay on the device."""
+    return sum(block_activations(setup, block).stays * count for block, count in saving_blocks(setup, pp_rank))
 
 
-def _limiting_rank(setup: Setup, stage: int, moment: str) -> str:
-    stages = setup.mesh.pp
-    if stages == 1:
+def _limiting_rank(setup: Setup, pp_rank: int, moment: str) -> str:
+    ranks = setup.mesh.pp
+    if ranks == 1:
         return f"every rank alike, fullest {moment}"
-    waiting = f"{in_flight(setup, stage):.3g} micro-batches in flight"
-    parts = {0: f"the embeddings and {waiting}", stages - 1: "the head and the logits"}
-    return f"the ranks of pipeline stage {stage + 1} of {stages}, with {parts.get(stage, waiting)}, fullest {moment}"
+    waiting = f"{in_flight(setup, pp_rank):.3g} micro-batches in flight"
+    held = {0: f"the embeddings and {waiting}", ranks - 1: "the head and the logits"}.get(pp_rank, waiting)
+    return f"the ranks of pipeline stage {pp_rank + 1} of {ranks}, with {held}, fullest {moment}"
 
 
-# -- one stage -----------------------------------------------------------------------------------------------------
+# -- one rank along pp ---------------------------------------------------------------------------------------------
 
 
-def stage_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], str]:
-    """The terms of a rank of `stage` at its fullest moment, and that moment in words."""
-    states = on_device(setup, stage)
+class RankTerms(NamedTuple):
+    """What a rank holds at its fullest moment, and that moment in words."""
+
+    terms: tuple[Term, ...]
+    moment: str
+
+
+def rank_terms(setup: Setup, pp_rank: int) -> RankTerms:
+    """The terms of rank `pp_rank` along pp at its fullest moment."""
+    states = on_device(setup, pp_rank)
     if setup.model.bare:
-        return states, "at rest"
-    peak = stage_peak(setup, stage)
+        return RankTerms(states, "at rest")
+    peak = rank_peak(setup, pp_rank)
     resting = tuple(term for term in states if term.name != "gradients")
     moving = (
-        _moving_term(setup, stage, name, value, extra)
-        for name, value, extra in zip(KINDS, peak.parts, _upper_extras(setup, stage, peak), strict=True)
+        _moving_term(setup, pp_rank, name, value, extra)
+        for name, value, extra in zip(HELD_KINDS, peak.parts, _upper_extras(setup, pp_rank, peak), strict=True)
         if value or name == "gradients"
     )
-    return (*resting, *moving, *_around(setup, stage)), peak.moment
+    return RankTerms((*resting, *moving, *_around(setup, pp_rank)), peak.moment)
 
 
-def _moving_term(setup: Setup, stage: int, name: str, value: float, extra: float) -> Term:
-    return Term(name, value, value + extra, f"memory.{name}", _inputs(setup, stage, name))
+def _moving_term(setup: Setup, pp_rank: int, name: str, value: float, extra: float) -> Term:
+    return Term(name, value, value + extra, f"memory.{name}", _inputs(setup, pp_rank, name))
 
 
-def _around(setup: Setup, stage: int) -> tuple[Term, ...]:
-    moved, workspace = moved_activations(setup, stage), float(workspace_bytes(setup))
-    terms = [*_messages(setup, stage)]
+def _around(setup: Setup, pp_rank: int) -> tuple[Term, ...]:
+    moved, workspace = moved_activations(setup, pp_rank), float(workspace_bytes(setup))
+    terms = [*_messages(setup, pp_rank)]
     if moved:
         terms.append(Term("staging", 2 * moved, 2 * moved, "memory.staging", {"inputs of one block": moved}))
     if workspace:
@@ -173,21 +186,21 @@ def _around(setup: Setup, stage: int) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def _messages(setup: Setup, stage: int) -> Iterator[Term]:
-    """What stages of the engine hand each other, and the sender keeps."""
+def _messages(setup: Setup, pp_rank: int) -> Iterator[Term]:
+    """What a rank of the engine's pipeline hands to the next and the last one, and keeps until the step ends."""
     if not setup.staged or not setup.model.computes:
         return
     chunks, ranks = setup.virtual_stages, setup.mesh.pp
     one = setup.residual_bytes
-    onward = in_flight(setup, stage) * (chunks - (stage == ranks - 1))
-    back = float(setup.micro_batches * (chunks - (stage == 0)))
+    onward = in_flight(setup, pp_rank) * (chunks - (pp_rank == ranks - 1))
+    back = float(setup.micro_batches * (chunks - (pp_rank == 0)))
     value = (onward + back + 2) * one
     inputs = {"bytes of one": one, "activations": onward, "gradients": back, "asked for": 2.0}
     yield Term("messages", value, value, "memory.messages", inputs)
 
 
-def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
-    """What a rank of `stage` holds beside resting weights and optimizer state, at its fullest moment.
+def rank_peak(setup: Setup, pp_rank: int, states_only: bool = False) -> Peak:
+    """What rank `pp_rank` along pp holds beside resting weights and optimizer state, at its fullest moment.
 
     Args:
         states_only: without activations, logits, finished gradients and what elementwise updates take: the engine's
@@ -196,69 +209,78 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     plain = StepSettings(
         prefetch=setup.prefetch,
         micro_batches=setup.micro_batches,
-        turns=last_turns(setup, stage) if setup.staged else (),
+        turns=last_turns(setup, pp_rank) if setup.staged else (),
         local=setup.sums_locally,
         whole=setup.as_megatron,
         gradual=not setup.compile,
         with_gradients=not states_only,
-        update=max(float(matrix_updates(setup, stage).held_bytes), outer_held_bytes(setup, stage)),
-        buffers=_buffer_bytes(setup, stage) if setup.staged else 0.0,
+        update=max(float(matrix_updates(setup, pp_rank).held_bytes), outer_held_bytes(setup, pp_rank)),
+        buffers=_buffer_bytes(setup, pp_rank) if setup.staged else 0.0,
         updates_run_on=setup.offload.step != "synchronous",
     )
-    rows = list(_rows(setup, stage))
+    rows = list(_rows(setup, pp_rank))
     if states_only:
-        bare = (
-            StepUnit(unit_events(unit, own), count, chunk=chunk, forward_only=unit.forward_only)
-            for unit, count, own, chunk in rows
-        )
-        return peak_of([*bare], plain)
-    is_last = stage == setup.mesh.pp - 1
+        bare = [
+            StepUnit(unit_events(unit, own), number, chunk=chunk, forward_only=unit.forward_only)
+            for unit, number, own, chunk in rows
+        ]
+        return peak_of(bare, plain)
+    is_last = pp_rank == setup.mesh.pp - 1
     units = []
-    for unit, count, own, chunk in rows:
+    for unit, number, own, chunk in rows:
         activations = _activations(setup, unit)
         gradient = 0 if unit.is_root and not is_last else trained_unit(unit, own).largest_grad
         working = activations.working + gradient + _cast_bytes(setup, unit)
         events = unit_events(unit, own)
-        units.append(StepUnit(events, count, activations.stays, working, chunk, unit.forward_only))
+        units.append(StepUnit(events, number, activations.stays, working, chunk, unit.forward_only))
     head = head_activations(setup)
     settings = replace(
         plain,
         loss=head.loss * is_last,
         logits=head.logits * is_last,
-        in_flight=(in_flight(setup, stage) - 1) * _saved_bytes(setup, stage)
-        + (in_flight(setup, stage) - 1) * head.saved * (is_last and setup.pipeline != "1f1b"),
-        update=max(plain.update, _update_bytes(setup, stage)),
+        in_flight=(in_flight(setup, pp_rank) - 1) * _saved_bytes(setup, pp_rank)
+        + (in_flight(setup, pp_rank) - 1) * head.saved * (is_last and setup.pipeline != "1f1b"),
+        update=max(plain.update, _update_bytes(setup, pp_rank)),
     )
     return peak_of(units, settings)
 
 
 def _activations(setup: Setup, unit: UnitShape) -> BlockActivations:
-    """Of one such unit; of one that no gradient goes back through, what it makes while it runs."""
+    """What a unit keeps and makes; one that no gradient goes back through keeps nothing, and makes what it saves."""
     found = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
     return BlockActivations(0.0, 0.0, found.saved + found.recomputed, 0.0) if unit.forward_only else found
 
 
-def _buffer_bytes(setup: Setup, stage: int) -> float:
-    blocks = sum(unit.buffer_bytes * count for unit, count in stage_units(setup, stage) if not unit.is_root)
+def _buffer_bytes(setup: Setup, pp_rank: int) -> float:
+    blocks = sum(unit.buffer_bytes * count for unit, count in units_on(setup, pp_rank) if not unit.is_root)
     return float(setup.model.root.buffer_bytes + blocks)
 
 
-def _rows(setup: Setup, stage: int) -> Iterator[tuple[UnitShape, int, Placement, int]]:
-    """The units of a stage, with counts and placements, and the chunk that each is in: rows are cut where one ends."""
+class _ChunkRow(NamedTuple):
+    """A `PlacedUnit`, and the number of the rank's stage that it is in."""
+
+    unit: UnitShape
+    number: int
+    placement: Placement
+    chunk: int
+
+
+def _rows(setup: Setup, pp_rank: int) -> Iterator[_ChunkRow]:
+    """The units of a rank along pp in the order in which they run; rows of equal ones are cut where a stage ends."""
     if setup.virtual_stages == 1 or not setup.staged:
-        yield from ((unit, count, own, 0) for unit, count, own in placed_units(setup, stage))
+        yield from (_ChunkRow(*placed, 0) for placed in placed_units(setup, pp_rank))
         return
-    left, chunk = list(blocks_of_chunks(setup, stage)), 0
-    for unit, count, own in placed_units(setup, stage):
+    left, chunk = list(blocks_of_chunks(setup, pp_rank)), 0
+    for unit, number, own in placed_units(setup, pp_rank):
         if unit.is_root:
-            yield unit, count, own, 0 if stage == 0 else len(left) - 1
+            yield _ChunkRow(unit, number, own, 0 if pp_rank == 0 else len(left) - 1)
             continue
-        while count:
+        while number:
             while not left[chunk]:
                 chunk += 1
-            here = min(count, left[chunk])
-            left[chunk], count = left[chunk] - here, count - here
-            yield unit, here, own, chunk
+            here = min(number, left[chunk])
+            left[chunk], number = left[chunk] - here, number - here
+            yield _ChunkRow(unit, here, own, chunk)
 
 
 def _cast_bytes(setup: Setup, unit: UnitShape) -> float:
@@ -275,7 +297,7 @@ def _operand_bytes(setup: Setup, shape: Sequence[int], rows: float) -> float:
     return sum(sorted(numels)[-2:]) + (0 if setup.compile else 4 * max(numels))
 
 
-def _update_bytes(setup: Setup, stage: int) -> float:
+def _update_bytes(setup: Setup, pp_rank: int) -> float:
     """What the optimizer step needs for itself on the device.
 
     `foreach` updates all tensors at once and so holds a root for each; `loop` one after the other, with a quotient
@@ -285,7 +307,7 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     narrow = precision.narrow
     if narrow is None and (setup.update_kernel == "fused" or not spec.takes_root or spec.moment_bytes is not None):
         return 0.0
-    rows = placed_units(setup, stage)
+    rows = placed_units(setup, pp_rank)
     numels = [(trained_unit(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
     if narrow is not None:
         largest = max((numel for numel, _ in numels), default=0)
@@ -299,10 +321,10 @@ def _update_bytes(setup: Setup, stage: int) -> float:
 # -- bounds and inputs ---------------------------------------------------------------------------------------------
 
 
-def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
+def _upper_extras(setup: Setup, pp_rank: int, peak: Peak) -> list[float]:
     """What each part may be more than expected: other kernels, other frameworks."""
-    extras = [0.0] * len(KINDS)
-    units = stage_units(setup, stage)
+    extras = [0.0] * len(HELD_KINDS)
+    units = units_on(setup, pp_rank)
     saved = upper = 0.0
     for unit, count in units:
         if unit.block is not None:
@@ -312,7 +334,7 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
     if saved:
         extras[ACTIVATIONS] = peak.parts[ACTIVATIONS] * (upper / saved - 1)
     head = head_activations(setup)
-    if stage == setup.mesh.pp - 1 and peak.parts[LOGITS] >= head.loss:
+    if pp_rank == setup.mesh.pp - 1 and peak.parts[LOGITS] >= head.loss:
         extras[LOGITS] = head.loss_upper - head.loss
     precision = setup.precision
     sums_up = setup.micro_batches > 1 and setup.sums_locally
@@ -321,22 +343,22 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
     return extras
 
 
-def _inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
+def _inputs(setup: Setup, pp_rank: int, name: str) -> dict[str, float]:
     """The numbers behind a part of the peak."""
     mesh, tokens = setup.mesh, setup.rank_tokens
     if name == "logits":
         return {"tokens": tokens, "vocabulary": float(setup.model.logits), "tp": float(mesh.tp)}
     if name in ("activations", "working"):
-        return {"tokens": tokens, "tp": float(mesh.tp), **_block_inputs(setup, stage, name)}
+        return {"tokens": tokens, "tp": float(mesh.tp), **_block_inputs(setup, pp_rank, name)}
     return {
         "prefetch": float(setup.prefetch),
         "micro-batches": float(setup.micro_batches),
-        "units": float(sum(count for _, count in stage_units(setup, stage))),
+        "units": float(sum(count for _, count in units_on(setup, pp_rank))),
     }
 
 
-def _block_inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
-    blocks = saving_blocks(setup, stage)
+def _block_inputs(setup: Setup, pp_rank: int, name: str) -> dict[str, float]:
+    blocks = saving_blocks(setup, pp_rank)
     if not blocks:
         return {}
     block, _ = max(blocks, key=lambda pair: pair[1])
@@ -349,5 +371,5 @@ def _block_inputs(setup: Setup, stage: int, name: str) -> dict[str, float]:
     }
     if name == "working":
         return {**sizes, "recomputed": activations.recomputed, "gradients of activations": activations.gradients}
-    counts = {"blocks": float(sum(count for _, count in blocks)), "micro-batches in flight": in_flight(setup, stage)}
+    counts = {"blocks": float(sum(count for _, count in blocks)), "micro-batches in flight": in_flight(setup, pp_rank)}
     return {**sizes, **counts, "saved by one block": activations.saved}

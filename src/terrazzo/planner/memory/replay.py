@@ -92,7 +92,7 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Trace
 
 
 def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> MemoryFigures:
-    """`memory_of` with activations as traced; for one pipeline stage. Arguments as for `replay`."""
+    """`memory_of` with activations as traced; not for pipelines. Arguments as for `replay`."""
     peak = replay(setup, trace, update_bytes)
     terms = tuple(Term(name, value, value, "memory.traced") for name, value in peak.parts.items())
     return fullest_memory(setup, 0, terms, f"every rank alike, fullest in {peak.moment}")
@@ -210,7 +210,7 @@ class _Observed(Ledger):
 
 
 class _Unit(CountingUnit):
-    """One whose parameters get their gradients as a trace has them."""
+    """A unit whose parameters get their gradients as a trace has them."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class _Unit(CountingUnit):
         self.gradients += self._gradient_of.values()
 
     def take_gradient(self, event: TraceEvent, this_pass: Pass) -> None:
-        """Of a parameter; with one that the shapes call otherwise, as adapters may, memory comes for every bucket."""
+        """Add a parameter's gradient; one that the shapes call otherwise, as of adapters, opens all buckets' memory."""
         if (gradient := self._gradient_of.get(event.parameter)) is not None:
             self.add_gradient(gradient, this_pass)
         else:

@@ -60,16 +60,16 @@ STATE_OF = {
     "outer": CountedState("outer", "optim"),
     "residuals": CountedState("residuals", "grad"),
 }
-"""By the names of their terms."""
+"""The states by the names of their terms."""
 
 
 # -- terms ---------------------------------------------------------------------------------------------------------
 
 
-def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: bool = False) -> tuple[Term, ...]:
-    """Weights, gradients, master weights and moments of a rank of `stage`, in bytes.
+def state_terms(setup: Setup, pp_rank: int = 0, tier: str | None = None, updated: bool = False) -> tuple[Term, ...]:
+    """Weights, gradients, master weights and moments of rank `pp_rank` along pp, in bytes.
 
-    Of a bare number of parameters the gradients are those of the ZeRO paper: kept at the plan's `grad` place.
+    Gradients of a bare number of parameters are those of the ZeRO paper: kept at the plan's `grad` place.
 
     Args:
         tier: count only what lies there; None: wherever it lies.
@@ -77,7 +77,7 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
     """
     if setup.model.bare:
         return _bare_terms(setup, tier)
-    values, rows = dict.fromkeys(STATE_OF, 0.0), placed_units(setup, stage)
+    values, rows = dict.fromkeys(STATE_OF, 0.0), placed_units(setup, pp_rank)
     if setup.diloco is None:
         del values["outer"]
     if not setup.precision.error_feedback:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from terrazzo.planner.layout.stages import LastTurn
 from terrazzo.planner.memory.unit_events import UnitEvents
 
-__all__ = ["ACTIVATIONS", "BUFFERS", "KINDS", "LOGITS", "WORKING", "Peak", "StepSettings", "StepUnit"]
+__all__ = ["ACTIVATIONS", "BUFFERS", "HELD_KINDS", "LOGITS", "WORKING", "Peak", "StepSettings", "StepUnit"]
 
-KINDS = ("gathered", "unreduced", "receive", "gradients", "activations", "working", "logits", "buffers")
-ACTIVATIONS, WORKING, LOGITS, BUFFERS = range(4, len(KINDS))
+HELD_KINDS = ("gathered", "unreduced", "receive", "gradients", "activations", "working", "logits", "buffers")
+ACTIVATIONS, WORKING, LOGITS, BUFFERS = range(4, len(HELD_KINDS))
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StepUnit:
         saved: bytes of activations that one keeps from forward to backward.
         working: bytes that its backward needs besides: what it recomputes, and gradients of activations; or that its
             forward does, where there is no backward.
-        chunk: of the stages that a rank runs in turns, the number of the one that it is in.
+        chunk: the number of the stage that it is in, among those that the rank runs in turns.
         forward_only: no gradient goes back through it.
     """
 
@@ -35,7 +35,7 @@ class StepUnit:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes by `KINDS` at the moment when most is held, and that moment in words."""
+    """Bytes by `HELD_KINDS` at the moment when most is held, and that moment in words."""
 
     parts: tuple[float, ...]
     moment: str
@@ -47,19 +47,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How the units of a stage are run.
+    """How the units of a rank are run.
 
     Attributes:
         loss: bytes of logits and of what the loss makes of them, at most.
-        logits: of these, bytes that are there in the head's backward: the gradient of the logits.
+        logits: the bytes of these that are there in the head's backward: the gradient of the logits.
         in_flight: activations of other micro-batches that wait for their backward, bytes.
-        turns: of the engine's stages, in which several micro-batches of a step are in flight: gradients are reduced,
-            and what stays between forward and backward goes, when every backward has run.
+        turns: the last turns of the engine's stages, empty without a pipeline. Several micro-batches of a step are in
+            flight then: gradients are reduced, and what stays between forward and backward goes, when every backward
+            has run.
         local: micro-batches before the last only add gradients. whole: what these add up to stays from step to step.
         gradual: gradients come one after the other while a unit's backward runs.
         with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs.
-        buffers: of the model, of which the engine's stages have copies until every backward has run.
+        buffers: bytes of the model's buffers, of which the engine's stages have copies until every backward has run.
         updates_run_on: updates away from the device run on into the next forward.
     """
 

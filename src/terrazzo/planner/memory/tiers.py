@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from terrazzo.engine.offload.needs import Need, host_bytes, host_sum_bytes, load_bytes, send_bytes, staging_bytes
 from terrazzo.planner.formulas import Formula, Term
@@ -53,49 +54,56 @@ FORMULAS = {
 }
 
 
-def on_device(setup: Setup, stage: int) -> tuple[Term, ...]:
+def on_device(setup: Setup, pp_rank: int) -> tuple[Term, ...]:
     """The state terms of what is on the device; none for a state that is wholly elsewhere."""
     places = setup.plan.places()
     return tuple(
-        term for term in state_terms(setup, stage, "device") if "device" in places[STATE_OF[term.name].place].shares
+        term for term in state_terms(setup, pp_rank, "device") if "device" in places[STATE_OF[term.name].place].shares
     )
 
 
-def tier_terms(setup: Setup, stage: int) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-    """What a rank of `stage` keeps in host memory and on disks."""
+class TierTerms(NamedTuple):
+    """What one rank keeps away from the device, by where it is."""
+
+    host: tuple[Term, ...]
+    disk: tuple[Term, ...]
+
+
+def tier_terms(setup: Setup, pp_rank: int) -> TierTerms:
+    """What rank `pp_rank` along pp keeps in host memory and on disks."""
     if not setup.plan.offloaded:
-        return _activations(setup, stage), ()
-    host = [_moved(term, "memory.host") for term in state_terms(setup, stage, "cpu") if term.value]
-    disk = [_moved(term, "memory.disk") for term in state_terms(setup, stage, "nvme") if term.value]
-    host += [_sums(setup, stage), _sends(setup, stage), _buffers(setup, stage), *_activations(setup, stage)]
-    return tuple(term for term in host if term.value), tuple(disk)
+        return TierTerms(_activations(setup, pp_rank), ())
+    host = [_moved(term, "memory.host") for term in state_terms(setup, pp_rank, "cpu") if term.value]
+    disk = [_moved(term, "memory.disk") for term in state_terms(setup, pp_rank, "nvme") if term.value]
+    host += [_sums(setup, pp_rank), _sends(setup, pp_rank), _buffers(setup, pp_rank), *_activations(setup, pp_rank)]
+    return TierTerms(tuple(term for term in host if term.value), tuple(disk))
 
 
-def disk_writes(setup: Setup, stage: int) -> tuple[Term, ...]:
-    """Bytes that a rank of `stage` writes to disk in one optimizer step."""
-    terms = state_terms(setup, stage, "nvme", updated=True)
+def disk_writes(setup: Setup, pp_rank: int) -> tuple[Term, ...]:
+    """Bytes that rank `pp_rank` along pp writes to disk in one optimizer step."""
+    terms = state_terms(setup, pp_rank, "nvme", updated=True)
     return tuple(_moved(term, "memory.disk_writes") for term in terms if term.value)
 
 
 def host_writes(setup: Setup) -> float:
-    """Bytes that the ranks of one host write to its disks in one optimizer step, on the fullest pipeline stage."""
+    """Bytes that the ranks of one host write to its disks in one optimizer step, where along pp they write most."""
     if not setup.plan.on_disk:
         return 0.0
     return setup.cluster.ranks_per_host * max(
-        sum(term.value for term in disk_writes(setup, stage)) for stage in set(stand_ins(setup))
+        sum(term.value for term in disk_writes(setup, pp_rank)) for pp_rank in set(stand_ins(setup))
     )
 
 
-def moved_activations(setup: Setup, stage: int) -> float:
-    """Bytes of one micro-batch that activation offload takes from the device, of the widest block of a stage."""
-    blocks = saving_blocks(setup, stage)
+def moved_activations(setup: Setup, pp_rank: int) -> float:
+    """Bytes of one micro-batch that activation offload takes from the device, of the widest block of a rank."""
+    blocks = saving_blocks(setup, pp_rank)
     return max((block_activations(setup, block).moved for block, _ in blocks), default=0.0)
 
 
-def _activations(setup: Setup, stage: int) -> tuple[Term, ...]:
-    moved = moved_activations(setup, stage)
-    blocks = float(sum(count for _, count in saving_blocks(setup, stage)))
-    waiting = in_flight(setup, stage)
+def _activations(setup: Setup, pp_rank: int) -> tuple[Term, ...]:
+    moved = moved_activations(setup, pp_rank)
+    blocks = float(sum(count for _, count in saving_blocks(setup, pp_rank)))
+    waiting = in_flight(setup, pp_rank)
     value = moved * blocks * waiting
     inputs = {"blocks": blocks, "inputs of one block": moved, "micro-batches in flight": waiting}
     return (Term("activations", value, value, "memory.host_activations", inputs),) if value else ()
@@ -105,24 +113,24 @@ def _moved(term: Term, formula: str) -> Term:
     return Term(term.name, term.value, term.value, formula, {"bytes of the state": term.value})
 
 
-def _sums(setup: Setup, stage: int) -> Term:
+def _sums(setup: Setup, pp_rank: int) -> Term:
     """Sums of micro-batches that are not the last, which go no further than the host's memory."""
     value = 0.0
     if setup.micro_batches > 1 and not setup.sums_locally and not setup.model.bare:
-        value += sum(count * host_sum_bytes(bucket) for bucket, count in _buckets(setup, stage))
+        value += sum(count * host_sum_bytes(bucket) for bucket, count in _buckets(setup, pp_rank))
     return Term("sums", value, value, "memory.host_sums", {"micro-batches": float(setup.micro_batches)})
 
 
-def _sends(setup: Setup, stage: int) -> Term:
+def _sends(setup: Setup, pp_rank: int) -> Term:
     """Host memory through which new weights go to the device."""
-    send = max((send_bytes(bucket) for bucket, _ in _buckets(setup, stage)), default=0)
+    send = max((send_bytes(bucket) for bucket, _ in _buckets(setup, pp_rank)), default=0)
     value = float(host_bytes(Need(send_bytes=send), setup.offload)) if not setup.model.bare else 0.0
     return Term("weights to the device", value, value, "memory.host_sends", {"cell of weights": float(send)})
 
 
-def _buffers(setup: Setup, stage: int) -> Term:
+def _buffers(setup: Setup, pp_rank: int) -> Term:
     """Host memory through which states on disk come and go."""
-    cell, own_buckets = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, stage)]
+    cell, own_buckets = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, pp_rank)]
     load = max((load_bytes(bucket, cell) for bucket in own_buckets), default=0)
     staging = max((staging_bytes(bucket, bucket.apart_moment_bytes, cell) for bucket in own_buckets), default=0)
     value = (
@@ -134,8 +142,8 @@ def _buffers(setup: Setup, stage: int) -> Term:
     return Term("disk buffers", value, value, "memory.host_buffers", inputs)
 
 
-def _buckets(setup: Setup, stage: int) -> Iterator[tuple[PlannedBucket, int]]:
-    """Every bucket of a stage, and how often it is there."""
-    for unit, count, placement in placed_units(setup, stage):
+def _buckets(setup: Setup, pp_rank: int) -> Iterator[tuple[PlannedBucket, int]]:
+    """Every bucket of a rank along pp, and how often it is there."""
+    for unit, count, placement in placed_units(setup, pp_rank):
         for bucket in buckets(unit, placement):
             yield bucket, count

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.planner.caching import once
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import UnitShape
@@ -40,7 +40,7 @@ Bytes = tuple[tuple[int, int], ...]
 
 
 class Change(NamedTuple):
-    """Of what is held, from one moment to the next.
+    """How what is held changes from one moment to the next, in bytes.
 
     Attributes:
         change: what has come in the end, or gone where it is negative; `net` of all kinds together.
@@ -170,9 +170,9 @@ class UnitEvents:
         return chain
 
 
-@lru_cache(maxsize=8192)
+@once
 def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
-    """Of one such unit."""
+    """The events of a unit, summed over its buckets."""
     own = buckets(unit, placement)
     trained = [bucket for bucket in own if bucket.trainable]
     again = [bucket for bucket in own if bucket.regathered]
@@ -203,7 +203,7 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
 
 
 def _sum_of(events: Iterable[Iterable[Allocation]]) -> Change:
-    """Of one event of several buckets."""
+    """One event of several buckets as one change."""
     steps = _Steps()
     for allocations in events:
         steps.take_all(allocations)

@@ -131,7 +131,7 @@ class _Walk(FullestMoment):
         self.finish()
 
     def turn(self, turn: LastTurn, row: Sequence[WalkedUnit], ends_model: bool) -> None:
-        """Of as many micro-batches as are in flight at most, whatever turn it is."""
+        """Walk through one turn, with as many micro-batches in flight as there are at most, whatever turn it is."""
         self.restart()
         self.is_last = False
         others = sum(unit.saved * unit.count for unit in self.units if unit.chunk != turn.chunk)
@@ -150,7 +150,7 @@ class _Walk(FullestMoment):
         return self.backward(row, ends_model)
 
     def leave_sums(self, units: Sequence[WalkedUnit]) -> None:
-        """As if earlier micro-batches had run."""
+        """Have the units hold what earlier micro-batches leave: gradients that add up, or their sums."""
         local = self.settings.local
         for unit in units:
             if unit.events.trainable:

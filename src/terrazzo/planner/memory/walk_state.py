@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.memory.step_settings import KINDS, StepUnit
+from terrazzo.planner.memory.step_settings import HELD_KINDS, StepUnit
 from terrazzo.planner.memory.unit_events import Change
 
 __all__ = ["FullestMoment", "WalkedUnit"]
@@ -12,20 +12,20 @@ class FullestMoment:
     """Counts what is held, and keeps the moment at which it was the most.
 
     Attributes:
-        now: bytes by `KINDS`, and their `total`.
+        now: bytes by `HELD_KINDS`, and their `total`.
         best, best_total: the same at the fullest moment, which is `moment` in words.
     """
 
     def __init__(self) -> None:
-        self.best, self.best_total, self.moment = [0.0] * len(KINDS), -1.0, "at rest"
+        self.best, self.best_total, self.moment = [0.0] * len(HELD_KINDS), -1.0, "at rest"
         self.empty()
 
     def empty(self) -> None:
         """Nothing is held."""
-        self.now, self.total = [0.0] * len(KINDS), 0.0
+        self.now, self.total = [0.0] * len(HELD_KINDS), 0.0
 
     def apply(self, change: Change, moment: str) -> None:
-        """Of all that happens at a moment; the most in between counts."""
+        """Take note of all that happens at a moment; the most in between counts."""
         total, now = self.total, self.now
         if total + change.rise > self.best_total:
             self.best, self.best_total, self.moment = list(now), total + change.rise, moment
@@ -36,7 +36,7 @@ class FullestMoment:
         self.total = total + change.net
 
     def add(self, kind: int, count_bytes: float) -> None:
-        """Or take off, where that is negative; `note` says when it counts."""
+        """Add bytes of a kind, or take off where they are negative; `note` says when it counts."""
         self.now[kind] += count_bytes
         self.total += count_bytes
 
@@ -53,7 +53,7 @@ class FullestMoment:
             self.apply(change, "while gathering weights")
 
     def note_beside(self, kind: int, count_bytes: float, moment: str) -> None:
-        """With so many bytes more, which go again."""
+        """Note the moment with `count_bytes` more, which go again."""
         self.add(kind, count_bytes)
         self.note(moment)
         self.add(kind, -count_bytes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import takewhile
 from typing import Protocol
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.planner.caching import once
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 
@@ -37,7 +37,7 @@ def adapter_rank(training: Training) -> int | None:
 
 
 def trained(training: Training, shape: ModelShape) -> ModelShape:
-    """With the adapters, and what is frozen, that a request asks for.
+    """The model with the adapters and the frozen tensors that a request asks for.
 
     Raises:
         BadInput: for a bare number of parameters, and as `with_frozen`.
@@ -50,16 +50,16 @@ def trained(training: Training, shape: ModelShape) -> ModelShape:
 
 
 def globs(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Each by itself, also of one text with commas."""
+    """Each pattern by itself, also of one text with commas."""
     parts = patterns.split(",") if isinstance(patterns, str) else patterns or ()
     return tuple(part.strip() for part in parts if part.strip())
 
 
-@lru_cache(maxsize=64)
+@once
 def with_adapters(
     shape: ModelShape, rank: int, targets: tuple[str, ...] | str = ALL_LINEAR, bias: str = "none"
 ) -> ModelShape:
-    """All tensors frozen, and two small ones beside each target.
+    """The model with all tensors frozen, and two small ones beside each target.
 
     Args:
         targets: names of linear layers, as peft takes them.
@@ -116,9 +116,9 @@ def _targetable(tensor: TensorShape) -> bool:
     return len(tensor.shape) == 2 and tensor.role in ("matrix", "router", "head") and tensor.name.endswith(".weight")
 
 
-@lru_cache(maxsize=64)
+@once
 def with_frozen(shape: ModelShape, patterns: tuple[str, ...]) -> ModelShape:
-    """With the tensors frozen whose names match any of these globs, `*` over dots too, as in `model.embed*`.
+    """The model with the tensors frozen whose names match any of these globs, `*` over dots too, as in `model.embed*`.
 
     Raises:
         BadInput: a pattern that matches nothing, or patterns that leave nothing to train.
@@ -136,12 +136,12 @@ def with_frozen(shape: ModelShape, patterns: tuple[str, ...]) -> ModelShape:
     return frozen
 
 
-@lru_cache(maxsize=64)
+@once
 def with_ends(shape: ModelShape) -> ModelShape:
-    """With the blocks told apart that no gradient goes back through: of the first ones, those that train nothing.
+    """The model with its `forward_only` blocks marked: the first ones, as far as they and what is before train nothing.
 
-    None where something in front of the blocks is trained. Of what belongs to no block the head and norms without
-    `embed` in their names are behind them.
+    Where something in front of the blocks is trained there are none. Tensors of no block are behind the blocks if they
+    are the head's, or a norm's without `embed` in its name, else in front.
     """
     if any(tensor.trainable and not _is_behind(tensor) for tensor in shape.root.tensors):
         return shape

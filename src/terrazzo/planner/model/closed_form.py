@@ -24,8 +24,6 @@ __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_
 Sizes = Mapping[str, int]
 
 
-
-
 def closed_form(values: Mapping[str, Any]) -> Architecture | None:
     """The family that describes all tensors of this config, or None when the model must be built to know them."""
     family = FAMILIES.get(family_name(values))

@@ -54,7 +54,6 @@ _FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column_gathered
 _LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
 
-
 _MISTRAL = replace(
     _LLAMA, attention=_PLAIN_ATTENTION, mlp=swiglu(), defaults={"kv_heads": 8, "positions": 131072, "window": 4096}
 )

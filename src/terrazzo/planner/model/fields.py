@@ -9,9 +9,9 @@ from typing import Any
 from terrazzo.errors import BadInput, shortened
 from terrazzo.planner.model.rows import Architecture
 
-__all__ = ["KEYS", "Fields"]
+__all__ = ["USUAL_KEYS", "Fields"]
 
-KEYS: Mapping[str, tuple[str, ...]] = {
+USUAL_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
     "layers": ("num_hidden_layers",),
     "heads": ("num_attention_heads",),
@@ -47,10 +47,10 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout",
 
 _NONLINEARITIES = ("activation_function", "hidden_act")
 
-LIMITS: Mapping[str, int] = {"layers": 10_000, "heads": 1 << 16, "experts": 1 << 16, "vocab": 1 << 28}
-LIMIT = 1 << 24
+LARGEST_OF: Mapping[str, int] = {"layers": 10_000, "heads": 1 << 16, "experts": 1 << 16, "vocab": 1 << 28}
+LARGEST_SIZE = 1 << 24
 LONGEST = 1 << 40
-"""Far above every model there is: what exceeds them is a mistake, and no answer about it would mean anything."""
+"""Bounds far above every model there is: what exceeds them is a mistake, and no answer about it would mean anything."""
 
 _NEARLY = 0.9
 """Likeness of two keys (difflib's ratio) from which one is taken for the other misspelt: a letter wrong in ten."""
@@ -69,7 +69,7 @@ class Fields:
     def key(self, field: str) -> str:
         """The key that the config uses for it, or ought to."""
         own = self.family.keys.get(field)
-        usual = KEYS.get(field, (field,))
+        usual = USUAL_KEYS.get(field, (field,))
         keys = [own] if own is not None and field not in _SYNONYMS else [own or usual[0], *usual]
         return next((key for key in keys if key in self.values), keys[0])
 
@@ -78,8 +78,8 @@ class Fields:
 
         Other keys are ignored: configs are full of them.
         """
-        known = {key for keys in KEYS.values() for key in keys} | set(self.family.keys.values())
-        missing = {key for field in KEYS if (key := self.key(field))} - set(self.values)
+        known = {key for keys in USUAL_KEYS.values() for key in keys} | set(self.family.keys.values())
+        missing = {key for field in USUAL_KEYS if (key := self.key(field))} - set(self.values)
         for key in {key for key in self.values if not key.startswith("_")} - known:
             if near := difflib.get_close_matches(key, missing, n=1, cutoff=_NEARLY):
                 raise BadInput(
@@ -179,7 +179,7 @@ class Fields:
         return BadInput(f"{self.name}: {key} is {_short(value)}, {why}.")
 
     def _highest(self, field: str) -> int:
-        return LONGEST if field in ("positions", "window") else LIMITS.get(field, LIMIT)
+        return LONGEST if field in ("positions", "window") else LARGEST_OF.get(field, LARGEST_SIZE)
 
 
 def _short(value: object) -> str:

@@ -29,7 +29,7 @@ ModelSpec = str | Path | nn.Module | int | float | Mapping[str, Any]
 
 _NAMED = "Give a preset, or the path of a config.json or of a folder that holds one"
 _ACCEPTED = f"{_NAMED}, a config as a mapping, a torch module, or a number of parameters such as 70e9"
-"""Of text, which a command line has alone, and of anything."""
+"""What `model` may be: as text, which is all that a command line has, and as any value."""
 
 
 def model_shape(spec: ModelSpec) -> ModelShape:

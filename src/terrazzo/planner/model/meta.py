@@ -36,7 +36,7 @@ MAX_BYTES = 2 << 30
 
 
 def main() -> None:
-    """From standard input to standard output."""
+    """Answer the request on standard input, on standard output."""
     request = json.load(sys.stdin)
     with redirect_stdout(sys.stderr):
         import_module("transformers")  # first: its own size has no part in the limit
@@ -65,7 +65,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limit_memory() -> None:
-    """From here on, allocations beyond `MAX_BYTES` fail. Linux alone keeps to it."""
+    """Have allocations beyond `MAX_BYTES` fail from here on. Linux alone keeps to it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
     except OSError:
@@ -119,7 +119,7 @@ def refused(name: str, model_type: str, error: Exception) -> BadInput:
 
 
 class _Bound(threading.local):
-    """That of the model that a thread builds now: `left` of `MAX_REGISTRATIONS`, None where it builds none."""
+    """What a thread may still register of the model that it builds: `left` of `MAX_REGISTRATIONS`, None without one."""
 
     name = ""
     left: int | None = None

@@ -105,7 +105,7 @@ class _Guide:
         return self._told(member, TensorShape(name, shape, role, split, member.trainable, of_key_heads=of_key_heads))
 
     def _told(self, member: Member, tensor: TensorShape) -> TensorShape:
-        """With a word on whether it is a matrix of hidden layers, where its role says otherwise."""
+        """The tensor, which says whether it is a matrix of hidden layers where its role says otherwise."""
         is_matrix = id(member.parameter) in self.products
         if member.trainable:
             return replace(tensor, whole=is_matrix) if is_matrix != tensor.is_matrix else tensor
@@ -124,7 +124,7 @@ class _Guide:
         return "router" if self.experts and gates and shape[0] == self.experts else "matrix"
 
     def _block(self, module: nn.Module, tensors: Sequence[TensorShape]) -> BlockShape | None:
-        """Of a model without a closed form, from its config's usual names."""
+        """What a block of a model without a closed form computes, from its config's usual names."""
         config = self.config
         hidden, heads = _attribute(config, "hidden"), _attribute(config, "heads")
         wide = any(hidden in tensor.shape for tensor in tensors if tensor.role in ("matrix", "expert"))
@@ -154,7 +154,7 @@ class _Guide:
 
 
 def _buffer_bytes(model: nn.Module, units: Collection[str]) -> dict[str, int]:
-    """Of the buffers of each unit, each counted once; the root's, whose name is empty, are those of no other."""
+    """Bytes of each unit's buffers, each counted once; the root's, whose name is empty, are those of no other unit."""
     by_unit: dict[str, int] = defaultdict(int)
     for name, buffer in model.named_buffers():
         holder = name.rpartition(".")[0]

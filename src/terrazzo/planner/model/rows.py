@@ -66,7 +66,7 @@ class Architecture:
         attention, mlp, norms: tensors of a block. `sparse` takes the place of `mlp` in a layer with routed experts.
         order: a block's modules as they are registered, where that is not the order above.
         head: the module name of the output head.
-        keys: the config's key for a size, where it is not the usual one of `fields.KEYS`; empty: it has none.
+        keys: the config's key for a size, where it is not the usual one of `fields.USUAL_KEYS`; empty: it has none.
         defaults: what the config class assumes for a missing key. A size without one must be given.
         gated, norm, torch_norm, wide_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
         windowed: every n-th layer sees the whole sequence and the others a window; 0: all see a window.

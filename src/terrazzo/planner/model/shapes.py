@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from terrazzo.planner.caching import hashed_once
 
 __all__ = ["BUILT_IN", "BlockShape", "MatrixSplit", "ModelShape", "Role", "TensorShape", "UnitShape", "parts_along_tp"]
 
@@ -132,7 +134,7 @@ class BlockShape:
         return max(1.0, self.kv_heads / self.attention_parts(tp))
 
     def mlp_parts(self, tp: int) -> int:
-        """Likewise inside the MLP."""
+        """Tensor-parallel ranks that have a part each of what the MLP computes."""
         return 1 if self.whole_mlp else tp
 
     def attended(self, sequence: int) -> int:
@@ -141,6 +143,7 @@ class BlockShape:
         return near + ((sequence - near) // self.stride if self.stride else 0)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class UnitShape:
     """`count` equal units in a row. The root unit, whose name is empty, holds what belongs to no other.
@@ -157,14 +160,6 @@ class UnitShape:
     buffer_bytes: int = 0
     forward_only: bool = False
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Computed once: units are looked up for every estimate."""
-        return hash((self.name, self.tensors, self.count, self.block, self.buffer_bytes, self.forward_only))
-
     @property
     def is_root(self) -> bool:
         """Whether it encloses the others: its weights stay from forward to backward."""
@@ -174,6 +169,14 @@ class UnitShape:
     def numel(self) -> int:
         """Elements of one of them."""
         return sum(tensor.numel for tensor in self.tensors)
+
+
+class CountedTensor(NamedTuple):
+    """A tensor that a model has `number` times, and what the block around it computes."""
+
+    number: int
+    tensor: TensorShape
+    block: BlockShape | None
 
 
 @dataclass(frozen=True)
@@ -259,13 +262,13 @@ class ModelShape:
 
     @cached_property
     def forward_only_numel(self) -> int:
-        """Of these, those in blocks that no gradient goes back through."""
+        """Elements of `matmul_numel` in blocks that no gradient goes back through."""
         silent = replace(self, units=(replace(self.root, tensors=()), *(u for u in self.blocks if u.forward_only)))
         return silent.matmul_numel if self.blocks else 0
 
     @cached_property
     def frozen_matmul_numel(self) -> int:
-        """Of these, those that have no gradient."""
+        """Elements of `matmul_numel` that have no gradient."""
         return self._matmul_numel(frozen=True)
 
     def _matmul_numel(self, frozen: bool) -> int:
@@ -283,17 +286,17 @@ class ModelShape:
         role = "embedding" if self.tied else "head"
         return any(tensor.trainable for tensor in self.root.tensors if tensor.role == role)
 
-    def tensors(self) -> Iterator[tuple[int, TensorShape, BlockShape | None]]:
+    def tensors(self) -> Iterator[CountedTensor]:
         """Every tensor with how often it occurs and the block it belongs to."""
         for unit in self.units:
             for tensor in unit.tensors:
-                yield unit.count, tensor, unit.block
+                yield CountedTensor(unit.count, tensor, unit.block)
 
 
 def parts_along_tp(tensor: TensorShape, block: BlockShape | None, tp: int, whole_experts: bool) -> int:
     """How many parts of a tensor `tp` ranks have, one each: `tp`, or 1 where each has it whole.
 
-    Of fewer key heads than ranks all have all, as of whole experts.
+    Where there are fewer key heads than ranks, all ranks have all of them; so they have whole experts.
     """
     few_heads = block is not None and tensor.of_key_heads and block.kv_heads < tp
     is_whole = tensor.split == "none" or few_heads or (tensor.role == "expert" and whole_experts)

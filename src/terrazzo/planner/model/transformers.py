@@ -23,10 +23,10 @@ __all__ = ["harmless", "shape_of_built"]
 
 MAX_DEPTH = 16
 MAX_SIZE = 1 << 20
-"""Of a number in a config: what may become a width, or the length of a list."""
+"""The largest number in a config that may become a width, or the length of a list."""
 MAX_LAYERS = 1_000
 MAX_SECONDS = 60
-"""For the import of `transformers`, some three seconds on one core, and all modules of a model."""
+"""Time for the import of `transformers`, some three seconds on one core, and for all modules of a model."""
 
 _UNBOUNDED = (
     "vocab",
@@ -149,7 +149,7 @@ def harmless(values: Mapping[str, Any], name: str, depth: int = 0) -> dict[str, 
 
 
 def _check_implementation(key: str, value: Any, name: str) -> None:
-    """Of transformers, which fetches and runs a kernel that is named as `organisation/repository`."""
+    """Refuse kernels that transformers would fetch and run: those named as `organisation/repository`."""
     for each in value.values() if isinstance(value, Mapping) else (value,):
         if each is not None and not (isinstance(each, str) and each in IMPLEMENTATIONS):
             raise BadInput(

@@ -1,4 +1,4 @@
-"""The same run under every other strategy: what the picture of memory compares."""
+"""One run under every strategy: what the picture of memory compares."""
 
 from __future__ import annotations
 

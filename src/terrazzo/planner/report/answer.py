@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from terrazzo.files import GIB
-from terrazzo.planner.choice.frontier import NO_MESH, ROWS, Frontier
+from terrazzo.planner.choice.frontier import NO_MESH, SHOWN_ROWS, Frontier
 from terrazzo.planner.choice.sizing import Sizing
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.report.alternatives import alternatives
@@ -29,7 +29,7 @@ class Answer:
     sizing: Sizing | None = None
 
     def report(self) -> PlanReport:
-        """For `--json`."""
+        """The answer as `--json` prints it."""
         report = report_of(self.best)
         if self.frontier is None:
             return report
@@ -42,7 +42,7 @@ class Answer:
         return report.model_copy(update=more)
 
     def blocks(self) -> list[TextBlock]:
-        """For people."""
+        """The answer as people read it."""
         if self.frontier is None:
             return self.best.blocks()
         head = () if self.sizing is None else (TextLine(str(self.sizing), "bold"), _sizing_table(self.sizing))
@@ -96,7 +96,7 @@ def _sizing_table(sizing: Sizing) -> TextTable:
         TableColumn("why not"),
     )
     rows = []
-    for row in map(_sizing_row, sizing.steps[-ROWS:]):
+    for row in map(_sizing_row, sizing.steps[-SHOWN_ROWS:]):
         runs = "yes" if row.fits_surely else "with little room" if row.fits else "no"
         amounts = [row.device_gib, row.upper_gib]
         cells = ["" if value is None else f"{value:,.1f}" for value in amounts]

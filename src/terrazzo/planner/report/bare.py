@@ -16,12 +16,11 @@ from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable
-from terrazzo.planner.text.words import count_text
+from terrazzo.planner.text.words import GB, count_text
 from terrazzo.planner.traffic.volumes import unit_moves
 
 __all__ = ["BareAnswer"]
 
-GB = 1e9
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 
 
@@ -48,7 +47,7 @@ class BareAnswer:
         return setups
 
     def report(self) -> StatesReport:
-        """For `--json`."""
+        """The answer as `--json` prints it."""
         setup = self.setups[0]
         parts = {name: value * GB / setup.model.numel for name, value in _states_gb(_alone(setup)).items()}
         return StatesReport(
@@ -60,7 +59,7 @@ class BareAnswer:
         )
 
     def blocks(self) -> list[TextBlock]:
-        """For people."""
+        """The answer as people read it."""
         report = self.report()
         bytes_each = ", ".join(f"{value:g} for {name}" for name, value in report.recipe.items())
         head = f"{count_text(report.parameters)} parameters on {report.world:,} ranks: model states alone"

@@ -45,7 +45,7 @@ KINDS = (
     OTHER,
     OVERHEAD,
 )
-"""From the left of a bar."""
+"""All kinds, from the left of a bar."""
 
 NEAR, CUT = 2.0, 2.0
 """A capacity is shown up to twice the longest bar, and bars are cut at twice the capacity."""
@@ -100,7 +100,7 @@ class Chart:
 
     @property
     def kinds(self) -> list[MemoryKind]:
-        """Those that occur, in the order of the bars' parts."""
+        """The kinds that occur, in the order of the bars' parts."""
         seen = {name for bar in self.bars for name, value in bar.parts.items() if value > 0}
         return [kind for kind in KINDS if kind.name in seen]
 

@@ -22,11 +22,9 @@ from terrazzo.planner.report.schema import (
     TrafficReport,
 )
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import blocker, checkpointing_text, mesh_sizes, precision_name
+from terrazzo.planner.text.words import GB, blocker, checkpointing_text, mesh_sizes, precision_name
 
 __all__ = ["frontier_row", "report_of"]
-
-GB = 1e9
 
 
 def report_of(estimate: Estimate) -> PlanReport:
@@ -99,7 +97,7 @@ def _memory(memory: MemoryFigures) -> MemoryReport:
         capacity_gib=None if memory.capacity_bytes is None else memory.capacity_bytes / GIB,
         terms={term.name: term.value / GIB for term in memory.terms},
         breakdown=_terms(memory.terms),
-        per_stage_gib=tuple(value / GIB for value in memory.per_stage),
+        per_stage_gib=tuple(value / GIB for value in memory.per_pp_rank),
         host=_terms(memory.host),
         disk=_terms(memory.disk),
         disk_writes=_terms(memory.disk_writes),

@@ -34,7 +34,7 @@ def explained(estimate: Estimate, wanted: str) -> ExplainedReport:
 
 
 def explain(report: ExplainedReport) -> list[TextBlock]:
-    """The same for people."""
+    """The terms as people read them."""
     return [block for term in report.terms for block in _blocks(term)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.choice.candidates import CHECKPOINTING
+from terrazzo.planner.choice.candidates import TRIED_MODES
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
@@ -28,11 +28,11 @@ __all__ = ["page", "save_page"]
 
 TEMPLATE, PLACE = "page.html", "/*PLAN*/null"
 TOKENS_PER_PARAMETER = 20
-"""Of a budget that is shown first (arXiv 2203.15556)."""
+"""Tokens of the budget that is shown first, for each parameter (arXiv 2203.15556)."""
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-SEQUENCES = (0.25, 0.5, 1, 2, 4)
-COUNTS = (0.5, 1, 2, 4, 8)
+SLIDER_SIZES = (1, 2, 4, 8, 16)
+SEQUENCE_FACTORS = (0.25, 0.5, 1, 2, 4)
+GPU_FACTORS = (0.5, 1, 2, 4, 8)
 """What sliders offer beside the setup's own: sizes, and multiples."""
 
 
@@ -99,15 +99,15 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
 
 def _sliders(chosen: Request, setup: Setup) -> list[_Slider]:
     count, sequence = setup.cluster.count, setup.sequence
-    modes = (*CHECKPOINTING, *({chosen.checkpointing or "none"} - set(CHECKPOINTING)))
+    modes = (*TRIED_MODES, *({chosen.checkpointing or "none"} - set(TRIED_MODES)))
     made: list[tuple[str, str, tuple[Any, ...]]] = [
-        ("GPUs", "gpus", _times(count, COUNTS, setup.mesh.world_size // setup.mesh.batch_ranks))
+        ("GPUs", "gpus", _times(count, GPU_FACTORS, setup.mesh.world_size // setup.mesh.batch_ranks))
     ]
     if setup.model.computes:
-        sizes = tuple(sorted({*MICRO_BATCHES, setup.micro_batch}))
+        sizes = tuple(sorted({*SLIDER_SIZES, setup.micro_batch}))
         made = [
             ("micro-batch", "micro_batch", sizes),
-            ("tokens of a sequence", "sequence", _times(sequence, SEQUENCES, 1)),
+            ("tokens of a sequence", "sequence", _times(sequence, SEQUENCE_FACTORS, 1)),
             ("activation checkpointing", "checkpointing", modes),
             *made,
         ]
@@ -202,5 +202,5 @@ def _gib(value: float) -> float:
 
 
 def _short(value: float) -> float:
-    """With as many digits as anyone reads."""
+    """The number with as many digits as anyone reads."""
     return float(f"{value:.5g}")

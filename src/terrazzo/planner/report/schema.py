@@ -39,7 +39,7 @@ class _Model(BaseModel):
 
     @classmethod
     def of(cls, origin: object, **others: Any) -> Self:
-        """With what `origin` has under the names of fields, and `others`."""
+        """A report with what `origin` has under the names of fields, and `others`."""
         same = {
             name: getattr(origin, name) for name in cls.model_fields if name not in others and hasattr(origin, name)
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
@@ -17,7 +17,7 @@ from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, R
 __all__ = ["MOST_DEVICES", "checked", "count_range"]
 
 MOST_DEVICES = 1_000_000
-"""That a request may name."""
+"""The most devices that a request may name."""
 
 COUNTS = (
     "sequence", "micro_batch", "global_batch", "micro_batches", "tp", "pp", "cp", "ep", "dp_replicate", "per_node",
@@ -119,8 +119,15 @@ def _read_gpus(gpus: Any) -> int | str:
     return int(number)
 
 
-def count_range(text: str) -> tuple[int, int]:
-    """Least and most devices of `8..1024`, or of a number twice that. Raises: `BadInput` for what is neither."""
+class CountRange(NamedTuple):
+    """The least and the most devices that a request allows."""
+
+    least: int
+    most: int
+
+
+def count_range(text: str) -> CountRange:
+    """The range that `8..1024` means, or a number alone. Raises: `BadInput` for what is neither."""
     shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
     first, dots, last = text.partition("..")
     try:
@@ -132,4 +139,4 @@ def count_range(text: str) -> tuple[int, int]:
         raise BadInput(f"gpus is {shown}, a range that ends before it begins; write {high}..{low}.")
     if high > MOST_DEVICES:
         raise BadInput(f"gpus is {shown}; at most {MOST_DEVICES:,} can be planned for.")
-    return low, high
+    return CountRange(low, high)

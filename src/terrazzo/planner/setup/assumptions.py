@@ -44,7 +44,7 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
 
 
 def _defaults(request: Request, setup: Setup) -> list[str]:
-    """Of the choices that have a name, those that were left open, each with the option that makes it."""
+    """The choices that were left open, each by the name of what was chosen and with the option that makes it."""
     choices: list[tuple[object, str]] = [
         (request.strategy, f"{setup.plan.name} (--strategy)"),
         (request.precision, f"{precision_of(request, setup.cluster.device)} (--precision)"),

@@ -23,18 +23,22 @@ from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["check", "check_number"]
 
-MOST = 10**18
+LARGEST_NUMBER = 10**18
 """The largest number that can stand anywhere, far above all that there is."""
 
 
 def check_number(name: str, value: float, *, whole: bool = False, least: float | None = None) -> None:
-    """Raises: `BadInput` for what is no finite number, not above 0 (or below `least`), above `MOST`, or not `whole`."""
-    if isinstance(value, int) and abs(value) > MOST:
-        raise BadInput(f"{name} is a number of {value.bit_length()} bits; give one of at most {MOST:.0e}.")
+    """Refuse a value that cannot be a size.
+
+    Raises:
+        BadInput: no finite number, not above 0 (or below `least`), above `LARGEST_NUMBER`, or not `whole`.
+    """
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        raise BadInput(f"{name} is a number of {value.bit_length()} bits; give one of at most {LARGEST_NUMBER:.0e}.")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadInput(f"{name} is {value!r}; give a finite number.")
-    if value > MOST:
-        raise BadInput(f"{name} is {value:g}; give one of at most {MOST:.0e}.")
+    if value > LARGEST_NUMBER:
+        raise BadInput(f"{name} is {value:g}; give one of at most {LARGEST_NUMBER:.0e}.")
     if value < least if least is not None else value <= 0:
         bound = f"{least:g} or more" if least is not None else "a number above 0"
         raise BadInput(f"{name} is {value}; give {bound}.")

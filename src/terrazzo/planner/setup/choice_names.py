@@ -16,7 +16,7 @@ from terrazzo.words import CHECKPOINT_MODES, DTYPE_FIELDS, PRECISION_SPELLINGS, 
 
 __all__ = [
     "CHECKPOINTING",
-    "KEYS",
+    "PRECISION_KEYS",
     "PRECISION_PRESETS",
     "STRATEGIES",
     "MatmulPrecision",
@@ -48,17 +48,17 @@ PRECISION_PRESETS = {
     "fsdp2": MatmulPrecision(Precision(weight=_FP32, compute=_BF16, reduce=_FP32), "bf16"),
     "zero": MatmulPrecision(Precision(_BF16, _BF16, _BF16, _BF16, _FP32, _FP32), "bf16"),
 }
-"""By name. `fp8`, with one scale for each matrix or for each row of one, keeps the states of `bf16`; `fsdp2` shards
-fp32 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
-1910.02054)."""
+"""The precisions that have a name. `fp8`, with one scale for each matrix or for each row of one, keeps the states of
+`bf16`; `fsdp2` shards fp32 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's
+2 + 2 + 12 bytes (arXiv 1910.02054)."""
 
-FIELDS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "error_feedback")
-"""Of a `Precision`, by which it may differ from the one of a name."""
+PRECISION_FIELDS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "error_feedback")
+"""Fields of a `Precision` by which it may differ from the one of a name."""
 
-KEYS = (*FIELDS, "linears")
-"""What of a precision may be another than its name says, by the keys of the section `precision` of a configuration."""
+PRECISION_KEYS = (*PRECISION_FIELDS, "linears")
+"""What may be other than a precision's name says, by the keys of the section `precision` of a configuration."""
 
-_KEYS_ARE = f"Keys are {', '.join(KEYS)}, as in bf16,gather=int8."
+_KEYS_ARE = f"Keys are {', '.join(PRECISION_KEYS)}, as in bf16,gather=int8."
 
 LINEARS = {"fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-rowwise"}
 """The presets whose linear layers multiply in 8 bits, by the values of the key `linears`."""
@@ -74,7 +74,7 @@ _MEANINGS: Mapping[str, Mapping[str, Any]] = {
 """What a key's words mean to a `Precision`, where that is not the word itself."""
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Of matrix products, by the dtype that is computed in; others multiply as fp32."""
+"""Formats of matrix products, by the dtype that is computed in; other dtypes multiply as fp32."""
 
 _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
@@ -152,7 +152,7 @@ def precision_text(chosen: MatmulPrecision) -> str:
 
 
 def _own(chosen: Precision, preset: Precision) -> Iterator[str]:
-    for key in FIELDS:
+    for key in PRECISION_FIELDS:
         value = getattr(chosen, key)
         if value != getattr(preset, key):
             words = {meaning: word for word, meaning in _MEANINGS.get(key, {}).items()}
@@ -172,8 +172,10 @@ def _parts(name: str) -> tuple[str, dict[str, Any]]:
         )
     for part in rest:
         field, _, value = (word.strip().lower() for word in part.partition("="))
-        if field not in KEYS:
-            raise BadInput(f"precision {name!r} has {part!r}, which is no key.{did_you_mean(field, KEYS)} {_KEYS_ARE}")
+        if field not in PRECISION_KEYS:
+            raise BadInput(
+                f"precision {name!r} has {part!r}, which is no key.{did_you_mean(field, PRECISION_KEYS)} {_KEYS_ARE}"
+            )
         if not value or field in own:
             problem = f"names {field} twice" if value else f"has no value for {field}"
             raise BadInput(f"precision {name!r} {problem}. {_KEYS_ARE}")
@@ -189,14 +191,21 @@ def _key(name: str) -> str:
     return key if key in PRECISION_PRESETS else preset_named(name)
 
 
-def checkpointing(name: str) -> tuple[CheckpointMode, int]:
-    """Mode and `every` of a name of `CHECKPOINTING`. Raises: `BadInput` with the nearest name."""
+class Checkpointing(NamedTuple):
+    """A mode of activation checkpointing, of one block in `every`."""
+
+    mode: CheckpointMode
+    every: int = 1
+
+
+def checkpointing(name: str) -> Checkpointing:
+    """What a name of `CHECKPOINTING` means. Raises: `BadInput` with the nearest name."""
     key = name.strip().lower().replace("-", "_")
     if match := re.fullmatch(r"every_([1-9][0-9]{0,8})", key):
-        return "full", int(match[1])
+        return Checkpointing("full", int(match[1]))
     for mode in CHECKPOINT_MODES:
         if key == mode:
-            return mode, 1
+            return Checkpointing(mode)
     near = f" Did you mean '{_MODES[key]}'?" if key in _MODES else did_you_mean(key, CHECKPOINTING)
     raise BadInput(
         f"There is no activation checkpointing {name!r}.{near} "

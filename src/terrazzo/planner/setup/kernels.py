@@ -14,7 +14,7 @@ WITH_CAP = ("flash", "flash3")
 
 
 def attention_of(named: AttentionKernel | None, model: ModelShape, device: Device) -> AttentionKernel:
-    """By default `flash`, or `math` of a model that caps its scores, as a run in transformers takes.
+    """The kernel that runs: by default `flash`, or `math` of a model that caps its scores, as transformers takes it.
 
     Raises: `BadInput` where the named one needs other hardware, or has no soft cap and the model needs one.
     """

@@ -67,7 +67,7 @@ class OptimizerSpec:
 
 
 def _spec(name: str, torch_class: str, **settings: Any) -> OptimizerSpec:
-    """Of a class that is known by what it keeps."""
+    """The row of a class of torch.optim or tz.optim whose moments are known."""
     moments = moments_of(torch_class, dict(settings.get("options", ())))
     assert moments is not None
     return OptimizerSpec(name, moments, torch_class=torch_class, **settings)
@@ -95,8 +95,8 @@ _ROWS = (
     _spec("adamw-8bit", "AdamW", fused=True, takes_root=True, form=StateFormat.INT8),
     OptimizerSpec("adamw-4bit", 2, 0.5 + 4 / 128),
 )
-"""What Muon keeps of parameters that are no matrices is AdamW's. Quantised moments
-carry one fp32 scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim)."""
+"""One row for each. Muon keeps of parameters that are no matrices what AdamW does. Quantised moments carry one fp32
+scale per block of 256 (8 bits) or 128 (4 bits), as torchao's do (pytorch/ao torchao/optim)."""
 
 OPTIMIZERS = {spec.name: spec for spec in _ROWS}
 

@@ -29,6 +29,7 @@ from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, R
 __all__ = [
     "CONTEXT",
     "MICRO_BATCHES_PER_STAGE",
+    "MOST_TRIED",
     "OPTIMIZER",
     "PRECISION",
     "Request",
@@ -49,8 +50,8 @@ SEQUENCE = 4096
 MICRO_BATCHES_PER_STAGE = 8
 """Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
 
-LARGEST = 1024
-"""Devices that are tried when a request names no number."""
+MOST_TRIED = 1024
+"""The most devices that are tried where no number is named."""
 
 
 BANDWIDTHS = ("memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth")
@@ -59,7 +60,7 @@ FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 @dataclass(frozen=True)
 class Request:
-    """None leaves a choice open: `build_setup` then takes the default, `search` tries what makes sense.
+    """What a user asks for. None leaves a choice open: `build_setup` takes the default, `search` tries what may do.
 
     Attributes:
         model: preset, path of a config.json or its folder, module, mapping, number of parameters, or shape.
@@ -89,7 +90,8 @@ class Request:
             refused. Of `megatron` all is counted as Megatron-core takes it, else as the engine does.
         pipeline, virtual_stages: the schedule and the stages of each rank, by default `1f1b` and 1; several stages
             interleave `1f1b`.
-        lora, qlora: rank of adapters on a frozen base, and on one in 4 bits (16). freeze: globs of what is not trained.
+        lora: rank of adapters on a frozen base; qlora: keep that base in 4 bits, with adapters of rank 16 by default.
+            freeze: globs of what is not trained.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
@@ -155,19 +157,19 @@ class Request:
 
     @property
     def plan(self) -> Plan | None:
-        """Its strategy, by whatever name that was given."""
+        """The plan of `strategy`, by whatever name that was given."""
         assert not isinstance(self.strategy, str)
         return self.strategy
 
     @property
     def runs_in(self) -> Framework:
-        """Its framework, by whatever name that was given."""
+        """The framework of `framework`, by whatever name that was given."""
         assert not isinstance(self.framework, str)
         return self.framework
 
     @property
     def as_megatron(self) -> bool:
-        """As of `Setup`."""
+        """Whether Megatron-core runs it, as `Setup.as_megatron`."""
         return self.runs_in.name == "megatron"
 
 
@@ -180,7 +182,7 @@ def build_setup(request: Request) -> Setup:
     model, cluster = trained(request, shape_of(request.model)), build_cluster(request)
     plan = request.plan or choice_names.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
-    mode, every = choice_names.checkpointing(request.checkpointing or "none")
+    checkpointing = choice_names.checkpointing(request.checkpointing or "none")
     micro_batch = request.micro_batch or 1
     spec = optimizer(request.optimizer or OPTIMIZER)
     precision = choice_names.precision(precision_of(request, cluster.device), spec, request.qlora)
@@ -197,8 +199,8 @@ def build_setup(request: Request) -> Setup:
         matmul=precision.matmul,
         row_scales=precision.row_scales,
         optimizer=spec,
-        checkpointing=mode,
-        every=every,
+        checkpointing=checkpointing.mode,
+        every=checkpointing.every,
         compile=request.compile,
         attention=attention_of(request.attention, model, cluster.device),
         loss=request.loss or _loss(model, mesh, request.as_megatron),
@@ -236,7 +238,7 @@ def request_of(request: Request, setup: Setup) -> Request:
 
 
 def precision_of(request: Request, device: Device) -> str:
-    """The one that was named, or the default on that device, with the keys that were named alone."""
+    """The precision that was named, or the default on that device with the keys that were named alone."""
     default, named = "fp16" if device.lacks("bf16") else PRECISION, request.precision
     return named or default if not named or choice_names.names_base(named) else f"{default},{named}"
 
@@ -259,7 +261,7 @@ def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
     """
     if isinstance(request.gpus, int):
         return (count_range(str(request.gpus))[0],)
-    first, last = count_range(request.gpus or f"1..{LARGEST}")
+    first, last = count_range(request.gpus or f"1..{MOST_TRIED}")
     small = [2**power for power in range(per_node.bit_length()) if 2**power < per_node]
     whole = range(per_node, last + 1, per_node)
     counts = tuple(count for count in (*small, *whole) if first <= count <= last)
@@ -309,7 +311,7 @@ def _device(request: Request) -> Device:
 
 
 def _named_device(name: str, memory_bytes: float | None) -> Device:
-    """From the table; `cpu` or `here` is this machine. With its memory given a device may be one that nobody knows."""
+    """The device of that name in the table; `cpu` or `here` is this machine. With its memory given it may be any."""
     if name.lower() in ("cpu", "here"):
         return hardware.this_machine().device
     near = did_you_mean(name, [known.name for known in hardware.devices()])
@@ -354,7 +356,7 @@ def _check_accumulation(request: Request, plan: Plan, mesh: Mesh) -> None:
 
 
 def _loss(model: ModelShape, mesh: Mesh, megatron: bool) -> Loss:
-    """What `terrazzo train` takes, or Megatron-core."""
+    """The loss that `terrazzo train` takes, or Megatron-core."""
     return "fused" if megatron else "parts" if mesh.tp > 1 and model.family else "full"
 
 

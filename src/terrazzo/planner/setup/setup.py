@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
-from typing import Any, Literal, TypeVar, TypeVarTuple
+from functools import cached_property
+from typing import Any, Literal
 
 from terrazzo.engine import DiLoCo, Offload, Plan, Precision
 from terrazzo.engine.mesh.family import REPLICAS
@@ -17,10 +16,7 @@ from terrazzo.planner.setup.framework import TERRAZZO, Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.words import CheckpointMode
 
-__all__ = ["Setup", "once_per_setup"]
-
-R = TypeVar("R")
-Rest = TypeVarTuple("Rest")
+__all__ = ["Setup"]
 
 AttentionKernel = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
@@ -50,7 +46,7 @@ class Setup:
         sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
         context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`. balance: how
             sequences are cut for them; times are those of `head_tail`.
-        virtual_stages: model chunks per pipeline rank (interleaved schedule).
+        virtual_stages: stages of each rank along pp (interleaved schedule).
         framework: that runs it. What it takes is counted as the engine takes it, or Megatron-core.
         optimizer_kernel: `fused` updates without memory of its own, in one pass (torch's, NVIDIA/apex FusedAdam);
             `foreach`, torch's default on a GPU, takes a list of roots as large as the weights; `loop` one tensor after
@@ -114,31 +110,31 @@ class Setup:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Of the data axes that states are split and gradients summed over, as `Mesh.sizes`."""
+        """Ranks of the data axes that states are split and gradients summed over, as `Mesh.sizes`."""
         sizes = self.mesh.sizes()
         return sizes if self.diloco is None else {axis: size for axis, size in sizes.items() if axis != REPLICAS}
 
     @property
     def staged(self) -> bool:
-        """Whether it is a pipeline of the engine's, which sums over ranks at the end of a step, and gathers once what
-        stays between forward and backward.
+        """Whether the engine runs stages of it, sums over ranks at the end of a step, and gathers once what stays
+        between forward and backward.
         """
         return self.mesh.pp > 1 and not self.as_megatron
 
     @property
     def checkpointing_name(self) -> str:
-        """As requests and configurations name it: `selective`, or `every_2`."""
+        """The name of the mode in requests and configurations: `selective`, or `every_2`."""
         return self.checkpointing if self.every == 1 else f"every_{self.every}"
 
     @cached_property
     def checkpointed_share(self) -> float:
-        """Of all blocks those that are checkpointed: the first of each `every`, as in the engine."""
+        """The share of all blocks that are checkpointed: the first of each `every`, as in the engine."""
         layers = self.model.layers
         return 0.0 if self.checkpointing == "none" or not layers else -(-layers // self.every) / layers
 
     @property
     def update_kernel(self) -> UpdateKernel:
-        """Of the optimizer: the one that was named, or the engine's; Megatron-core's is fused."""
+        """How the optimizer updates: as was named, or as the engine does; Megatron-core's kernel is fused."""
         if self.optimizer_kernel is not None:
             return self.optimizer_kernel
         if self.as_megatron or self.optimizer.fused:
@@ -160,37 +156,20 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one data rank, before context parallelism cuts the sequence."""
+        """Tokens of one micro-batch on one data rank, before context parallelism cuts the sequence."""
         return self.sequence * self.micro_batch
 
     @cached_property
     def rank_tokens(self) -> int:
-        """Of one micro-batch on one rank, whose part of each sequence is one of cp."""
+        """Tokens of one micro-batch on one rank, whose part of each sequence is one of cp."""
         return -(-self.tokens // self.mesh.cp)
 
     @cached_property
     def residual_bytes(self) -> int:
-        """Of the residual stream of one micro-batch on one rank, whole over tp: [rank_tokens, hidden] to compute in."""
+        """Bytes of the residual stream of one micro-batch on one rank, whole over tp: [rank_tokens, hidden]."""
         return self.rank_tokens * self.model.hidden * self.precision.compute.itemsize
 
     @property
     def global_batch(self) -> int:
         """Sequences of one optimizer step."""
         return self.micro_batch * self.micro_batches * self.mesh.batch_ranks
-
-
-def once_per_setup(find: Callable[[Setup, *Rest], R]) -> Callable[[Setup, *Rest], R]:
-    """A function of a setup and little else that computes each value once: one estimate asks for some ten times.
-
-    A cache by value would compare all of a setup each time.
-    """
-
-    @wraps(find)
-    def remembered(setup: Setup, *rest: *Rest) -> R:
-        key, known = (find, *rest), setup.known
-        if key not in known:
-            known[key] = find(setup, *rest)
-        value: R = known[key]
-        return value
-
-    return remembered

@@ -24,7 +24,7 @@ HOSTS = {"host": "memory", "disk": "disks"}
 
 
 def memory_blocks(memory: MemoryFigures) -> list[TextBlock]:
-    """Of the fullest rank, and of its host."""
+    """Memory of the fullest rank, and of its host."""
     return [
         _memory_table(memory),
         *_fullest(memory),
@@ -68,10 +68,10 @@ def _memory_table(memory: MemoryFigures) -> TextTable:
 
 
 def _fullest(memory: MemoryFigures) -> list[TextBlock]:
-    """Which rank it is, and what the other pipeline stages hold."""
+    """Which rank is fullest, and what the others along pp hold."""
     lines = [TextLine(f"fullest: {memory.limiting_rank}")]
-    if len(memory.per_stage) > 1:
-        stages = ", ".join(f"{value / GIB:,.1f}" for value in memory.per_stage)
+    if len(memory.per_pp_rank) > 1:
+        stages = ", ".join(f"{value / GIB:,.1f}" for value in memory.per_pp_rank)
         lines.append(TextLine(f"GiB by stage: {stages}"))
     return list(lines)
 
@@ -115,7 +115,7 @@ def traffic_blocks(traffic: TrafficFigures) -> list[TextBlock]:
 
 
 def time_blocks(time: TimeFigures) -> list[TextBlock]:
-    """Of a step."""
+    """The time of a step, term by term."""
     columns = (
         TableColumn("time of a step"),
         TableColumn("", "right"),
@@ -133,7 +133,7 @@ def time_blocks(time: TimeFigures) -> list[TextBlock]:
 
 
 def _term_rows(terms: Sequence[Term], big: ByteUnit, small: ByteUnit) -> list[tuple[str, ...]]:
-    """Those of which two digits show anything."""
+    """A row for each term of which two digits show anything."""
     total = sum(term.value for term in terms)
     shown = [term for term in terms if term.value >= 0.005 * big.size]
     return [(*_amounts(term, big, small), _share(term.value, total), term.formula) for term in shown]

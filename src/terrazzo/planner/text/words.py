@@ -13,6 +13,7 @@ from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
+    "GB",
     "LABELS",
     "ByteUnit",
     "axes_text",
@@ -47,6 +48,9 @@ LABELS = {
 """Terms of memory, where their own name is too short for a reader."""
 
 
+GB = 1e9
+
+
 @dataclass(frozen=True)
 class ByteUnit:
     """A unit of bytes."""
@@ -62,7 +66,7 @@ def units(total: float) -> tuple[ByteUnit, ByteUnit]:
     """A binary and a decimal unit that suit amounts of up to `total` bytes."""
     if total < GIB:
         return ByteUnit("MiB", 2.0**20), ByteUnit("MB", 1e6)
-    return ByteUnit("GiB", GIB), ByteUnit("GB", 1e9)
+    return ByteUnit("GiB", GIB), ByteUnit("GB", GB)
 
 
 def bytes_text(value: float) -> str:
@@ -75,7 +79,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 def mesh_sizes(mesh: Mesh) -> dict[str, int]:
-    """By axis, outermost first."""
+    """Ranks by axis, outermost first."""
     return {axis: getattr(mesh, axis) for axis in AXES}
 
 
@@ -85,7 +89,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def axes_text(setup: Setup) -> str:
-    """As `mesh_text`, with how the ranks along cp compute attention together, and in which order stages run."""
+    """The text of `mesh_text`, with how ranks along cp compute attention together, and in which order stages run."""
     text, mesh = mesh_text(setup.mesh), setup.mesh
     if mesh.pp > 1 and (setup.pipeline != "1f1b" or setup.virtual_stages > 1):
         order = setup.pipeline if setup.virtual_stages == 1 else f"of {setup.virtual_stages} stages each"
@@ -194,6 +198,6 @@ def room_text(room: Room) -> str:
 
 
 def _too_much(rooms: tuple[Room, ...]) -> str:
-    """By how much each place is overrun."""
+    """How much too much each place is to hold."""
     excess = [(room, bytes_text(room.expected - (room.capacity or 0))) for room in rooms]
     return ", ".join(f"{amount} too much{PLACES[room.name]}" for room, amount in excess)

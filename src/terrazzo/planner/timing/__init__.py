@@ -1,6 +1,6 @@
 """How long a step takes, and what bounds it.
 
-A step is that of the slowest pipeline stage: its computation, communication that nothing hides, idle time and update.
+A step takes what the slowest rank along pp takes: its computation, communication that nothing hides, idle time, update.
 Each is a term in seconds, and the terms add up to the step. Read the modules in this order:
 
     rates          what a device reaches of its peaks
@@ -10,29 +10,29 @@ Each is a term in seconds, and the terms add up to the step. Read the modules in
     overlap        how much communication computation hides
     bubble         idle time of pipeline schedules
     update         how much of an update away from the device is hidden
-    stage          one rank of one stage: all of these as terms
+    pipeline_rank  one rank along pp: all of these as terms
     calibration    what was measured on a device, kept between runs
     measured       what a measurement changes in the terms, and how one is fitted
-    step           the slowest stage as `TimeFigures`: `time_of`
+    step           the slowest rank as `TimeFigures`: `time_of`
     timeline       when each stage of a pipeline runs what, for pictures
 
 The matrix products of a micro-batch go through these functions:
 
     time_of                          one step                                                     step
-      slowest_stage                  the stage of the largest `busy_s`                            stage
+      slowest_rank                   the rank along pp of the largest `busy_s`                    pipeline_rank
         block_seconds                one block and one micro-batch                                compute
           block_products             FLOPs of forward and backward, with what shapes lose         products
           sustained_rate             FLOP/s that the device keeps up                              rates
           Seconds.matmul             the first over the second                                    compute
         Seconds.at                   times the measured pace, or 1                                compute, measured
-        Stage.passes                 forward and backward of all blocks, with what they wait for  stage
-        Stage.busy_s                 the same for all micro-batches                               stage
-      Stage.terms
-        Term("matrix products")      of all blocks, the head and all micro-batches: time.matmul   stage
+        PipelineRank.passes          forward and backward of all blocks, with what they wait for  pipeline_rank
+        PipelineRank.busy_s          the same for all micro-batches                               pipeline_rank
+      PipelineRank.terms
+        Term("matrix products")      of all blocks, the head and all micro-batches: time.matmul   pipeline_rank
         block_exposure               the passes hide gathers and reductions: less of time.data    overlap
         bubble_term                  `busy_s` times the idle share of the schedule: time.bubble   bubble
       TimeFigures                    the sum, tokens per second, MFU and the largest bound        step
 
-With a measurement `measured_stage` takes the place of `slowest_stage`. Of a device without known rates nothing can be
+With a measurement `measured_rank` takes the place of `slowest_rank`. Of a device without known rates nothing can be
 said without one, and with one `line_terms` counts FLOPs at the measured rate.
 """

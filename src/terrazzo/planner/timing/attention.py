@@ -16,42 +16,43 @@ from terrazzo.planner.timing.rates import matmul_rate, memory_rate, power_share,
 __all__ = ["attended", "attention_bytes", "attention_flops", "attention_rate", "attention_seconds", "forward_share"]
 
 KERNEL_SHARES = {"cudnn": 0.78, "flash3": 0.85}
-"""Of the largest rate of matrix products that the device's power keeps up, what kernels that are made for Hopper reach
+"""What kernels that are made for Hopper reach of the largest rate of matrix products that the device's power keeps up,
 forward and backward together on long causal sequences at 128 channels: cuDNN 526 of 681 TFLOP/s at 16,384 tokens
 (benchmarks/results/gpu/kernels.md, on an H100), FlashAttention-3 616 in its two forward products and 561 in its five
-backward (arXiv 2407.08608). Of Blackwell no backward is published: it is given Hopper's. The share of FlashAttention-2
+backward (arXiv 2407.08608). No backward on Blackwell is published: it is given Hopper's. The share of FlashAttention-2
 is the device's `flash_share`."""
 
 TRITON_SHARE = 1 / 1.8
-"""Of FlashAttention-2's rate, that of the first FlashAttention in Triton: 1.3 to 2.5 times slower (arXiv 2307.08691,
-section 4.1), the geometric mean."""
+"""Rate of the first FlashAttention in Triton, as a share of FlashAttention-2's: 1.3 to 2.5 times slower (arXiv
+2307.08691, section 4.1), the geometric mean."""
 
 CPU_SHARE = 0.42
-"""Of the largest rate of matrix products, what attention reaches on a CPU (`python -m benchmarks.planner.ranking`)."""
+"""What attention reaches on a CPU of the largest rate of matrix products (`python -m benchmarks.planner.ranking`)."""
 
 RAMP = 500
 """Tokens by which a causal sequence is longer, as far as a kernel's rate goes: 99, 155, 182 and 189 TFLOP/s at 512,
 2,048, 8,192 and 16,384 tokens on an A100, 163, 265, 308 and 328 on an H100 (Dao-AILab/flash-attention assets)."""
 
 HEAD, WIDEST, ROUNDING = 20, 128, 32
-"""The same of a head's channels, up to the widest: at 64 a kernel reaches 0.87 to 0.9 times the rate that it has at
-128, at 256 no more (the same figures). Heads are rounded up to multiples of 32 channels."""
+"""Channels by which a head is wider likewise, up to the widest: at 64 a kernel reaches 0.87 to 0.9 times the rate that
+it has at 128, at 256 no more (the same figures). Heads are rounded up to multiples of 32 channels."""
 
 FORWARD_SHARE = 2 / 7
-"""Of fused attention's work: two products forward, five backward with the scores once more (arXiv 2205.14135)."""
+"""Forward's share of fused attention's work: two products, and five backward with the scores once more (arXiv
+2205.14135)."""
 
 SCORE_BYTES, CAP_BYTES = 28, 16
-"""Read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two products,
-and by the three operators of a soft cap."""
+"""Bytes read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two
+products, and by the three operators of a soft cap."""
 
 QUERY_BYTES, KEY_BYTES = 36, 10
-"""Read and written for each element of the queries and of the keys or values of a tile, where attention is computed
-tile by tile: its outputs, in 16 bits, are weighted in fp32 and added to the others', its gradients are added in fp32
+"""Bytes read and written for each element of the queries and of the keys or values of a tile, where attention is
+computed tile by tile: outputs, in 16 bits, are weighted in fp32 and added to the others', gradients are added in fp32
 (terrazzo/parallel/context/attention_tiles.py)."""
 
 
 def forward_share(setup: Setup) -> float:
-    """Of attention's work forward and backward, what forward is."""
+    """Forward's share of attention's work forward and backward."""
     return FORWARD_SHARE if setup.attention != "math" else 1 / 3
 
 
@@ -61,13 +62,15 @@ def attended(setup: Setup, block: BlockShape) -> int:
 
 
 def attention_seconds(setup: Setup, block: BlockShape) -> float:
-    """Of one block and micro-batch on one rank, forward and backward."""
+    """Seconds of one block's attention for one micro-batch on one rank, forward and backward."""
     moved = attention_bytes(setup, block) / memory_rate(setup.cluster.device)
     return attention_flops(setup, block) / attention_rate(setup, block) + moved
 
 
 def attention_flops(setup: Setup, block: BlockShape) -> float:
-    """Of one block and micro-batch on one rank, forward and backward. Fused attention skips what is masked."""
+    """FLOPs of one block's attention for one micro-batch on one rank, forward and backward; fused kernels skip what is
+    masked.
+    """
     each = 2 * setup.rank_tokens * _heads(setup, block) * (block.head_dim + block.value_dim)
     if setup.attention == "math":
         return 3 * each * attended(setup, block)
@@ -78,14 +81,18 @@ def attention_flops(setup: Setup, block: BlockShape) -> float:
 
 
 def attention_bytes(setup: Setup, block: BlockShape) -> float:
-    """Read and written beside the products: scores, if they are, and what puts tiles of shared sequences together."""
+    """Bytes read and written beside the products: scores, if they are, and what puts tiles of shared sequences
+    together.
+    """
     per_score = SCORE_BYTES + (CAP_BYTES if block.soft_cap else 0)
     scores = setup.rank_tokens * attended(setup, block) * _heads(setup, block) * per_score
     return (scores if setup.attention == "math" else 0.0) + _tile_bytes(setup, block)
 
 
 def _tile_bytes(setup: Setup, block: BlockShape) -> float:
-    """With gathered keys each run of queries meets those before it in one tile and itself in another; in a ring each
+    """Bytes read and written to put tiles together.
+
+    With gathered keys each run of queries meets those before it in one tile and itself in another; in a ring each
     rank's keys are tiles of their own. With a share of the heads there is one tile, of whole sequences. Within a window
     each block of queries has three, of which the built-in decoder's layers are made on one rank too.
     """
@@ -103,7 +110,7 @@ def _tile_bytes(setup: Setup, block: BlockShape) -> float:
 
 
 def attention_rate(setup: Setup, block: BlockShape) -> float:
-    """FLOP/s of its products: less where sequences are short or heads narrow."""
+    """FLOP/s of attention's products: less where sequences are short or heads narrow."""
     device, matmul = setup.cluster.device, sixteen_bits(setup.matmul)
     largest, sustained = matmul_rate(device, matmul), sustained_rate(device, matmul)
     assert largest is not None and sustained is not None
@@ -126,7 +133,7 @@ def _tile_length(setup: Setup) -> float:
 
 
 def _filled(setup: Setup, block: BlockShape) -> float:
-    """Of the rate of large products, what those of all heads reach: two of six are as deep as a head has channels."""
+    """What the products of all heads reach of the rate of large ones: two of six are as deep as a head has channels."""
     length, stack = float(attended(setup, block)), setup.micro_batch * _heads(setup, block)
     deep, wide = product(stack, length, length, block.head_dim), product(stack, length, block.head_dim, length)
     return 6 * 2 * stack * length * length * block.head_dim / (2 * deep + 4 * wide)

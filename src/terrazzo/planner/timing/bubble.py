@@ -1,4 +1,4 @@
-"""Idle time of pipeline schedules: how much longer a step is because stages wait for one another."""
+"""Idle time of pipeline schedules: how much longer a step is because ranks along pp wait for one another."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FORMULAS = {
 }
 
 DEFERRED_SHARE = 1 / 3
-"""Of the idle time of 1F1B, what is left where gradients of weights are put off: F + B - W of F + B + W, which take as
-long each (ZB-H1, arXiv 2401.10241, table 2)."""
+"""What is left of 1F1B's idle time where gradients of weights are put off: F + B - W of F + B + W, which take as long
+each (ZB-H1, arXiv 2401.10241, table 2)."""
 
 
 def bubble_term(setup: Setup, busy_s: float) -> Term:
-    """What a step takes longer in a pipeline whose slowest stage is busy for `busy_s`."""
+    """What a step takes longer in a pipeline whose slowest rank is busy for `busy_s`."""
     idle = busy_s * idle_share(setup)
     schedule = {"pp": setup.mesh.pp, "micro_batches": setup.micro_batches, "virtual_stages": setup.virtual_stages}
     return Term(
@@ -37,7 +37,7 @@ def idle_share(setup: Setup) -> float:
 
 
 def bubble(pp: int, micro_batches: int, virtual_stages: int = 1, missing: int = 0) -> float:
-    """Idle time of a stage over its useful time: (pp - 1) / (virtual_stages * micro_batches) if all groups are full.
+    """Idle time of a rank over its useful time: (pp - 1) / (virtual_stages * micro_batches) if all groups are full.
 
     GPipe and 1F1B idle equally long with one model chunk per rank, the interleaved schedule less with several
     (Megatron-LM, arXiv 2104.04473, section 2.2). That one runs groups of micro-batches through one chunk after the

@@ -13,7 +13,7 @@ import re
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -52,7 +52,7 @@ class Software(BaseModel):
 
     @classmethod
     def here(cls) -> Software:
-        """Of this process."""
+        """The versions in this process."""
         try:
             own = version("terrazzo")
         except PackageNotFoundError:
@@ -106,7 +106,7 @@ OF_ANY_DEVICE = ("name", "kind", "memory_bytes", "per_node", "source", "notes")
 
 
 def figures_of(device: Device) -> dict[str, str]:
-    """Of a device, those that times are computed from: a pace is of these alone."""
+    """The figures of a device that times are computed from, by name: a pace corrects these alone."""
     return {field.name: str(getattr(device, field.name)) for field in fields(Device) if field.name not in OF_ANY_DEVICE}
 
 
@@ -157,7 +157,7 @@ class Calibration(BaseModel):
 
     @property
     def file_name(self) -> str:
-        """The same for every record that replaces this one."""
+        """Name of the record's file: the same for every record that replaces this one."""
         return record_name(self.device, self.matmul, self.world_size)
 
     def save(self, folder: Path | None = None) -> Path:
@@ -185,28 +185,36 @@ def processor(kind: str) -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def find_calibration(setup: Setup, folder: Path | None = None) -> tuple[Calibration | None, str]:
-    """The record for the setup's device, ranks and matrix format.
+class FoundRecord(NamedTuple):
+    """The record for a setup; or None, with a line that says why one that is there is not used, if there is one."""
 
-    Returns the record, or None with a line that says why one that is there is not used; without any the line is empty.
-    """
+    record: Calibration | None
+    why_not: str = ""
+
+
+def find_calibration(setup: Setup, folder: Path | None = None) -> FoundRecord:
+    """The record for the setup's device, ranks and matrix format."""
     folder = calibration_folder() if folder is None else folder
     device = setup.cluster.device
     path = folder / record_name(device.name, setup.matmul, setup.mesh.world_size)
     if not path.exists():
-        return None, ""
+        return FoundRecord(None)
     try:
         record = load_calibration(path)
     except BadInput as error:
-        return None, f"calibration not used: {error}"
+        return _unused(str(error))
     here = Software.here()
     if record.software != here:
-        return None, f"calibration not used: {path} was measured with {_shown(record.software)}, this is {_shown(here)}"
+        return _unused(f"{path} was measured with {_shown(record.software)}, this is {_shown(here)}")
     if device.kind == "cpu" and record.processor != processor("cpu"):
-        return None, f"calibration not used: {path} was measured on {record.processor}, this is {processor('cpu')}"
+        return _unused(f"{path} was measured on {record.processor}, this is {processor('cpu')}")
     if other := [f"{name} {value}" for name, value in figures_of(device).items() if record.figures.get(name) != value]:
-        return None, f"calibration not used: {path} was measured with other figures of {device.name} than {other[0]}"
-    return record, ""
+        return _unused(f"{path} was measured with other figures of {device.name} than {other[0]}")
+    return FoundRecord(record)
+
+
+def _unused(why: str) -> FoundRecord:
+    return FoundRecord(None, f"calibration not used: {why}")
 
 
 def measured_memory(memory: MemoryFigures, record: Calibration, setup: Setup) -> MemoryFigures:

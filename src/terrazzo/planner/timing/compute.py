@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import NamedTuple
 
+from terrazzo.planner.caching import once
 from terrazzo.planner.layout.buckets import is_packed
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.activations import repeated_shares
@@ -37,30 +38,31 @@ LAUNCH_S = 2.8e-3
 their micro-batch and tensor parallelism."""
 
 COMPILED_LAUNCH = 0.4
-"""Of it, for a compiled block, which has fewer kernels."""
+"""Share of that time for a compiled block, which has fewer kernels."""
 
 EXPERT_LAUNCH = 1.9
-"""Times it, for a block with routed experts: scores, their order, rows by expert and back (`python -m
-benchmarks.planner.ranking`, on CPUs)."""
+"""How many times as long a block with routed experts takes to launch: scores, their order, rows by expert and back
+(`python -m benchmarks.planner.ranking`, on CPUs)."""
 
 CONTEXT_LAUNCH = 1.6
-"""Times it, for a block whose sequences ranks share: attention by tiles, whose results are put together (likewise)."""
+"""How many times as long a block takes whose sequences ranks share: attention by tiles, whose results are put together
+(the same benchmark)."""
 
 TENSOR_LAUNCH = 1.2
-"""Times it, for a tensor-parallel block, which has collectives among its kernels (the same runs)."""
+"""How many times as long a tensor-parallel block takes, which has collectives among its kernels (vTrain's runs)."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one block or the head, for one micro-batch on one rank.
+    """Seconds of one block or the head, for one micro-batch on one rank.
 
     Attributes:
-        matmul, attention, memory: forward and backward. matmul_flops: of these products, with what is lost to their
+        matmul, attention, memory: forward and backward. matmul_flops: FLOPs of the products, with what is lost to their
             shapes counted as FLOPs.
         recompute: what activation checkpointing repeats.
-        launch: in which the device waits for the host to launch kernels.
-        forward_share: of attention, what forward takes; products_share: of matrix products, more than a third where
-            frozen ones have no weight gradient; rest_share: of all else, a third.
+        launch: time in which the device waits for the host to launch kernels.
+        forward_share, products_share, rest_share: forward's share of attention; of matrix products, more than a third
+            where frozen ones have no weight gradient; and of all else, a third.
     """
 
     matmul: float = 0.0
@@ -80,7 +82,7 @@ class Seconds:
 
     @property
     def forward_alone(self) -> Seconds:
-        """Without backward."""
+        """The seconds of forward, as those of a block without backward."""
         products, flops = (each * self.products_share for each in (self.matmul, self.matmul_flops))
         attention, rest = self.attention * self.forward_share, self.rest_share
         return Seconds(products, attention, self.memory * rest, 0.0, self.launch * rest, flops, 1.0, 1.0, 1.0)
@@ -94,7 +96,7 @@ class Seconds:
         return self.total - self.forward
 
     def at(self, pace: float) -> Seconds:
-        """Of a device that needs `pace` times as long."""
+        """The seconds on a device that needs `pace` times as long."""
         if pace == 1:
             return self
         parts = {part: pace * getattr(self, part) for part in ("matmul", "attention", "memory", "recompute", "launch")}
@@ -105,7 +107,7 @@ class Seconds:
 
 
 def flops_per_token(setup: Setup) -> float:
-    """Of forward and backward, recomputation not counted, attention as if no token were masked.
+    """FLOPs of forward and backward, recomputation not counted, attention as if no token were masked.
 
     6 per matrix element that a token meets and 12 * heads * head_dim * sequence per layer (PaLM, arXiv 2204.02311,
     appendix B), with the window in place of the sequence where a layer looks no further back. 4 per frozen element; of
@@ -117,7 +119,7 @@ def flops_per_token(setup: Setup) -> float:
 
 
 def _attention_flops(setup: Setup, backward: bool = False) -> float:
-    """`backward`: of the forward of those blocks alone that have a backward."""
+    """FLOPs per token of attention's products; with `backward`, of the forward of blocks that have a backward alone."""
     total = 0.0
     for unit in setup.model.blocks:
         if (block := unit.block) is not None:
@@ -128,7 +130,7 @@ def _attention_flops(setup: Setup, backward: bool = False) -> float:
 
 
 def repeated_flops_per_token(setup: Setup) -> float:
-    """Of the forward that checkpointing runs again inside of backward; frozen weights are no reason to leave it out."""
+    """FLOPs of the forward that checkpointing runs again in backward; frozen weights are no reason to leave it out."""
     shares = repeated_shares(setup)
     model = setup.model
     products = 2 * (model.matmul_numel - model.forward_only_numel - model.logits * model.hidden)
@@ -137,7 +139,7 @@ def repeated_flops_per_token(setup: Setup) -> float:
 
 
 def step_flops(setup: Setup) -> float:
-    """Of one rank in one step, recomputation included: what the device really executes, attention counted in full."""
+    """FLOPs of one rank in one step: what the device executes, recomputation included and attention counted in full."""
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
     return (flops_per_token(setup) + repeated_flops_per_token(setup)) * tokens
 
@@ -146,13 +148,21 @@ def step_flops(setup: Setup) -> float:
 
 
 def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
-    """One block and one micro-batch, forward and, where it has one, backward. The device's rates must be known."""
+    """Seconds of one block and one micro-batch, forward and, where it has one, backward.
+
+    The device's rates must be known.
+    """
     block, device = unit.block, setup.cluster.device
     assert block is not None
-    work, rate, products_share = _products(setup, unit, block)
-    attention = attention_seconds(setup, block)
-    memory = _memory_bytes(setup, unit, block) / memory_rate(device)
-    seconds = Seconds(work / rate, attention, memory, 0.0, 0.0, work, forward_share(setup), products_share)
+    products = _products(setup, unit, block)
+    seconds = Seconds(
+        matmul=products.flops / products.rate,
+        attention=attention_seconds(setup, block),
+        memory=_memory_bytes(setup, unit, block) / memory_rate(device),
+        matmul_flops=products.flops,
+        forward_share=forward_share(setup),
+        products_share=products.forward_share,
+    )
     launch, decoding = launch_seconds(setup, block), _decoded_bytes(setup, unit) / memory_rate(device)
     if unit.forward_only:
         seconds, launch = seconds.forward_alone, launch / 3
@@ -182,8 +192,15 @@ def _gaps(device: Device, launch: float, busy: float) -> float:
     return launch if device.kind == "cpu" else math.hypot(launch, busy) - busy
 
 
-def _products(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, float, float]:
-    """FLOPs of products, FLOP/s, and the share of forward: a third of what they would be if all were trained."""
+class _Products(NamedTuple):
+    """FLOPs of a block's products, FLOP/s, and forward's share: a third of what they would be if all were trained."""
+
+    flops: float
+    rate: float
+    forward_share: float
+
+
+def _products(setup: Setup, unit: UnitShape, block: BlockShape) -> _Products:
     rate = sustained_rate(setup.cluster.device, setup.matmul)
     assert rate is not None
     mesh, tokens = setup.mesh, setup.rank_tokens
@@ -193,27 +210,27 @@ def _products(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, 
     in_tiles = setup.cluster.device.kind != "cpu"
     work = block_products(unit.tensors, block, shares, in_tiles)
     whole = block_products(_all_trained(unit.tensors), block, shares, in_tiles)
-    return work, rate, whole / 3 / work if work else 1 / 3
+    return _Products(work, rate, whole / 3 / work if work else 1 / 3)
 
 
-@lru_cache(maxsize=4096)
+@once
 def _all_trained(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
     return tuple(replace(tensor, trainable=True) for tensor in tensors)
 
 
 def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
-    """Read and written in one micro-batch by what is no matrix product, forward and backward."""
+    """Bytes read and written in one micro-batch by what is no matrix product, forward and backward."""
     tokens, per_token = setup.rank_tokens, 3 * _elements(setup, block) * setup.precision.compute.itemsize
-    numel, width = _matrix_sums(unit.tensors, block, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
-    weights = numel * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
+    sums = _matrix_sums(unit.tensors, block, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
+    weights = sums.numel * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
     if setup.matmul == "fp8":
-        per_token += width * CAST_BYTES
-        weights += 2 * numel * CAST_BYTES
+        per_token += sums.width * CAST_BYTES
+        weights += 2 * sums.numel * CAST_BYTES
     return tokens * per_token + weights
 
 
 def _decoded_bytes(setup: Setup, unit: UnitShape) -> float:
-    """Read and written to decode what is kept in 4 bits, once in forward and once in backward: what each rank uses."""
+    """Bytes read and written to decode once what is kept in 4 bits of a unit: what each rank uses of it."""
     if setup.precision.frozen is None:
         return 0.0
     packed = [tensor for tensor in unit.tensors if is_packed(tensor, unit)]
@@ -222,13 +239,13 @@ def _decoded_bytes(setup: Setup, unit: UnitShape) -> float:
 
 
 ROW_SCALES_SHARE = 0.83
-"""Of the rate with one scale for each matrix: torchao's recipes on Llama 3 8B and 8 H100 gain 10.5 % against 19.5 %
-over bf16 (pytorch/ao#1793); products alone are at 90 to 100 % (pytorch/pytorch#147971)."""
+"""Share of the rate with one scale for each matrix: torchao's recipes on Llama 3 8B and 8 H100 gain 10.5 % against
+19.5 % over bf16 (pytorch/ao#1793); products alone are at 90 to 100 % (pytorch/pytorch#147971)."""
 DECODED_BYTES = 22.5
-"""Read and written per element to decode 4 bits to 16, in plain operators: a code and an index of four bytes for each
-two elements (0.5 + 2 + 2), levels in fp32 (4), times the scale (8), cast (6)."""
+"""Bytes read and written per element to decode 4 bits to 16, in plain operators: a code and an index of four bytes for
+each two elements (0.5 + 2 + 2), levels in fp32 (4), times the scale (8), cast (6)."""
 CAST_BYTES = 4
-"""Read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
+"""Bytes read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
 
 
 PLAIN_GELU = 18
@@ -241,7 +258,7 @@ for each that it turns: two products (4), a half negated (1), both put together 
 
 
 def _elements(setup: Setup, block: BlockShape) -> float:
-    """Read and written per token in forward by norms, residuals, activations, rotary embeddings and dropout."""
+    """Elements read and written per token in forward by norms, residuals, nonlinearities, rotations and dropout."""
     tp, eager = setup.mesh.tp, not setup.compile
     fused = block.norm == "layer" or block.torch_norm or not eager
     wide = block.norms * (2 if fused else PLAIN_NORM) + 2 * (3 if eager else 1.5)
@@ -255,21 +272,25 @@ def _elements(setup: Setup, block: BlockShape) -> float:
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
 
 
-@lru_cache(maxsize=4096)
+class _MatrixSums(NamedTuple):
+    """Trainable elements of one rank's matrices; inputs and output gradients of all of them, per token of a block."""
+
+    numel: float
+    width: float
+
+
+@once
 def _matrix_sums(
     tensors: tuple[TensorShape, ...], block: BlockShape, tp: int, ep: int, whole_experts: bool
-) -> tuple[float, float]:
-    """Trainable elements of one rank's matrices; and inputs and output gradients of all of them, per token of a block.
-
-    Of whole experts a rank has its own tokens, as many as these over tp.
-    """
+) -> _MatrixSums:
+    """Sums over the matrices of a block. For whole experts a rank has tokens of its own, as many as these over tp."""
     numel = width = 0.0
     for tensor in tensors:
         if tensor.role in ("matrix", "router", "expert"):
             parts, is_expert = parts_along_tp(tensor, block, tp, whole_experts), tensor.role == "expert"
             numel += tensor.numel / parts / (ep if is_expert else 1) if tensor.trainable else 0.0
             width += (tensor.shape[-1] + tensor.shape[-2]) / (tp if is_expert else parts)
-    return numel, width
+    return _MatrixSums(numel, width)
 
 
 def _recompute_s(setup: Setup, cost: Seconds) -> float:
@@ -282,7 +303,7 @@ def _recompute_s(setup: Setup, cost: Seconds) -> float:
 
 
 def head_seconds(setup: Setup) -> Seconds:
-    """Embedding, logits and loss of one micro-batch."""
+    """Seconds of embedding, logits and loss for one micro-batch."""
     model, device = setup.model, setup.cluster.device
     rate = sustained_rate(device, sixteen_bits(setup.matmul))
     assert rate is not None
@@ -301,20 +322,20 @@ def head_seconds(setup: Setup) -> Seconds:
 
 
 LOGIT_BYTES = 36
-"""Read and written per logit by an eager loss, forward and backward: a copy in fp32, its log-softmax, its gradient and
-the cast back."""
+"""Bytes read and written per logit by an eager loss, forward and backward: a copy in fp32, its log-softmax, its
+gradient and the cast back."""
 
 COMPILED_LOGITS = 0.5
-"""Of it, with a compiled loss, which is a fused one; compiled blocks alone leave it as it is."""
+"""Share of these bytes with a compiled loss, which is a fused one; compiled blocks alone leave them as they are."""
 
 
 def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) -> float:
-    """Reading the gradient twice (its norm, the update), reading and writing master and moments, writing the weight.
-
-    What takes roots and is not fused writes and reads each of its steps.
+    """Bytes of an update: reading the gradient twice (its norm, the update), reading and writing master weights and
+    moments, writing the weight. An update that takes roots and is not fused writes and reads each of its steps.
 
     Args:
-        whole_numel: of these elements, those of matrices that are updated whole, and have other moments.
+        owned_numel: elements that the rank updates.
+        whole_numel: how many of them are of matrices that are updated whole, and have other moments.
     """
     precision, spec = setup.precision, setup.optimizer
     each = spec.bytes_each(precision)

@@ -8,6 +8,7 @@ to host and disk) follows from that as without it. Where no figures are known, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from terrazzo.planner.figures import TrafficFigures
 from terrazzo.planner.formulas import Term
@@ -15,9 +16,9 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
-from terrazzo.planner.timing.stage import Stage, copy_s, slowest_stage
+from terrazzo.planner.timing.pipeline_rank import PipelineRank, copy_s, slowest_rank
 
-__all__ = ["computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_stage", "measured_terms"]
+__all__ = ["computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_rank", "measured_terms"]
 
 COMPUTATION = ("time.matmul", "time.attention", "time.memory", "time.recompute", "time.launch")
 
@@ -27,22 +28,22 @@ FASTEST, SLOWEST = 0.05, 1000.0
 
 def computation_s(setup: Setup) -> float:
     """Seconds of a step in which the device computes, by its figures."""
-    return sum(term.value for term in slowest_stage(setup).terms() if term.formula in COMPUTATION)
+    return sum(term.value for term in slowest_rank(setup).terms() if term.formula in COMPUTATION)
 
 
-def measured_stage(setup: Setup, record: Calibration) -> Stage:
-    """The slowest stage, at the pace that was measured."""
+def measured_rank(setup: Setup, record: Calibration) -> PipelineRank:
+    """The slowest rank along pp, at the pace that was measured."""
     pace = record.pace or step_flops(setup) / record.flops_per_s / computation_s(setup)
-    return slowest_stage(setup, pace, waits=record.bandwidth is None)
+    return slowest_rank(setup, pace, waits=record.bandwidth is None)
 
 
-def measured_terms(stage: Stage, traffic: TrafficFigures, record: Calibration) -> list[Term]:
-    """Those of a `measured_stage`, and what was measured as a whole."""
-    return [*stage.terms(), *_waits(traffic, record), *_overhead(record)]
+def measured_terms(slowest: PipelineRank, traffic: TrafficFigures, record: Calibration) -> list[Term]:
+    """The terms of a `measured_rank`, and what was measured as a whole."""
+    return [*slowest.terms(), *_waits(traffic, record), *_overhead(record)]
 
 
 def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> list[Term]:
-    """Of a device without known figures: FLOPs at the measured rate, and copies to host and disk at their links'."""
+    """The terms on a device without known figures: FLOPs at the measured rate, and copies at their links' rates."""
     flops, copied = step_flops(setup), copied_bytes(setup, traffic)
     busy = flops / record.flops_per_s
     terms = [Term("computation", busy, busy, "time.measured", {"flops": flops, "flops_per_s": record.flops_per_s}, "s")]
@@ -84,10 +85,18 @@ def _overhead(record: Calibration) -> list[Term]:
 # -- fitting ---------------------------------------------------------------------------------------------------
 
 
-def fitted_pace(setups: Sequence[Setup], seconds: Sequence[float], waits: bool) -> tuple[float, float]:
+class FittedPace(NamedTuple):
+    """How many times as long computation takes as the device's figures say, and seconds of any step beside it."""
+
+    pace: float
+    overhead_s: float
+
+
+def fitted_pace(setups: Sequence[Setup], seconds: Sequence[float], waits: bool) -> FittedPace:
     """Pace and constant of steps that were timed.
 
-    By the difference between the first and the last, or, where it does not tell, by the first alone, with no constant.
+    They follow from the difference between the first and the last, or, where it does not tell, from the first alone,
+    with no constant.
 
     Args:
         setups: of one model and plan, the last with less work.
@@ -95,7 +104,7 @@ def fitted_pace(setups: Sequence[Setup], seconds: Sequence[float], waits: bool) 
     """
 
     def expected(setup: Setup, pace: float) -> float:
-        return sum(term.value for term in slowest_stage(setup, pace, waits).terms())
+        return sum(term.value for term in slowest_rank(setup, pace, waits).terms())
 
     first, last = setups[0], setups[-1]
     less = seconds[0] - seconds[-1]
@@ -103,8 +112,8 @@ def fitted_pace(setups: Sequence[Setup], seconds: Sequence[float], waits: bool) 
         pace = _solved(lambda pace: expected(first, pace) - expected(last, pace), less)
         constant = seconds[0] - expected(first, pace)
         if constant >= 0 and SLOWEST > pace > FASTEST:
-            return pace, constant
-    return _solved(lambda pace: expected(first, pace), seconds[0]), 0.0
+            return FittedPace(pace, constant)
+    return FittedPace(_solved(lambda pace: expected(first, pace), seconds[0]), 0.0)
 
 
 def _solved(rising: Callable[[float], float], wanted: float) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["CONTENTION", "BlockRow", "Exposure", "block_exposure", "root_exposure"]
 
 CONTENTION = 0.30
-"""Of hidden communication's time, by how much computation beside it takes longer: collectives occupy multiprocessors
+"""Share of hidden communication's time by which computation takes longer beside it: collectives occupy multiprocessors
 and memory. Set on MosaicML's runs with few tokens per device."""
 
 
@@ -34,7 +34,7 @@ class Exposure:
 
 
 def root_exposure(moves: Mapping[str, float], repeats: Mapping[str, int]) -> Exposure:
-    """Of the root unit: nothing runs while its weights come, nor while its gradients go.
+    """What a step waits for moves of the root unit: nothing runs while its weights come, nor while its gradients go.
 
     Args:
         moves: seconds of its moves by `when`, each time.
@@ -62,9 +62,10 @@ class BlockRow:
 
 
 def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetch: int, beside: bool) -> Exposure:
-    """Of all blocks of a stage, in the order of forward. The last reduction of a backward is of the first that has one.
+    """What a step waits for moves of a rank's blocks. The last reduction of a backward is of the first that has one.
 
     Args:
+        rows: the blocks in the order of forward.
         repeats: see `root_exposure`.
         prefetch: blocks that are gathered ahead; 0 hides no gather.
         beside: collectives run on a stream of their own; on a CPU the step waits for what it gathers.
@@ -100,7 +101,7 @@ class _BlockTimes:
 
 
 def _exposed(rows: Sequence[_BlockTimes], prefetch: int) -> float:
-    """In one pass: what exceeds computation, and what one block at the end has no computation beside it for."""
+    """Seconds of a pass that computation does not hide: what exceeds it, and what the block at the end has none for."""
     exposed = 0.0
     for index, row in enumerate(rows):
         beside = row.reduction + (row.gather if prefetch else 0.0)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
+from terrazzo.planner.caching import once
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, active_share, parts_along_tp
 
 __all__ = ["Shares", "block_products", "product", "products_of"]
 
 DEPTH = 128
-"""Filling and draining the pipeline of a product costs as much as so many more elements of its inner dimension. With
-what is below it is within 11 % of Azure/AI-benchmarking-guide's products of 1,024 to 16,384 rows on an A100."""
+"""Elements of a product's inner dimension that cost as much as filling and draining its pipeline. With what is below,
+products of 1,024 to 16,384 rows on an A100 are within 11 % of Azure/AI-benchmarking-guide's."""
 
 HALF_WAVE = 108 * 128 * 128 / 2
 """Elements of a product's result by which the last round of tiles leaves a device empty, on average: half of what 108
@@ -32,8 +32,8 @@ class Shares(NamedTuple):
     """What a rank computes of a block.
 
     Attributes:
-        tokens: that it meets in matrices of which ranks along tp have parts.
-        own_tokens: in matrices that all of them have, and in the router.
+        tokens: tokens of one micro-batch in matrices of which ranks along tp have parts.
+        own_tokens: the same in matrices that all of them have, and in the router.
         tp, ep: ranks along these axes.
         whole_experts: whether ranks along tp have whole experts, and each its own tokens for them.
     """
@@ -45,7 +45,7 @@ class Shares(NamedTuple):
     whole_experts: bool
 
 
-@lru_cache(maxsize=4096)
+@once
 def block_products(tensors: tuple[TensorShape, ...], block: BlockShape, shares: Shares, in_tiles: bool) -> float:
     """FLOPs of all products of a block on one rank, and what is lost to their shapes counted as FLOPs.
 
@@ -68,9 +68,9 @@ def block_products(tensors: tuple[TensorShape, ...], block: BlockShape, shares: 
 def _products(
     tensor: TensorShape, block: BlockShape, tokens: float, in_tiles: bool, shares: Shares, ep: int = 1
 ) -> float:
-    """Forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products.
+    """FLOPs of forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products.
 
-    Of fewer key heads than ranks along tp each rank has all, and computes one.
+    Where there are fewer key heads than ranks along tp, each rank has all, and computes one.
     """
     parts = parts_along_tp(tensor, block, shares.tp, shares.whole_experts)
     tp = min(shares.tp, block.kv_heads) if tensor.of_key_heads else parts

@@ -15,14 +15,14 @@ __all__ = [
 ]
 
 MEASURED_SHARE = 0.80
-"""Of a dense peak, the largest rate of a matrix product, where it was not measured: 0.87 on A100, 0.80 on H100, 0.78 on
-B200 (stas00/ml-engineering, MAMF)."""
+"""The largest rate of a matrix product as a share of the dense peak, where it was not measured: 0.87 on A100, 0.80 on
+H100, 0.78 on B200 (stas00/ml-engineering, MAMF)."""
 
 MEASURED_FP8_SHARE = 0.72
-"""The same in fp8: 0.71 on H100, 0.73 on H200, 0.72 on GB200 (the same source, and Azure/AI-benchmarking-guide)."""
+"""This share in fp8: 0.71 on H100, 0.73 on H200, 0.72 on GB200 (the same source, and Azure/AI-benchmarking-guide)."""
 
 SUSTAINED_SHARE = 0.88
-"""Of that largest rate, what large products reach throughout a training step on an A100."""
+"""What large products reach of that largest rate throughout a training step on an A100."""
 
 SUSTAINED_POWER = 0.3
 """Devices with fewer watts for each FLOP/s than an A100 lower their clocks under load: the power of that ratio which
@@ -31,7 +31,7 @@ the sustained rate follows."""
 A100_WATTS_PER_FLOPS = 400 / 271.2e12
 
 MEMORY_SHARE = 0.85
-"""Of the memory's bandwidth, what elementwise kernels reach."""
+"""What elementwise kernels reach of the memory's bandwidth."""
 
 
 def matmul_rate(device: Device, matmul: str) -> float | None:
@@ -56,7 +56,7 @@ def sustained_rate(device: Device, matmul: str) -> float | None:
 
 
 def power_share(device: Device, matmul: str) -> float:
-    """Of a rate reached for a moment, what the device's power allows to keep up.
+    """The share of a rate reached for a moment that the device's power allows to keep up.
 
     Power is compared in 16 bits: a narrower format needs less of it for each operation, and is as fast as that allows.
     """

@@ -1,6 +1,6 @@
 """How long one optimizer step takes, and what bounds it.
 
-The step is that of the slowest pipeline stage: what its blocks, and its head, need for all micro-batches, the
+The step is that of the slowest rank along pp: what its blocks, and its head, need for all micro-batches, the
 communication that nothing hides, the pipeline's idle time, the optimizer, and copies to host and disk.
 """
 
@@ -12,9 +12,9 @@ from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import flops_per_token
-from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_stage, measured_terms
+from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_rank, measured_terms
+from terrazzo.planner.timing.pipeline_rank import PipelineRank, slowest_rank
 from terrazzo.planner.timing.rates import matmul_rate
-from terrazzo.planner.timing.stage import Stage, slowest_stage
 from terrazzo.planner.traffic.volumes import traffic_of
 
 __all__ = ["FORMULAS", "time_of"]
@@ -94,12 +94,12 @@ FORMULAS = {
 
 
 def _turns(setup: Setup, alone_s: float) -> list[Term]:
-    """What a step takes longer than the `alone_s` of its slowest stage where ranks take turns on a host's cores."""
+    """What a step takes longer than the `alone_s` of its slowest rank where ranks take turns on a host's cores."""
     cores, ranks = setup.cluster.device.cores, setup.cluster.ranks_per_host
     if cores is None or ranks <= cores:
         return []
-    made = {index: Stage(setup, index) for index in set(stand_ins(setup))}
-    work_s = sum(made[index].work_s for index in stand_ins(setup)) / setup.mesh.pp * ranks
+    made = {pp_rank: PipelineRank(setup, pp_rank) for pp_rank in set(stand_ins(setup))}
+    work_s = sum(made[pp_rank].work_s for pp_rank in stand_ins(setup)) / setup.mesh.pp * ranks
     value = max(0.0, work_s / cores - alone_s)
     inputs = {"work_s": work_s, "cores": float(cores), "alone_s": alone_s}
     return [Term("turns on shared cores", value, value, "time.turns", inputs, "s")] if value else []
@@ -138,10 +138,10 @@ def time_of(
     why = _nothing_to_compute(setup) or _no_rates(setup) or _unknown_links(setup, traffic)
     if why:
         return why
-    stage = slowest_stage(setup) if calibration is None else measured_stage(setup, calibration)
-    terms = stage.terms() if calibration is None else measured_terms(stage, traffic, calibration)
+    slowest = slowest_rank(setup) if calibration is None else measured_rank(setup, calibration)
+    terms = slowest.terms() if calibration is None else measured_terms(slowest, traffic, calibration)
     terms += _turns(setup, sum(term.value for term in terms))
-    return _time(setup, terms, stage.exposure.hidden, calibration)
+    return _time(setup, terms, slowest.exposure.hidden, calibration)
 
 
 def _nothing_to_compute(setup: Setup) -> str:

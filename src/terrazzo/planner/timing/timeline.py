@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
 from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.stage import Stage
+from terrazzo.planner.timing.pipeline_rank import PipelineRank
 
 __all__ = ["Span", "Timeline", "pipeline_step", "timeline_of"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stage runs on one micro-batch; in seconds since the step began."""
+    """When one stage runs on one micro-batch, in seconds since the step began."""
 
     action: Action
     start_s: float
@@ -37,7 +37,7 @@ class Timeline:
         return max(spans[-1].end_s for spans in self.ranks)
 
     def idle_share(self, rank: int) -> float:
-        """Of the step, the part in which a rank runs nothing."""
+        """The part of the step in which a rank runs nothing."""
         return 1 - sum(span.end_s - span.start_s for span in self.ranks[rank]) / self.seconds
 
 
@@ -47,10 +47,9 @@ def pipeline_step(setup: Setup) -> Timeline:
     Raises:
         BadInput: micro-batches that do not fill the pipeline, or do not go round.
     """
-    made = {index: Stage(setup, index) for index in set(stand_ins(setup))}
-    stages = [made[index] for index in stand_ins(setup)]
-    passes = [each.passes for each in stages]
-    return timeline_of(setup.pipeline, setup.micro_batches, passes, stages[0].send_s)
+    made = {pp_rank: PipelineRank(setup, pp_rank) for pp_rank in set(stand_ins(setup))}
+    ranks = [made[pp_rank] for pp_rank in stand_ins(setup)]
+    return timeline_of(setup.pipeline, setup.micro_batches, [rank.passes for rank in ranks], ranks[0].send_s)
 
 
 def timeline_of(
@@ -62,7 +61,7 @@ def timeline_of(
     """Have each rank run its actions as soon as it has ended the one before, and what it is given has come.
 
     Args:
-        passes: seconds of a forward and a backward of one micro-batch, for each rank and each of its stages.
+        passes: seconds of one micro-batch, for each rank and each of its stages: `PassSeconds`, or such a pair.
         send_s: from the end of a stage's pass until the next stage has what it made; the sender goes on meanwhile.
 
     Raises:
@@ -88,7 +87,7 @@ def timeline_of(
 
 
 def _seconds(action: Action, passes: tuple[float, float], schedule: str) -> float:
-    """Where gradients of weights are put off, they take half of a backward (arXiv 2401.10241, section 2)."""
+    """Seconds of an action. Gradients of weights that are put off take half of a backward (arXiv 2401.10241, 2)."""
     forward_s, backward_s = passes
     if action.kind is ActionKind.FORWARD:
         return forward_s
@@ -96,7 +95,7 @@ def _seconds(action: Action, passes: tuple[float, float], schedule: str) -> floa
 
 
 def _before(action: Action, last_stage: int) -> Action | None:
-    """Whose result an action needs."""
+    """The action whose result this one needs; None for the first forward of a micro-batch."""
     stage, kind, number = action
     if kind is ActionKind.WEIGHT:
         return Action(stage, ActionKind.BACKWARD, number)

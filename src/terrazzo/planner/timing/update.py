@@ -29,12 +29,12 @@ FORMULAS = {
 
 @dataclass(frozen=True)
 class UnitUpdate:
-    """Seconds of one unit.
+    """Seconds of one unit's update, and of its computation.
 
     Attributes:
-        host_s: that the CPUs update for; pcie_s, disk_s: that its copies take.
-        forward_s, backward_s: of its computation in one micro-batch.
-        at_once: it has matrices that are updated whole, for which the step waits.
+        host_s: what the CPUs update for; pcie_s, disk_s: what its copies take.
+        forward_s, backward_s: its computation in one micro-batch.
+        at_once: whether it has matrices that are updated whole, for which the step waits.
     """
 
     host_s: float

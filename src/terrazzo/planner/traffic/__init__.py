@@ -10,8 +10,8 @@ runs. Read the modules in this order:
 
 The gathered weights that a rank sends go through these functions:
 
-    traffic_of                    the stage whose rank sends most                                volumes
-      placed_units                the units of a stage, and which ranks split them               layout.placement
+    traffic_of                    the rank along pp that sends most                              volumes
+      placed_units                its units, and which ranks split them                          layout.placement
       unit_moves                  the collectives of one unit                                    volumes
         bucket.collectives        `all_gather weights`: elements x bytes x (n - 1) / n           layout.buckets
         Network.link              the link that these ranks cross                                machine.network

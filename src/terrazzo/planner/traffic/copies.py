@@ -11,14 +11,14 @@ __all__ = ["copies"]
 
 
 def copies(bucket: PlannedBucket, when: When, each_is_reduced: bool) -> list[MoveBytes]:
-    """At one moment of a step, in bytes of one rank.
+    """The copies of one rank at one moment of a step.
 
     Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
     earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.
 
     Args:
-        each_is_reduced: micro-batches before the last are reduced too. All gradients are then, also those that no other
-            rank has, as of experts without copies on other ranks.
+        each_is_reduced: whether micro-batches before the last are reduced too. All gradients are then, also those that
+            no other rank has, as of experts without copies on other ranks.
     """
     tiers, weight_bytes = bucket.tiers, bucket.weight_bytes(bucket.numel(bucket.weight_axes))
     fetches_again = not bucket.keep and bucket.between_axes == bucket.weight_axes
@@ -58,13 +58,9 @@ def _update(bucket: PlannedBucket) -> list[MoveBytes]:
 
 
 def _new_weights(bucket: PlannedBucket) -> list[MoveBytes]:
-    """From where they were updated to where they rest; less split ones are gathered on the device first."""
-    weight, optim, itemsize, moves = (
-        bucket.tiers.weight,
-        bucket.tiers.optim,
-        bucket.weight_dtype.itemsize,
-        list[MoveBytes](),
-    )
+    """Copies of updated weights to where they rest; those that rest less split are gathered on the device first."""
+    weight, optim, itemsize = bucket.tiers.weight, bucket.tiers.optim, bucket.weight_dtype.itemsize
+    moves = list[MoveBytes]()
     gathered = weight != "device" and bucket.weight_axes != bucket.optim_axes
     if optim != "device" and (weight == "device" or gathered):
         moves.append(_copy("updated weights to the device", bucket.numel(bucket.optim_axes) * itemsize))
@@ -74,7 +70,7 @@ def _new_weights(bucket: PlannedBucket) -> list[MoveBytes]:
 
 
 def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[MoveBytes]:
-    """From or to a tier: what crosses the link to the host, and what its disks'."""
+    """Copies between the device and a tier: over the link to the host, and over that to its disks."""
     moves = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
     return moves[: TIERS.index(tier)]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
+from terrazzo.planner.memory.activations import FP32_BYTES
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
@@ -44,8 +45,8 @@ FORMULAS = {
     ),
 }
 
-WIDE_BYTES, PLACE_BYTES = 4, 8
-"""Of sums, which are fp32, and of a token's place in its sequence."""
+PLACE_BYTES = 8
+"""Bytes of a token's place in its sequence."""
 
 
 def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
@@ -132,9 +133,9 @@ class _TensorMoves:
         if self._setup.puts_logits_together:
             yield self._gathered("forward", size * tokens * -(-self._setup.model.logits // size), what="logits")
             return
-        highest = size * tokens * WIDE_BYTES // self._itemsize
+        highest = size * tokens * FP32_BYTES // self._itemsize
         yield self._gathered("forward", highest, what="numbers of the loss")
-        padded = -(-tokens // size) * WIDE_BYTES
+        padded = -(-tokens // size) * FP32_BYTES
         yield self._move("all_reduce", "forward", 2 * padded * (size - 1), 2, "numbers of the loss")
 
     def put_together(self, when: str, count: int) -> UnitTransfer:
@@ -158,7 +159,7 @@ class _TensorMoves:
 
 
 def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
-    """Of the root where documents begin, of blocks keys and values, or heads."""
+    """Exchanges along cp: keys and values, or heads, of a block; of the root where documents begin."""
     group, tokens = group_of(setup.mesh, "cp"), setup.rank_tokens
     network, again = Network(setup.cluster.device), setup.checkpointed_share
 
@@ -177,7 +178,7 @@ def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
         yield move("all_gather", "backward", "keys and values", own * others, 1 + again)
         yield move("all_to_all", "backward", "gradients of keys and values", own * others)
     elif setup.context == "ring":
-        wide = tokens * heads.channels * max(WIDE_BYTES, setup.precision.compute.itemsize)
+        wide = tokens * heads.channels * max(FP32_BYTES, setup.precision.compute.itemsize)
         yield move("send", "forward", "keys and values", own, others)
         yield move("send", "backward", "keys and values", own, others * (1 + again))
         yield move("send", "backward", "gradients of keys and values", wide, group.size)
@@ -189,10 +190,10 @@ def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
 
 
 class _KeyHeads:
-    """Of one block's attention on one rank, elements per token.
+    """Elements per token of one block's attention on one rank.
 
     Attributes:
-        channels: of keys and values. `queries`: of queries and outputs.
+        channels: those of keys and values. `queries`: those of queries and outputs.
         repeats: how often each key head goes out, so that ranks have one for each of their query heads.
     """
 
@@ -205,7 +206,7 @@ class _KeyHeads:
 
 
 def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
-    """Whole experts are given the part of the sequence that each rank along tp has."""
+    """Exchanges along ep. Whole experts are given the part of the sequence that each rank along tp has."""
     mesh = setup.mesh
     group = RankGroup("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
     apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
@@ -217,8 +218,8 @@ def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
         yield network.routed(move)
 
 
-def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
-    """What a rank of `stage` sends of each micro-batch: activations onward, and their gradients back.
+def pipeline_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
+    """What rank `pp_rank` along pp sends of each micro-batch: activations onward, and their gradients back.
 
     Nothing comes behind the last of all stages, and nothing before the first. The engine's stages send whole sequences,
     which ranks along tp put together first.
@@ -230,7 +231,7 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
     neighbours = RankGroup("pp", 2, group.stride)
     once = setup.residual_bytes / (setup.mesh.tp if setup.as_megatron else 1)
     shares = _TensorMoves(setup) if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged else None
-    for when, count in (("forward", chunks - (stage == ranks - 1)), ("backward", chunks - (stage == 0))):
+    for when, count in (("forward", chunks - (pp_rank == ranks - 1)), ("backward", chunks - (pp_rank == 0))):
         if count:
             what, network = "pipeline activations", Network(setup.cluster.device)
             yield network.routed(UnitTransfer("send", what, "pipeline", when, once * count, neighbours, count))
@@ -239,7 +240,7 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
 
 
 def shared_gradients(setup: Setup, copied_bytes: int) -> UnitTransfer:
-    """What a rank of a pipeline sends once in a step of parameters that another stage has, too."""
+    """What a rank along pp sends once in a step, of parameters that another one has too."""
     group = group_of(setup.mesh, "pp")
     network = Network(setup.cluster.device)
     return network.routed(UnitTransfer("send", "gradients that stages share", "data", "last", copied_bytes, group))

@@ -24,9 +24,9 @@ FORMULAS = {
 }
 
 
-def outer_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
+def outer_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
     """The collectives of one outer step of a rank; none where there are no outer steps."""
-    settings, numel = setup.diloco, outer_numel(setup, stage)
+    settings, numel = setup.diloco, outer_numel(setup, pp_rank)
     if settings is None or not numel:
         return
     group, replicas = group_of(setup.mesh, REPLICAS), setup.mesh.dp_replicate
@@ -35,7 +35,7 @@ def outer_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
         kind = "all_gather" if settings.traffic == "int8" else "all_reduce"
         sent = sum(settings.sent_bytes(message, replicas) for message in messages)
         yield _move(setup, kind, "outer gradients", sent, group, len(messages))
-    for unit, count, placement in placed_units(setup, stage):
+    for unit, count, placement in placed_units(setup, pp_rank):
         for bucket in buckets(unit, placement):
             if bucket.outer_states:
                 for _ in range(count):
@@ -43,7 +43,7 @@ def outer_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
 
 
 def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
-    """From the parts of the outer step to master weights, and from these to weights."""
+    """Gathers within a replica: from the parts of the outer step to master weights, and from these to weights."""
     for move in (*bucket.outer_gathers, *bucket.collectives(When.UPDATE)):
         group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
         yield _move(setup, move.kind, "outer weights", move.sent_bytes, group)

@@ -63,9 +63,9 @@ FORMULAS = {
 
 
 def traffic_of(setup: Setup) -> TrafficFigures:
-    """Traffic of the rank that sends most, of all pipeline stages."""
-    per_stage = [_collect(setup, stage) for stage in sorted(set(stand_ins(setup)))]
-    most = max(per_stage, key=lambda sums: sum(each.sent_bytes for each in sums.values()))
+    """Traffic of the rank that sends most, of all along pp."""
+    per_pp_rank = [_collect(setup, pp_rank) for pp_rank in sorted(set(stand_ins(setup)))]
+    most = max(per_pp_rank, key=lambda sums: sum(each.sent_bytes for each in sums.values()))
     terms, by_link = [], dict.fromkeys(("scaleup", "internode", "pcie", "disk"), 0.0)
     for name, (move, links) in most.items():
         value, inputs = sum(links.values()), {f"{link}_bytes": sent for link, sent in links.items()}
@@ -75,13 +75,13 @@ def traffic_of(setup: Setup) -> TrafficFigures:
     return TrafficFigures(tuple(terms), {link: sent for link, sent in by_link.items() if sent})
 
 
-def expected_exchanges(setup: Setup, stage: int = 0) -> dict[str, int]:
-    """What a rank of `stage` sends of activations along `tp`, `cp` and `pp` in a step, in bytes.
+def expected_exchanges(setup: Setup, pp_rank: int = 0) -> dict[str, int]:
+    """Bytes of activations that rank `pp_rank` along pp sends along `tp`, `cp` and `pp` in a step.
 
-    By the names of the engine's `Traffic.by_name`.
+    The keys are those of the engine's `Traffic.by_name`.
     """
     axes, sent = {"tensor": "tp ", "context": "cp ", "pipeline": ""}, dict[str, int]()
-    for each in _collect(setup, stage).values():
+    for each in _collect(setup, pp_rank).values():
         if (axis := axes.get(each.move.purpose)) is not None:
             name = f"{axis}{each.move.kind}"
             sent[name] = sent.get(name, 0) + round(each.sent_bytes)
@@ -104,15 +104,15 @@ class _MoveSum(NamedTuple):
         return sum(self.links.values())
 
 
-def _collect(setup: Setup, stage: int) -> dict[str, _MoveSum]:
-    """What a rank of a stage sends in a step, by name."""
+def _collect(setup: Setup, pp_rank: int) -> dict[str, _MoveSum]:
+    """What rank `pp_rank` along pp sends in a step, by name."""
     sums: dict[str, _MoveSum] = {}
 
     def add(move: UnitTransfer, times: float) -> None:
         links = sums.setdefault(f"{move.counts_as} {move.what}", _MoveSum(move, {})).links
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
-    for unit, count, placement in placed_units(setup, stage):
+    for unit, count, placement in placed_units(setup, pp_rank):
         repeats = repetitions(setup, unit)
         for move in (*unit_moves(setup, unit, placement), *unit_copies(unit, placement)):
             add(move, count * repeats[move.when])
@@ -120,11 +120,11 @@ def _collect(setup: Setup, stage: int) -> dict[str, _MoveSum]:
             add(move, count * setup.micro_batches)
         if copied_bytes := trained_unit(unit, placement).copied:
             add(shared_gradients(setup, copied_bytes), count)
-    for move in pipeline_moves(setup, stage):
+    for move in pipeline_moves(setup, pp_rank):
         add(move, setup.micro_batches)
-    for move in matrix_moves(setup, stage):
+    for move in matrix_moves(setup, pp_rank):
         add(move, 1)
-    for move in outer_moves(setup, stage):
+    for move in outer_moves(setup, pp_rank):
         add(move, 1 / setup.diloco.sync_every if setup.diloco is not None else 0)
     return sums
 
@@ -159,10 +159,10 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
     return tuple(moves)
 
 
-def matrix_moves(setup: Setup, stage: int) -> tuple[UnitTransfer, ...]:
-    """To the owners of matrices that are updated whole, and back, in a step."""
+def matrix_moves(setup: Setup, pp_rank: int) -> tuple[UnitTransfer, ...]:
+    """Exchanges with the owners of matrices that are updated whole, there and back, in a step."""
     network, moves = Network(setup.cluster.device), []
-    for axis, size, sent_bytes, messages in matrix_updates(setup, stage).exchanged:
+    for axis, size, sent_bytes, messages in matrix_updates(setup, pp_rank).exchanged:
         group = part_of_group(setup.mesh, axis, size)
         sent = UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, messages)
         moves.append(network.routed(sent))

@@ -57,7 +57,7 @@ def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Ran
     measured = mean(rates[1:] or rates)
     try:
         setup = setup_of(load_config(path), ranks)
-        record = find_calibration(setup)[0]
+        record = find_calibration(setup).record
         here = estimate(setup, record)
     except Exception as error:  # anything: a stranger's model, or a configuration of another version
         return RankCount(f"Half or twice the ranks are not judged: {error}", None)

@@ -1,10 +1,11 @@
-"""One pipeline stage's rank in one step: the seconds of its blocks, of its communication and of its optimizer."""
+"""One rank along pp in one step: the seconds of its blocks, of its communication and of its optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
@@ -31,14 +32,14 @@ from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_mo
 from terrazzo.planner.traffic.outer_moves import outer_moves
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
 
-__all__ = ["PCIE_COPY_SHARE", "Stage", "copy_s", "slowest_stage"]
+__all__ = ["PCIE_COPY_SHARE", "PassSeconds", "PipelineRank", "copy_s", "slowest_rank"]
 
 TENSOR_HIDDEN = 0.5
-"""Of tensor-parallel communication in backward, what the weight gradients' products hide where it runs beside them
-(Megatron-LM's default). The engine waits for each of these exchanges."""
+"""The share of tensor-parallel communication in backward that the weight gradients' products hide where it runs beside
+them (Megatron-LM's default). The engine waits for each of these exchanges."""
 
 PCIE_COPY_SHARE = 0.80
-"""Of a PCIe link's bandwidth, what pinned copies reach: 24.8 of 31.5 GB/s, 55.6 of 63 (forums.developer.nvidia.com,
+"""What pinned copies reach of a PCIe link's bandwidth: 24.8 of 31.5 GB/s, 55.6 of 63 (forums.developer.nvidia.com,
 thread 352186)."""
 
 HOST_ADAM = 3e9
@@ -55,55 +56,65 @@ def copy_s(cluster: Cluster, link: str, sent_bytes: float) -> float:
     return sent_bytes * cluster.ranks_per_host / cluster.disk_bandwidth
 
 
+class PassSeconds(NamedTuple):
+    """Seconds of a forward and of a backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """Equal units in a row, and the seconds of one in one micro-batch.
 
     Attributes:
-        before, after: of collectives of the other axes that forward and backward wait for.
+        waits: for collectives of the other axes.
     """
 
     unit: UnitShape
     count: int
     placement: Placement
     seconds: Seconds
-    before: float
-    after: float
+    waits: PassSeconds
 
     @property
-    def passes(self) -> tuple[float, float]:
-        return self.seconds.forward + self.before, self.seconds.backward + self.after
+    def passes(self) -> PassSeconds:
+        """Seconds of one unit's computation and waits."""
+        return PassSeconds(self.seconds.forward + self.waits.forward, self.seconds.backward + self.waits.backward)
 
 
-def slowest_stage(setup: Setup, pace: float = 1.0, waits: bool = True) -> Stage:
-    """The stage that all others wait for: in its blocks, or in the head of the last."""
-    stages = [Stage(setup, index, pace, waits) for index in sorted(set(stand_ins(setup)))]
-    return max(stages, key=lambda stage: stage.busy_s)
+def slowest_rank(setup: Setup, pace: float = 1.0, waits: bool = True) -> PipelineRank:
+    """The rank along pp that all others wait for: in its blocks, or in the head of the last."""
+    ranks = [PipelineRank(setup, pp_rank, pace, waits) for pp_rank in sorted(set(stand_ins(setup)))]
+    return max(ranks, key=lambda rank: rank.busy_s)
 
 
-class Stage:
-    """The rank of stage `index`. The device's rates and links must be known.
+class PipelineRank:
+    """Rank `pp_rank` along pp, of any of the other axes. The device's rates and links must be known.
 
     Args:
         pace: by how much longer computation takes here than the device's figures say.
         waits: whether collectives take time; not, where what they take was measured as a whole.
     """
 
-    def __init__(self, setup: Setup, index: int, pace: float = 1.0, waits: bool = True) -> None:
-        self._setup, self._pace, self._index = setup, pace, index
+    def __init__(self, setup: Setup, pp_rank: int, pace: float = 1.0, waits: bool = True) -> None:
+        self._setup, self._pace, self._pp_rank = setup, pace, pp_rank
         self._network = Network(setup.cluster.device, free=not waits)
-        self._units = placed_units(setup, index)
-        self._roots = [row for row in self._units if row[0].is_root]
-        self._head = head_seconds(setup).at(pace) if index == setup.mesh.pp - 1 else Seconds()
-        self._blocks = [self._cost(*row) for row in self._units if not row[0].is_root]
+        self._units = placed_units(setup, pp_rank)
+        self._roots = [row for row in self._units if row.unit.is_root]
+        self._head = head_seconds(setup).at(pace) if pp_rank == setup.mesh.pp - 1 else Seconds()
+        self._blocks = [self._cost(*row) for row in self._units if not row.unit.is_root]
 
     def _cost(self, unit: UnitShape, count: int, placement: Placement) -> _Blocks:
         seconds = block_seconds(self._setup, unit).at(self._pace) if unit.block else Seconds()
-        before, after = self._waits(unit, seconds)
-        return _Blocks(unit, count, placement, seconds, before, after)
+        return _Blocks(unit, count, placement, seconds, self._waits(unit, seconds))
 
-    def _waits(self, unit: UnitShape, seconds: Seconds) -> tuple[float, float]:
-        """Exposed communication of tensor, context and expert parallelism, forward and backward.
+    def _waits(self, unit: UnitShape, seconds: Seconds) -> PassSeconds:
+        """Exposed communication of tensor, context and expert parallelism.
 
         Attention hides what goes round a ring, and nothing else.
         """
@@ -116,37 +127,37 @@ class Stage:
         attention = seconds.attention * seconds.forward_share
         waits["forward"] += max(0.0, rounds["forward"] - attention)
         waits["backward"] += max(0.0, rounds["backward"] - (seconds.attention - attention))
-        return waits["forward"], waits["backward"]
+        return PassSeconds(waits["forward"], waits["backward"])
 
     @cached_property
     def busy_s(self) -> float:
-        """Of all micro-batches, without idle time, data-parallel communication and the update."""
-        return self._setup.micro_batches * sum(map(sum, self.passes))
+        """Seconds of all micro-batches, without idle time, data-parallel communication and the update."""
+        return self._setup.micro_batches * sum(each.both for each in self.passes)
 
     @cached_property
-    def passes(self) -> list[tuple[float, float]]:
+    def passes(self) -> list[PassSeconds]:
         """Forward and backward of one micro-batch through each of this rank's stages; the head is in the last."""
-        chunks, (before, after) = self._setup.virtual_stages, self._root_waits
-        forward, backward = (sum(part.count * part.passes[way] for part in self._blocks) / chunks for way in (0, 1))
-        passes = [(forward, backward)] * chunks
-        passes[-1] = forward + self._head.forward + before, backward + self._head.backward + after
-        return passes
+        chunks, root = self._setup.virtual_stages, self._root_waits
+        forward = sum(part.count * part.passes.forward for part in self._blocks) / chunks
+        backward = sum(part.count * part.passes.backward for part in self._blocks) / chunks
+        last = PassSeconds(forward + self._head.forward + root.forward, backward + self._head.backward + root.backward)
+        return [*[PassSeconds(forward, backward)] * (chunks - 1), last]
 
     @property
     def send_s(self) -> float:
-        """Until the next stage has what this one made of a micro-batch."""
+        """Seconds until the next stage has what this one made of a micro-batch."""
         moves = [move for move in self._messages if move.kind == "send"]
         return sum(map(self._network.move_s, moves)) / (sum(move.messages for move in moves) or 1)
 
     @cached_property
     def _messages(self) -> list[UnitTransfer]:
-        """Of a rank in the middle: all others wait for what it sends."""
+        """What a rank in the middle sends of each micro-batch: all others wait for it."""
         return list(pipeline_moves(self._setup, min(1, max(0, self._setup.mesh.pp - 2))))
 
     @cached_property
-    def _root_waits(self) -> tuple[float, float]:
+    def _root_waits(self) -> PassSeconds:
         waits = [self._waits(unit, Seconds()) for unit, _, _ in self._roots]
-        return sum(before for before, _ in waits), sum(after for _, after in waits)
+        return PassSeconds(sum(each.forward for each in waits), sum(each.backward for each in waits))
 
     @cached_property
     def exposure(self) -> Exposure:
@@ -164,9 +175,9 @@ class Stage:
                 alone = part.count * moves.pop("backward", 0.0) * repetitions(self._setup, part.unit)["backward"]
                 root += Exposure(alone, alone)
             rows.append(BlockRow(part.count, *part.passes, moves, has_backward=not part.unit.forward_only))
-        exchanged = sum(map(self._network.move_s, matrix_moves(self._setup, self._index)))
+        exchanged = sum(map(self._network.move_s, matrix_moves(self._setup, self._pp_rank)))
         if (diloco := self._setup.diloco) is not None:
-            exchanged += sum(map(self._network.move_s, outer_moves(self._setup, self._index))) / diloco.sync_every
+            exchanged += sum(map(self._network.move_s, outer_moves(self._setup, self._pp_rank))) / diloco.sync_every
         root += Exposure(exchanged, exchanged)
         beside = self._setup.cluster.device.kind != "cpu"
         repeats = repetitions(self._setup, self._setup.model.root)
@@ -185,14 +196,14 @@ class Stage:
 
     @property
     def work_s(self) -> float:
-        """In which one of its ranks keeps a core busy in a step: it computes, hands on bytes or updates."""
+        """Seconds in which the rank keeps a core busy in a step: it computes, hands on bytes or updates."""
         sent = self.exposure.total + self._send_s
         return self.busy_s + sent + sum(term.value for term in self._update_terms())
 
     # -- terms -------------------------------------------------------------------------------------------------
 
     def terms(self) -> list[Term]:
-        """Of the step; they add up to it."""
+        """The terms of the step; they add up to it."""
         return [term for term in (*self._compute_terms(), *self._wait_terms(), *self._update_terms()) if term.value]
 
     def _compute_terms(self) -> list[Term]:
@@ -248,7 +259,7 @@ class Stage:
         return self._setup.micro_batches * (blocks + head)
 
     def _each(self, part: str) -> float:
-        """The same for one block and micro-batch, on average, with its share of the head."""
+        """Seconds of one part for one block and micro-batch, on average, with its share of the head."""
         counts = self._counts
         return self._sum(part) / counts["layers"] / counts["micro_batches"] if counts["layers"] else 0.0
 
@@ -257,12 +268,12 @@ class Stage:
         return {"micro_batches": self._setup.micro_batches, "layers": sum(part.count for part in self._blocks)}
 
     def _blocking_s(self) -> float:
-        waits = sum(part.count * (part.before + part.after) for part in self._blocks)
-        return self._setup.micro_batches * (waits + sum(self._root_waits))
+        waits = sum(part.count * part.waits.both for part in self._blocks)
+        return self._setup.micro_batches * (waits + self._root_waits.both)
 
     @property
     def _send_s(self) -> float:
-        """Of messages between stages, in a step."""
+        """Seconds of messages between stages, in a step."""
         return self._setup.micro_batches * self._sent_once_s
 
     @cached_property
@@ -293,11 +304,11 @@ class Stage:
 
     @cached_property
     def _matrices(self) -> MatrixUpdates:
-        return matrix_updates(self._setup, self._index)
+        return matrix_updates(self._setup, self._pp_rank)
 
     @property
     def _orthogonal_rate(self) -> float:
-        """Of products in bf16, in which matrices are made orthogonal; where it is not known, of those of the model."""
+        """FLOP/s of products in bf16, in which matrices are made orthogonal; where not known, of those of the model."""
         device = self._setup.cluster.device
         return sustained_rate(device, "bf16") or sustained_rate(device, self._setup.matmul) or 1.0
 
@@ -308,7 +319,7 @@ class Stage:
             if move.when == "update":
                 copies[move.link] += copy_s(self._setup.cluster, move.link, move.sent_bytes)
         elements = owned * self._setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
-        forward, backward = next((part.passes for part in self._blocks if part.unit is unit), (0.0, 0.0))
+        forward, backward = next((part.passes for part in self._blocks if part.unit is unit), PassSeconds(0.0, 0.0))
         at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)
         return UnitUpdate(elements / HOST_ADAM, copies["pcie"], copies["disk"], forward, backward, at_once)
 
