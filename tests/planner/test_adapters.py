@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate, Request, build_setup, estimate
 from terrazzo.planner.choice.emit import train_config
@@ -102,7 +103,7 @@ def test_blocks_that_no_gradient_goes_back_through_hold_nothing_in_backward() ->
     trained = UnitShape("back", (TensorShape("weight", (64, 64), "matrix"),))
     root = UnitShape("", (TensorShape("norm", (64,), "vector"),))
     setup = build_setup(asked(memory_bytes=None, precision="bf16"))
-    placement = placement_of(setup)
+    placement = placement_of(setup, ON_DEVICE)
 
     def peak(forward_only: bool) -> Peak:
         front = StepUnit(unit_events(frozen, placement), working=10.0, forward_only=forward_only)

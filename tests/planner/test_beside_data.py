@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
+from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.parallel import TensorRanks, context_of
 from terrazzo.parallel.simulated_ranks import cut_simulated
 from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES
@@ -306,7 +307,7 @@ def test_a_request_with_tp_means_what_transformers_plan_makes_of_a_family(family
     asked = Request(config, size, tp=size, sequence=LENGTH, micro_batch=2, precision="fp32", loss="full")
     setup = build_setup(asked)
     check(setup)
-    placement = placement_of(setup)
+    placement = placement_of(setup, ON_DEVICE)
     planned = [
         bucket.share(tensor)
         for unit in setup.model.units

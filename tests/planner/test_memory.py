@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import terrazzo as tz
 from terrazzo.engine import Plan, Precision
 from terrazzo.engine.optim.stock.param_groups import choose_kernel
+from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.files import GIB
 from terrazzo.planner.api import ask
 from terrazzo.planner.layout.stages import in_flight, units_on
@@ -468,7 +469,7 @@ def _step_units(made: Setup, saved: int, host: int) -> list[StepUnit]:
     from terrazzo.planner.layout.placement import placement_of
     from terrazzo.planner.memory.unit_events import unit_events
 
-    placement = replace(placement_of(made), host=host)
+    placement = replace(placement_of(made, ON_DEVICE), host=host)
     return [
         StepUnit(unit_events(unit, placement), count, float(saved) if unit.block else 0.0, saved / 3)
         for unit, count in units_on(made, 0)

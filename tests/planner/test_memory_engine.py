@@ -20,7 +20,7 @@ from terrazzo.engine.formats import block_format
 from terrazzo.engine.plan import error_feedback, layout
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.partition import find_units, partition
-from terrazzo.engine.plan.place import OFFLOADS
+from terrazzo.engine.plan.place import OFFLOADS, ON_DEVICE
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device
@@ -273,6 +273,6 @@ def test_what_gloo_receives(ranks: int, per_node: int) -> None:
     host = Device("host", kind="cpu", per_node=per_node)
     unit = UnitShape("", (TensorShape("matrix", (2048, 1024)),))
     setup = Setup(ModelShape("one", (unit,)), Cluster(host, ranks), Plan.named("zero3"), Mesh(dp_shard=ranks))
-    (bucket,) = buckets(unit, placement_of(setup))
+    (bucket,) = buckets(unit, placement_of(setup, ON_DEVICE))
     (move,) = bucket.sums.last.partial
     assert move.received_bytes == collectives.receive_bytes(bucket.pending_bytes(Pass.REDUCES))

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
 from terrazzo.engine.plan.bucket_spec import When
+from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import TrafficFigures
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import placement_of
@@ -266,7 +267,7 @@ def test_experts_rest_split_over_the_ranks_that_gather_them() -> None:
     """Of six ranks of the inner axis three have parts of the same experts, where four share out whole ones."""
     experts = UnitShape("block", (TensorShape("experts", (8, 14336, 4096), "expert", "column"),))
     setup = llama_setup("hfsdp", Mesh(dp_shard=6, dp_replicate=4, ep=4), precision=PRECISIONS["bf16"])
-    [bucket] = buckets(experts, placement_of(setup))
+    [bucket] = buckets(experts, placement_of(setup, ON_DEVICE))
     own = 2 * experts.numel / 4 / 3
     assert bucket.resting["weight"][1] == pytest.approx(own, rel=1e-4)
     assert [move.sent_bytes for move in bucket.collectives(When.FORWARD)] == [pytest.approx(2 * own, rel=1e-4)]

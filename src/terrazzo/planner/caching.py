@@ -55,10 +55,10 @@ def hashed_once(cls: C) -> C:
     compute: Callable[[Any], int] = vars(cls)["__hash__"]
 
     def hash_once(self: Any) -> int:
-        known = vars(self)
-        if "_hash" not in known:
-            known["_hash"] = compute(self)
-        value: int = known["_hash"]
+        try:
+            value: int = self._hash
+        except AttributeError:
+            value = vars(self)["_hash"] = compute(self)
         return value
 
     cls.__hash__ = hash_once  # type: ignore[method-assign, assignment]

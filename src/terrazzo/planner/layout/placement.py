@@ -107,69 +107,47 @@ class PlannedAxis:
         return (near - 1) * min(chunk, NEAR_BLOCK_BYTES) + (size - near + together) * chunk
 
 
-def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
+@once_per_setup
+def placement_of(setup: Setup, tiers: Tiers) -> Placement:
     """The placement of a setup, its plan's places resolved to the data axes that have more than one rank.
 
     Args:
-        tiers: of the unit that they are asked for; see `placed_units`.
+        tiers: where states of the unit rest for which it is asked; see `placed_units`.
     """
-    plan, mesh = setup.plan, setup.mesh
-    return _placement(
-        _PlacedBy(
-            axes=(plan.weight.axes, plan.between.axes, plan.grad.axes, plan.optim.axes),
-            tiers=tiers,
-            mesh=mesh if setup.diloco is None else replace(mesh, dp_replicate=1),  # the axes of one replica
-            precision=setup.precision,
-            optimizer=setup.optimizer,
-            padded=not setup.model.bare,
-            host=setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
-            cell=setup.offload.cell_numel,
-            whole_experts=setup.whole_experts,
-            diloco=setup.diloco,
-        )
+    mesh = setup.mesh if setup.diloco is None else replace(setup.mesh, dp_replicate=1)  # the axes of one replica
+    sizes, experts = mesh.sizes(), tuple(_dealt(mesh, setup.whole_experts))
+    plan = _among(setup.plan, sizes)
+    placement = Placement(
+        plan=plan,
+        sizes=tuple(sizes.items()),
+        tiers=tiers,
+        precision=setup.precision,
+        optimizer=setup.optimizer,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        padded=not setup.model.bare,
+        host=setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
+        cell=setup.offload.cell_numel,
+        whole_experts=setup.whole_experts,
+        expert_plan=_among(setup.plan, [ranks.axis for ranks in experts]).regathered_as(plan),
+        expert_ranks=experts,
+        diloco=setup.diloco,
     )
-
-
-class _PlacedBy(NamedTuple):
-    """What of a setup its placement follows from: `axes` of the plan's four places, all else as of `Placement`."""
-
-    axes: tuple[tuple[str, ...], ...]
-    tiers: Tiers
-    mesh: Mesh
-    precision: Precision
-    optimizer: OptimizerSpec
-    padded: bool
-    host: int
-    cell: int
-    whole_experts: bool
-    diloco: DiLoCo | None
+    return _one_for_all(placement)
 
 
 @once
-def _placement(by: _PlacedBy) -> Placement:
-    sizes, experts = by.mesh.sizes(), tuple(_dealt(by.mesh, by.whole_experts))
+def _one_for_all(placement: Placement) -> Placement:
+    """The first placement that equals this one: what is kept by it is found without a comparison of fields."""
+    return placement
 
-    def among(names: Container[str]) -> Plan:
-        weight, between, grad, optim = (Place(Place(axes).among(names)) for axes in by.axes)
-        return Plan(weight, between, grad, optim)
 
-    plan = among(sizes)
-    return Placement(
-        plan=plan,
-        sizes=tuple(sizes.items()),
-        tiers=by.tiers,
-        precision=by.precision,
-        optimizer=by.optimizer,
-        tp=by.mesh.tp,
-        ep=by.mesh.ep,
-        padded=by.padded,
-        host=by.host,
-        cell=by.cell,
-        whole_experts=by.whole_experts,
-        expert_plan=among([ranks.axis for ranks in experts]).regathered_as(plan),
-        expert_ranks=experts,
-        diloco=by.diloco,
+def _among(plan: Plan, axes: Container[str]) -> Plan:
+    """The plan with only these of its axes, all states on the device."""
+    weight, between, grad, optim = (
+        Place(place.among(axes)) for place in (plan.weight, plan.between, plan.grad, plan.optim)
     )
+    return Plan(weight, between, grad, optim)
 
 
 def _with_strides(sizes: Iterable[tuple[str, int]], inner: int) -> Iterator[RankGroup]:
@@ -208,7 +186,7 @@ def placed_units(setup: Setup, pp_rank: int) -> tuple[PlacedUnit, ...]:
     plan, units = setup.plan, units_on(setup, pp_rank)
     places = plan.resting_places
     if all(place.tier == "device" for place in places):
-        placement = placement_of(setup)
+        placement = placement_of(setup, ON_DEVICE)
         return tuple(PlacedUnit(unit, count, placement) for unit, count in units)
     return tuple(PlacedUnit(unit, count, placement_of(setup, tiers)) for unit, count, tiers in _cut(units, places))
 

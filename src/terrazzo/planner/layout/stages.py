@@ -57,7 +57,6 @@ class CountedBlock(NamedTuple):
     number: int
 
 
-@once_per_setup
 def cut_of(setup: Setup) -> Cut:
     """The cut of a setup's model."""
     return Cut(setup.mesh.pp, setup.virtual_stages, setup.as_megatron or not setup.model.layers)

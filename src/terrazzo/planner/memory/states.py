@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import Placement, placed_units, placement_of
@@ -88,13 +89,13 @@ def state_terms(setup: Setup, pp_rank: int = 0, tier: str | None = None, updated
                 state = bucket.resting.get(STATE_OF[name].name)
                 if state is not None and tier in (None, state.tier):
                     values[name] += count * state.nbytes
-    elements, placement = float(sum(unit.numel * count for unit, count, _ in rows)), placement_of(setup)
+    elements, placement = float(sum(unit.numel * count for unit, count, _ in rows)), placement_of(setup, ON_DEVICE)
     return tuple(_term(name, value, elements, placement) for name, value in values.items())
 
 
 def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
     numel, precision = setup.model.numel / (setup.mesh.tp * setup.mesh.pp), setup.precision
-    placement = placement_of(setup)
+    placement = placement_of(setup, ON_DEVICE)
     own, spec = numel / placement.ranks(placement.plan.optim.axes), setup.optimizer
     moment = spec.bytes_each(precision)
     same = precision.weight == precision.master

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from terrazzo.engine import Plan
+from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.files import GIB
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
@@ -136,7 +137,7 @@ def _sent_bytes(setup: Setup) -> float:
     sent: dict[tuple[str, ...], float] = {}
     ranks: dict[tuple[str, ...], int] = {}
     unit = replace(setup.model.root, name="all")  # not the root: the paper gathers all weights again for backward
-    for move in unit_moves(setup, unit, placement_of(setup)):
+    for move in unit_moves(setup, unit, placement_of(setup, ON_DEVICE)):
         if move.group is None or move.when == "reduce":  # of one micro-batch, which is the last
             continue
         key = (move.kind, move.what, move.when, move.group.axis if move.kind == "all_reduce" else "")
