@@ -162,6 +162,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "std(dim=0)": lambda p: p.std(axis=0),
     "var(dim=0, keepdim=True)": lambda p: p.var(axis=0, keepdims=True),
     "norm(dim=1)": lambda p: torch.linalg.vector_norm(p, axis=1),
+    "mean(dtype=torch.int64)": lambda p: p.mean(dtype=torch.int64),
+    "norm(dtype=torch.int64)": lambda p: p.norm(dtype=torch.int64),
     "item": lambda p: p.detach().item(),
     "torch.linalg.norm(ord=2": lambda p: torch.linalg.norm(p, 2),
     "torch.linalg.norm(ord=inf": lambda p: torch.linalg.norm(p, ord=float("inf")),
@@ -252,3 +254,33 @@ def test_what_is_no_number_is_compared_by_identity() -> None:
                 _ = each < None
 
     on_ranks(2, body)
+
+
+def test_a_norm_of_a_gradient_in_fp64_is_one() -> None:
+    """Of the same batch on both ranks, whose mean is exact."""
+    base = Net()
+    alone = copy.deepcopy(base)
+    loss_of(alone, batch()).backward()
+
+    def body(rank: int) -> list[Tensor]:
+        model, _ = sharded(base)
+        loss_of(model, batch()).backward()
+        named: Any = dict(model.named_parameters())
+        return [named[name].grad.norm(dtype=torch.float64) for name in sorted(named)]
+
+    named: Any = dict(alone.named_parameters())
+    wanted = [named[name].grad.double().norm() for name in sorted(named)]
+    for found in on_ranks(2, body):
+        torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-14, atol=0.0)
+
+
+def test_a_sum_in_whole_numbers_casts_each_element_as_torch_does() -> None:
+    base = Net()
+    nn.init.constant_(base.embed.weight, 1.5)
+
+    def body(rank: int) -> int:
+        model, _ = sharded(base)
+        return int(model.embed.weight.detach().sum(dtype=torch.int64))
+
+    wanted = int(base.embed.weight.detach().sum(dtype=torch.int64))
+    assert on_ranks(2, body) == [wanted] * 2 == [base.embed.weight.numel()] * 2

@@ -105,19 +105,24 @@ def _refuse(name: str, values: SplitValues, **arguments: Any) -> None:
         )
 
 
+def _whole(dtype: torch.dtype | None) -> torch.dtype | None:
+    """A dtype of whole numbers, which torch has no mean and no norm in; None for any other."""
+    return None if dtype is None or dtype.is_floating_point else dtype
+
+
 def _sum(
     values: SplitValues, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **others: Any
 ) -> Tensor:
     _refuse("sum", values, dim=dim, keepdim=keepdim, **others)
-    if not values.part.is_floating_point():
-        return values.total(values.part.sum(dtype=dtype))
+    if not (values.part.is_floating_point() and (dtype is None or dtype.is_floating_point)):
+        return values.total(values.part.sum(dtype=dtype))  # of floats too each element is cast before
     return values.as_dtype(values.total(values.part.sum(dtype=torch.float64)), dtype)
 
 
 def _mean(
     values: SplitValues, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **others: Any
 ) -> Tensor:
-    _refuse("mean", values, dim=dim, keepdim=keepdim, **others)
+    _refuse("mean", values, dim=dim, keepdim=keepdim, dtype=_whole(dtype), **others)
     return values.as_dtype(values.total(values.part.sum(dtype=torch.float64)) / values.spread.numel, dtype)
 
 
@@ -151,7 +156,8 @@ def _norm(
     **others: Any,
 ) -> Tensor:
     kind = order_of_norm(p, others)
-    _refuse("norm", values, dim=dim, keepdim=keepdim, ord=kind if isinstance(kind, str) else None, **others)
+    named = {"dim": dim, "keepdim": keepdim, "dtype": _whole(dtype), "ord": kind if isinstance(kind, str) else None}
+    _refuse("norm", values, **named, **others)
     part, kind = values.part.double().abs(), float(kind)
     if math.isinf(kind):
         return values.as_dtype(_extreme(values, part, highest=kind > 0), dtype)
