@@ -419,12 +419,20 @@ class Closed:
         self.aux = aux
 
 
+class Slotted:
+    __slots__ = ("aux",)
+
+    def __init__(self, logits: Tensor, aux: Tensor) -> None:
+        self.aux = aux
+
+
 def test_outputs_that_the_loss_scale_cannot_reach_are_refused() -> None:
     def body(rank: int) -> None:
         model, _ = sharded(Together(), precision="fp16")
-        type(model).form = lambda logits, aux: (logits, Closed(logits, aux))
-        with pytest.raises(tz.Misuse, match=r"returned a Closed.*loss scale of fp16 is missing.*'aux'.*dataclasses"):
-            model(batch(0, rank))
+        for made, name in ((Closed, "'aux'"), (Slotted, "'aux'"), (lambda logits, aux: {aux}, "0")):
+            type(model).form = lambda logits, aux, made=made: (logits, made(logits, aux))
+            with pytest.raises(tz.Misuse, match=rf"returned a .*loss scale of fp16 is missing.*{name}.*dataclasses"):
+                model(batch(0, rank))
         kept: list[Tensor] = []
         type(model).form = lambda logits, aux: kept.append(aux) or logits.detach()
         model(batch(0, rank))

@@ -7,7 +7,7 @@ multiplied by the scale before anything is rounded to fp16. The engine divides t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
@@ -224,8 +224,10 @@ class DynamicLossScale(LossScale):
 
 
 def _check_closed(leaf: Any) -> None:
-    entries = dict(getattr(leaf, "__dict__", {}))
-    if isinstance(leaf, Mapping | list | tuple):
+    slots = [vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    entries = {name: getattr(leaf, name, None) for name in names} | getattr(leaf, "__dict__", {})
+    if isinstance(leaf, Mapping | list | tuple | Set):
         entries |= leaf if isinstance(leaf, Mapping) else dict(enumerate(leaf))
     for name, value in entries.items():
         if isinstance(value, Tensor) and value.requires_grad:
