@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import ModelState, ShardedModule, ShardedOptimizer, engine_of
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.integrations.fsdp2 import units
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import places

@@ -18,7 +18,7 @@ from terrazzo.engine.comm.host.columns import MANY_FAR, Columns
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.formats import block_format
 from terrazzo.engine.plan import error_feedback, layout
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.partition import find_units, partition
 from terrazzo.engine.plan.place import OFFLOADS, ON_DEVICE
 from terrazzo.planner.layout.buckets import buckets

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
-from terrazzo.engine.plan.bucket_spec import When
+from terrazzo.engine.plan.moves import When
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import TrafficFigures
 from terrazzo.planner.layout.buckets import buckets

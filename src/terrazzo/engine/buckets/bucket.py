@@ -20,8 +20,9 @@ from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, StateBytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
 from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.sharding_spec import ShardingSpec

@@ -13,8 +13,7 @@ from terrazzo.engine.buckets.unit_weights import UnitWeights
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import title_of
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.bucket_spec import Pass
-from terrazzo.engine.plan.moves import Divisor
+from terrazzo.engine.plan.moves import Divisor, Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 from terrazzo.engine.runtime.private_torch import plainly

@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Event, Visit, merge

@@ -17,8 +17,8 @@ from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
-from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass, When
-from terrazzo.engine.plan.moves import Divisor, MoveBytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.moves import Divisor, MoveBytes, Pass, When
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts", "agree"]

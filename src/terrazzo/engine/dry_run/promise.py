@@ -13,7 +13,7 @@ from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.pipeline.stages import Stages
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.schedule.schedule import Schedule
 

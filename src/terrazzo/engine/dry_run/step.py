@@ -23,7 +23,7 @@ from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, Ste
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.stages import Stages
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.pipeline import PipelineSchedule

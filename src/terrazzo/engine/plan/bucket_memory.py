@@ -22,8 +22,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.plan.bucket_spec import BucketSpec, When
-from terrazzo.engine.plan.moves import MoveBytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.moves import MoveBytes, When
 
 __all__ = [
     "Allocation",

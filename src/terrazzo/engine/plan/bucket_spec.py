@@ -20,62 +20,26 @@ A `Bucket` is a description with memory. The bill, the dry run and the planner a
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from terrazzo.engine.formats.format_names import FrozenFormat
+from terrazzo.engine.formats.format_names import FrozenFormat, WireFormat
 from terrazzo.engine.mesh.family import SAME_DATA_AXES
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec, adding_bytes, residuals_along
-from terrazzo.engine.plan.moves import MoveBytes, Reduction, Sums
+from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec, residuals_along
+from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
+from terrazzo.engine.plan.moves import MoveBytes, Pass, Reduction, Sums, When
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
-__all__ = ["BucketSpec", "Pass", "StateBytes", "When", "resting_bytes"]
-
-
-class When(enum.StrEnum):
-    """When things move: before forward and before backward, after each backward that reduces, after the last one, and
-    after the optimizer's step.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REDUCE = "reduce"
-    LAST = "last"
-    UPDATE = "update"
-
-
-class Pass(enum.Enum):
-    """What becomes of the gradients of a backward pass.
-
-    The schedule has it (`Schedule.set_pass`), and this alone says whether a micro-batch is its step's last: `LAST`,
-    unless `tz.accumulate` or a step in stages has said that others follow, see `ShardingSpec.pass_of`. A
-    `BackwardPass` keeps the one that it began with; what it calls is told `last`.
-    """
-
-    ADDS = "added to what is on this rank, and no more"
-    REDUCES = "summed over ranks, to the plan's `grad` place"
-    LAST = "summed over ranks and divided: the step's last micro-batch"
-    DROPS = "reported, unit by unit, on this rank, and forgotten: a backward that no step uses"
-
-
-class Axis(Protocol):
-    """What is asked of a data axis: the collectives along it, or what they would do."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def all_reduce_steps(self) -> int: ...
-    def receive_bytes(self, full_bytes: int) -> int: ...
+__all__ = ["BucketSpec", "StateBytes", "resting_bytes"]
 
 
 class StateBytes(NamedTuple):
@@ -105,23 +69,6 @@ class BucketSpec:
         packed: in which frozen weights rest and are gathered; None: in a dtype.
         matrices: whether its parameters are matrices, which may be sent in 8 bits; see `travels_in_blocks`.
         diloco: how replicas train by themselves, if they do.
-
-    Attributes:
-        wire: what its weights are sent as.
-        update_wire: what new weights are sent as, from where the optimizer's are to where weights rest. If it rounds,
-            those at rest are what ranks see of these.
-        reduce_format: what its gradients are sent as along `block_axis`, the outermost data axis; None in a dtype.
-        residuals: which there are of their codes, and `residual_tier` where: in host memory where gradients are off
-            the device.
-        weight_axes, between_axes, optim_axes: over which the states are split.
-        compute_dtype, weight_dtype: of the full weights, and of those at rest.
-        has_own_master: whether master weights have memory of their own.
-        resident: whether modules see the resting weights themselves.
-        keeps_full, regathered: whether full weights stay from forward to backward, or backward gathers them again.
-        updated_off_device: whether the optimizer steps it away from the device.
-        moments_apart: whether what the optimizer keeps for each element is not tensors of its own, but the bucket's.
-        gathers_apart: whether new weights are gathered in device memory of their own, on their way to where they rest.
-        outer_gathers_apart: whether those of an outer step are, on their way to master weights.
     """
 
     whole: int
@@ -137,60 +84,153 @@ class BucketSpec:
     packed: FrozenFormat | None = None
     matrices: bool = False
     diloco: DiLoCo | None = None
+    _numels: dict[tuple[str, ...], int] = field(default_factory=dict, init=False, repr=False)
+    _collectives: dict[When, list[MoveBytes]] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        plan, tiers, trainable = self.plan, self.tiers, self.trainable
-        self._numels: dict[tuple[str, ...], int] = {}
-        self._collectives: dict[When, list[MoveBytes]] = {}
-        on_device, self._device_kind = tiers.weight == "device", "cpu" if self.on_host else "cuda"
-        self.compute_dtype = self.stored or self.precision.compute
-        self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
-        self.optim_axes = plan.optim.axes if trainable else plan.weight.axes
-        self.wire = self._wire()
-        in_blocks = trainable and self.matrices and self.stored is None
-        self.reduce_format = self.precision.quantized_reduce if in_blocks else None
-        data = [axis for axis in self.ranks if axis not in SAME_DATA_AXES]
-        self.block_axis = data[-1] if data and self.reduce_format is not None else None
-        block = self.block_axis if self.precision.error_feedback else None
-        along = () if block is None else residuals_along(block, self.optim_axes, self.ranks)
-        self.residuals: Sequence[ResidualSpec] = along
-        self.residual_tier = "device" if tiers.grad == "device" else "cpu"
-        stored = self.stored or self.precision.weight
-        self.has_own_master = trainable and not self.shares_memory(stored)
-        self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
-        self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype and on_device
-        self.resident = self.resident and self.packed is None
-        self.update_wire = self.wire if self._rounds_updates else DtypeWire(self.weight_dtype)
-        fetched_again = self.between_axes == self.weight_axes and not on_device
-        keeps_full = self.between_axes == () and not fetched_again and self.packed is None
-        self.keeps_full = keeps_full if self.keep is None else self.keep
-        self.regathered = not self.resident and not self.keeps_full
-        self.updated_off_device = trainable and tiers.optim != "device"
-        self.moments_apart = self.updated_off_device or (trainable and self.precision.narrow is not None)
-        reached = ("device", "cpu") if self.on_host else ("device",)
-        self.gathers_apart = tiers.weight not in reached and self.weight_axes != self.optim_axes
-        self.outer_gathers_apart = tiers.optim not in reached and self.outer_axes != self.optim_axes
+    # -- which states there are, and over which axes they are split --------------------------------------------
 
-    def _wire(self) -> Wire:
+    @cached_property
+    def weight_axes(self) -> tuple[str, ...]:
+        """Axes over which weights at rest are split."""
+        return self.plan.weight.axes
+
+    @cached_property
+    def between_axes(self) -> tuple[str, ...]:
+        """Axes over which what is kept of full weights from forward to backward is split."""
+        return () if self.keep else self.plan.between.axes
+
+    @cached_property
+    def optim_axes(self) -> tuple[str, ...]:
+        """Axes over which master weights and what the optimizer keeps are split; frozen weights have neither."""
+        return self.plan.optim.axes if self.trainable else self.plan.weight.axes
+
+    @cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of full weights."""
+        return self.stored or self.precision.compute
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """Dtype of weights at rest whose memory is not that of their master."""
+        return self.stored or self.precision.weight
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a weight and its master are one memory, or one within the other."""
+        same_axes, tier = self.weight_axes == self.optim_axes, self.tiers.weight
+        if tier != self.tiers.optim or self._rounds_updates:
+            return False
+        if self.own_dtype == self.precision.master:
+            return same_axes or tier != "nvme"
+        return tier == "device" and same_axes and self.weight_axes != () and self.own_dtype == self.compute_dtype
+
+    @cached_property
+    def has_own_master(self) -> bool:
+        """Whether master weights have memory of their own."""
+        return self.trainable and not self.shares_memory
+
+    @cached_property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of weights at rest."""
+        return self.own_dtype if self.has_own_master or not self.trainable else self.precision.master
+
+    @cached_property
+    def resident(self) -> bool:
+        """Whether modules see the weights at rest themselves, so that nothing is gathered."""
+        as_computed = self.weight_dtype == self.compute_dtype and self.packed is None
+        return as_computed and not self.weight_axes and self.tiers.weight == "device"
+
+    @cached_property
+    def regathered(self) -> bool:
+        """Whether backward gathers full weights again, because they do not stay from forward to backward."""
+        if self.resident:
+            return False
+        if self.keep is not None:
+            return not self.keep
+        is_away = not self.weight_axes and self.tiers.weight != "device"  # whole, but to be fetched
+        return self.between_axes != () or is_away or self.packed is not None
+
+    @cached_property
+    def updated_off_device(self) -> bool:
+        """Whether the optimizer steps it away from the device."""
+        return self.trainable and self.tiers.optim != "device"
+
+    @cached_property
+    def moments_apart(self) -> bool:
+        """Whether what the optimizer keeps for each element is the bucket's, and not tensors of the optimizer's own."""
+        return self.updated_off_device or (self.trainable and self.precision.narrow is not None)
+
+    @cached_property
+    def gathers_apart(self) -> bool:
+        """Whether new weights are gathered in device memory of their own, on their way to where they rest."""
+        return not self._reached(self.tiers.weight) and self.weight_axes != self.optim_axes
+
+    def _reached(self, tier: str) -> bool:
+        """Whether collectives reach memory on a tier."""
+        return tier == "device" or (tier == "cpu" and self.on_host)
+
+    # -- what weights and gradients are sent as ----------------------------------------------------------------
+
+    @cached_property
+    def wire(self) -> Wire:
+        """Format of weights as they are gathered for computing."""
         if self.packed is not None:
             return PackedWire(self.packed)
         if self.precision.gather is not None and self.matrices and self.stored is None:
             return BlockWire(self.precision.gather)
         return DtypeWire(self.compute_dtype)
 
+    @cached_property
+    def update_wire(self) -> Wire:
+        """Format of new weights on their way from the optimizer's to where weights rest.
+
+        If it rounds, those at rest are what ranks see of the optimizer's.
+        """
+        return self.wire if self._rounds_updates else DtypeWire(self.weight_dtype)
+
     @property
     def _rounds_updates(self) -> bool:
         """Whether new weights are rounded as they are sent; where none are, nothing is."""
         return self.wire.rounds and self.weight_axes != self.optim_axes
 
-    def shares_memory(self, stored: torch.dtype) -> bool:
-        """Whether a weight of the dtype `stored` and its master are one memory, or one within the other."""
-        same_axes, tier = self.weight_axes == self.optim_axes, self.tiers.weight
-        if tier != self.tiers.optim or self._rounds_updates:
-            return False
-        if stored == self.precision.master:
-            return same_axes or tier != "nvme"
-        return tier == "device" and same_axes and self.weight_axes != () and stored == self.compute_dtype
+    @cached_property
+    def reduce_format(self) -> WireFormat | None:
+        """Format of gradients along `block_axis`; None where they are sent in a dtype."""
+        return self.precision.quantized_reduce if self.trainable and self.matrices and self.stored is None else None
+
+    @cached_property
+    def block_axis(self) -> str | None:
+        """Axis along which gradients are sent in blocks, the outermost data axis; None for none."""
+        data = [axis for axis in self.ranks if axis not in SAME_DATA_AXES]
+        return data[-1] if data and self.reduce_format is not None else None
+
+    @cached_property
+    def residuals(self) -> Sequence[ResidualSpec]:
+        """Residuals of gradients' codes that this rank keeps; none without error feedback."""
+        if self.block_axis is None or not self.precision.error_feedback:
+            return ()
+        return residuals_along(self.block_axis, self.optim_axes, self.ranks)
+
+    @cached_property
+    def _gradient_wire(self) -> GradientWire:
+        return GradientWire(
+            self.ranks,
+            self.precision.reduce,
+            self.precision.accumulate,
+            self.reduce_format,
+            self.block_axis,
+            bool(self.residuals),
+            self._device_kind,
+        )
+
+    @property
+    def residual_tier(self) -> str:
+        """Tier of residuals: host memory where gradients are off the device."""
+        return "device" if self.tiers.grad == "device" else "cpu"
+
+    @property
+    def _device_kind(self) -> str:
+        return "cpu" if self.on_host else "cuda"
 
     # -- at rest -----------------------------------------------------------------------------------------------
 
@@ -294,7 +334,11 @@ class BucketSpec:
         grad, optim = self.plan.grad.axes, self.optim_axes
         partial_axes = grad or optim
         partial = self._scatters((), partial_axes)
-        finish = [*self._scatters(partial_axes, optim), *self._all_reduces()]
+        replicas = [axis for axis in self.ranks if axis not in optim]  # whose ranks keep the same state
+        finish = [
+            *self._scatters(partial_axes, optim),
+            *self._gradient_wire.all_reduces(replicas, self.numel(optim)),
+        ]
         finishing_bytes = self.numel(partial_axes) * self.precision.accumulate.itemsize if partial and finish else 0
         return Sums(
             earlier=Reduction(self._scatters((), grad), grad, (), grad, 0),
@@ -313,46 +357,9 @@ class BucketSpec:
         moves, full = list[MoveBytes](), self.numel(source)
         for cut in range(len(source), len(target)):
             own = self.numel(target[: cut + 1])
-            moves.append(self._scatter(target[cut], full, own))
+            moves.append(self._gradient_wire.scatter(target[cut], full, own))
             full = own
         return moves
-
-    def _scatter(self, axis: str, full: int, own: int) -> MoveBytes:
-        """Blocks are summed as they are decoded."""
-        sum_bytes, form = own * self.precision.accumulate.itemsize, self.reduce_format
-        if form is not None and axis == self.block_axis:
-            sent, received = form.blocks.size_bytes(full - own), 2 * form.blocks.size_bytes(full)
-            received += form.blocks.scratch_bytes(full, self._device_kind)
-            received += adding_bytes(full, self._device_kind) if self.residuals else 0
-        else:
-            itemsize = self.precision.reduce.itemsize
-            sent, received, form = (full - own) * itemsize, self.ranks[axis].receive_bytes(full * itemsize), None
-        return MoveBytes("reduce_scatter", "gradients", axis, sent, received, 1, sum_bytes, form=form)
-
-    def _all_reduces(self) -> list[MoveBytes]:
-        """Over the axes whose ranks keep the same state."""
-        moves, full_bytes = list[MoveBytes](), self.precision.reduce.itemsize * self.numel(self.optim_axes)
-        replicas = [axis for axis in self.ranks if axis not in self.optim_axes]
-        for axis in replicas:
-            along, divides = self.ranks[axis], axis == replicas[-1]
-            if axis == self.block_axis:
-                moves += self._all_reduce_in_blocks(axis, divides)
-                continue
-            sent, received = 2 * (full_bytes / along.size) * (along.size - 1), along.receive_bytes(full_bytes)
-            steps = along.all_reduce_steps
-            moves.append(MoveBytes("all_reduce", "gradients", axis, sent, received, steps, divides=divides))
-        return moves
-
-    def _all_reduce_in_blocks(self, axis: str, divides: bool) -> list[MoveBytes]:
-        """Each rank sums a part in fp32, and sends the sum in blocks too."""
-        full, own = self.numel(self.optim_axes), self.numel(self.optim_axes) // self.ranks[axis].size
-        first = self._scatter(axis, full, own)
-        assert first.form is not None, "sums are sent in a dtype"
-        message = first.form.blocks.size_bytes(full)
-        held = first.received_bytes + first.sum_bytes
-        then = MoveBytes("all_gather", "gradients", axis, first.sent_bytes, held - message, form=first.form)
-        divides = divides and not self.residuals  # these are of sums before their division
-        return [first._replace(received_bytes=held, divides=divides), then]
 
     @property
     def residual_bytes(self) -> Sequence[int]:
@@ -380,6 +387,11 @@ class BucketSpec:
     def outer_tier(self) -> str:
         """Where they rest: on the device, or in host memory where the optimizer's state is off it."""
         return "device" if self.tiers.optim == "device" else "cpu"
+
+    @property
+    def outer_gathers_apart(self) -> bool:
+        """Whether an outer step's new weights are gathered in device memory of their own, on their way to masters."""
+        return not self._reached(self.tiers.optim) and self.outer_axes != self.optim_axes
 
     @property
     def outer_gathers(self) -> list[MoveBytes]:

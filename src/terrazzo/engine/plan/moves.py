@@ -1,15 +1,42 @@
-"""What is moved of a bucket, as bytes: one collective or copy, and the sums of a step's gradients that these make; and
-what the finished sums are divided by.
+"""What is moved of a bucket, in bytes and at which moment of a step: one collective or copy; the sums of gradients that
+these make, and what the finished sums are divided by.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from terrazzo.engine.formats.format_names import WireFormat
 
-__all__ = ["Divisor", "MoveBytes", "Reduction", "Sums"]
+__all__ = ["Divisor", "MoveBytes", "Pass", "Reduction", "Sums", "When"]
+
+
+class When(enum.StrEnum):
+    """When things move: before forward and before backward, after each backward that reduces, after the last one, and
+    after the optimizer's step.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    LAST = "last"
+    UPDATE = "update"
+
+
+class Pass(enum.Enum):
+    """What becomes of the gradients of a backward pass.
+
+    The schedule has it (`Schedule.set_pass`), and this alone says whether a micro-batch is its step's last: `LAST`,
+    unless `tz.accumulate` or a step in stages has said that others follow, see `ShardingSpec.pass_of`. A
+    `BackwardPass` keeps the one that it began with; what it calls is told `last`.
+    """
+
+    ADDS = "added to what is on this rank, and no more"
+    REDUCES = "summed over ranks, to the plan's `grad` place"
+    LAST = "summed over ranks and divided: the step's last micro-batch"
+    DROPS = "reported, unit by unit, on this rank, and forgotten: a backward that no step uses"
 
 
 class MoveBytes(NamedTuple):

@@ -10,8 +10,8 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import Family
-from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.diloco import DiLoCo
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput

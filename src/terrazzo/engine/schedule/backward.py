@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 from terrazzo.engine.comm.label import Label, Purpose
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import Program, position_from
 from terrazzo.engine.schedule.reductions import Reductions

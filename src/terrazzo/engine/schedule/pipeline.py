@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from terrazzo.engine.plan.bucket_spec import Pass
-from terrazzo.engine.plan.moves import Divisor
+from terrazzo.engine.plan.moves import Divisor, Pass
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Program
 from terrazzo.engine.schedule.runnable import Runnable

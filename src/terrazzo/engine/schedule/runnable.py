@@ -7,8 +7,7 @@ from typing import Protocol
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.bucket_spec import Pass
-from terrazzo.engine.plan.moves import Divisor
+from terrazzo.engine.plan.moves import Divisor, Pass
 
 __all__ = ["Runnable"]
 

@@ -13,8 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from terrazzo.engine.comm.label import Purpose
-from terrazzo.engine.plan.bucket_spec import Pass
-from terrazzo.engine.plan.moves import Divisor
+from terrazzo.engine.plan.moves import Divisor, Pass
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.forward import ForwardPass

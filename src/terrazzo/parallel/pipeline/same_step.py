@@ -12,7 +12,7 @@ from torch import nn
 
 from terrazzo.engine import Engine
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, RanksApart
 from terrazzo.parallel.input_fingerprints import (

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-
 from terrazzo.engine.offload.needs import in_cells
 from terrazzo.engine.plan.bucket_memory import copied_bytes
-from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.planner.caching import once
 from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import TensorShape, UnitShape, parts_along_tp
@@ -141,11 +140,12 @@ class PlannedBucket(BucketSpec):
             return MATRICES
         return OTHER_MATRICES if len(tensor.shape) >= 2 else VECTORS
 
-    def shares_memory(self, stored: torch.dtype) -> bool:
+    @property
+    def shares_memory(self) -> bool:
         """Whether weights are a view of master weights. A bare number of parameters is counted as published sums are: a
         weight beside each master weight of another dtype.
         """
-        return super().shares_memory(stored) and (self.padded or stored == self.precision.master)
+        return super().shares_memory and (self.padded or self.own_dtype == self.precision.master)
 
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it; of uneven parts the largest, the last rank's."""

@@ -53,7 +53,7 @@ FORMULAS = {
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
-        "terrazzo/engine/plan/bucket_spec.py, terrazzo/engine/comm/collectives.py",
+        "terrazzo/engine/plan/gradient_wire.py, terrazzo/engine/comm/collectives.py",
     ),
 }
 

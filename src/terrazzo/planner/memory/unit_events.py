@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
-from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.planner.caching import once
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import Placement

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.engine.plan.bucket_spec import When
-from terrazzo.engine.plan.moves import MoveBytes
+from terrazzo.engine.plan.moves import MoveBytes, When
 from terrazzo.planner.layout.buckets import PlannedBucket
 from terrazzo.words import TIERS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.engine.mesh.family import REPLICAS
-from terrazzo.engine.plan.bucket_spec import When
+from terrazzo.engine.plan.moves import When
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placed_units

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from terrazzo.engine.plan.bucket_spec import When
+from terrazzo.engine.plan.moves import When
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import Sent, TrafficFigures
 from terrazzo.planner.formulas import Formula
