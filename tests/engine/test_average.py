@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import terrazzo as tz
 from terrazzo.engine import ModelState, engine_of
+from terrazzo.engine.states.restore import FullStates
 from tests.engine.toys import (
     EVERY_PLAN,
     Net,
@@ -185,7 +186,7 @@ def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
             for wrong in (
                 *(ema.update, ema.swapped().__enter__),
                 lambda: tz.checkpoint.save(tmp_path / "a", model, optimizer, {}),
-                lambda: ModelState(model).restore(lambda *_: None),
+                lambda: ModelState(model).restore(FullStates({})),
                 lambda: model.load_state_dict(weights),
             ):
                 with pytest.raises(tz.Misuse, match=r"inside 'with ema\.swapped.*call it outside"):

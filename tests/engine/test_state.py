@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -47,12 +47,17 @@ def archive_of(ranks: list[list[Piece]]) -> Archive:
     return {key: torch.cat([part for _, part in sorted(found.items())]) for key, found in parts.items()}
 
 
-def reader(archive: Archive) -> Callable[[str, str, int, int], Tensor | None]:
-    def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
-        whole = archive.get((name, kind))
-        return None if whole is None else whole[start:stop]
+@dataclass(frozen=True)
+class ArchiveReader:
+    """A `StateReader` of whole states."""
 
-    return read
+    archive: Archive
+
+    def has(self, name: str, kind: str) -> bool:
+        return (name, kind) in self.archive
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        return self.archive[name, kind][start:stop]
 
 
 def copied(model: nn.Module) -> list[Piece]:
@@ -108,7 +113,7 @@ def test_state_travels_between_plans_and_world_sizes_bit_for_bit(precision: str)
 
         def body(rank: int, plan: str = plan, world_size: int = world_size, archive: Archive = archive) -> list[Piece]:
             model, _ = make(untrained, plan, world_size, precision)
-            ModelState(model).restore(reader(archive))
+            ModelState(model).restore(ArchiveReader(archive))
             return copied(model)
 
         found = archive_of(on_ranks(world_size, body))
@@ -129,7 +134,7 @@ def test_a_restored_run_continues_bit_for_bit(plan: str) -> None:
     def resumed(rank: int) -> list[float]:
         model, optimizer = make(untrained, plan, 4)
         train(model, optimizer, 1, rank, first=50)  # state that must not survive
-        ModelState(model).restore(reader(archive))
+        ModelState(model).restore(ArchiveReader(archive))
         return train(model, optimizer, 3, rank, first=3)
 
     assert on_ranks(4, resumed) == on_ranks(4, uninterrupted)
@@ -152,7 +157,7 @@ def test_parameters_without_state_are_restored_to_having_none() -> None:
     def second(rank: int) -> list[Piece]:
         model, optimizer = sharded(Net(), "zero1")
         train(model, optimizer, 2, rank)
-        ModelState(model).restore(reader(archive))
+        ModelState(model).restore(ArchiveReader(archive))
         return copied(model)
 
     assert_same(archive_of(on_ranks(2, second)), archive)
@@ -202,7 +207,7 @@ def test_every_kind_of_state_is_restored(build: Any) -> None:
 
     def after(rank: int) -> list[Piece]:
         model, _ = make_it(Net(), "zero1")
-        ModelState(model).restore(reader(archive))
+        ModelState(model).restore(ArchiveReader(archive))
         return copied(model)
 
     found = archive_of(on_ranks(3, after))
@@ -424,6 +429,16 @@ def test_state_that_is_given_by_parameter_is_refused(way: str) -> None:
     on_ranks(2, body)
 
 
+class OnesAsWeights:
+    """A `StateReader` of weights alone, all 1."""
+
+    def has(self, name: str, kind: str) -> bool:
+        return kind == "weight"
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        return torch.ones(stop - start)
+
+
 def test_frozen_weights_restored_between_forward_and_backward_are_noticed() -> None:
     """As in plain PyTorch, where a graph refuses what has been written since."""
     base = Net()
@@ -433,9 +448,7 @@ def test_frozen_weights_restored_between_forward_and_backward_are_noticed() -> N
         model, optimizer = make(base, "zero3", 2)
         train(model, optimizer, 1, rank)
         loss = loss_of(model, batch(1, rank))
-        ModelState(model).restore(
-            lambda name, kind, start, stop: torch.ones(stop - start) if kind == "weight" else None
-        )
+        ModelState(model).restore(OnesAsWeights())
         with pytest.raises(RuntimeError, match=r"restored|changed|written"):
             loss.backward()
 

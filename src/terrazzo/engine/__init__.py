@@ -115,7 +115,7 @@ from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.model_state import ModelState, ParameterInfo
 from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.engine.states.pieces import Piece
-from terrazzo.engine.states.restore import Read
+from terrazzo.engine.states.restore import StateReader
 from terrazzo.engine.states.state_dict import whole_state_dict
 from terrazzo.engine.states.unit_snapshot import UnitSnapshot
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
@@ -149,13 +149,13 @@ __all__ = [
     "Place",
     "Plan",
     "Precision",
-    "Read",
     "Record",
     "Rectangle",
     "ShardedModule",
     "ShardedOptimizer",
     "Stages",
     "StateFormat",
+    "StateReader",
     "Traffic",
     "UnitSnapshot",
     "Units",

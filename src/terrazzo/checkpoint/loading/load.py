@@ -26,7 +26,6 @@ from terrazzo.engine import (
     Listed,
     ModelState,
     Owned,
-    Read,
     engine_of,
     listing,
     parameters_by_names,
@@ -129,7 +128,7 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
     beside = [rank for rank, (_, cache) in enumerate(seen) if cache is not None and cache == source.cache]
     together(lambda: _check_bytes(source, optimizer is not None, beside), Misuse)
     all_or_none = functools.partial(together, failed=Misuse)
-    ModelState(model).restore(_reads(source, model), optimizer is not None, all_or_none)
+    ModelState(model).restore(_SourceReader(source, model), optimizer is not None, all_or_none)
     together(lambda: _restore_rest(source, model, known if optimizer is not None else None), Misuse)
     if optimizer is not None and dist.get_rank() == 0 and (names := unstepped(source, known)):
         warn(
@@ -170,22 +169,26 @@ def _check_bytes(source: Source, with_optimizer: bool, beside: Collection[int]) 
     source.check(wanted, dist.get_rank(), dist.get_world_size(), beside)
 
 
-def _reads(source: Source, model: torch.nn.Module) -> Read:
-    """How the engine asks for runs of elements; whether a state is there is known without reading any."""
-    listed = {names[0]: source.resolve(names) for names in parameters_by_names(model)}
-    parameters = {each.name: each for each in ModelState(model).parameters()}
+class _SourceReader:
+    """States of a checkpoint, as the engine asks for them: a `StateReader`."""
 
-    def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
-        name_there = listed[name]
-        if name_there is None or kind not in source.tensors[name_there].states:
-            return None
+    def __init__(self, source: Source, model: torch.nn.Module) -> None:
+        self._source = source
+        self._listed = {names[0]: source.resolve(names) for names in parameters_by_names(model)}
+        self._parameters = {each.name: each for each in ModelState(model).parameters()}
+
+    def has(self, name: str, kind: str) -> bool:
+        name_there = self._listed[name]
+        return name_there is not None and kind in self._source.tensors[name_there].states
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        name_there, source, parameter = self._listed[name], self._source, self._parameters[name]
+        assert name_there is not None, "a state that is there"
         if start == stop:
             return torch.empty(0, dtype=source.tensors[name_there].states[kind].dtype)
-        if parameters[name].box.is_all or not parameters[name].per_element(kind):
+        if parameter.box.is_all or not parameter.per_element(kind):
             return source.read(name_there, kind, start, stop)
-        return _read_part(source, name_there, kind, parameters[name].box.owned(Range(start, stop)), stop - start)
-
-    return read
+        return _read_part(source, name_there, kind, parameter.box.owned(Range(start, stop)), stop - start)
 
 
 def _read_part(source: Source, name: str, kind: str, parts: Iterable[Owned], numel: int) -> Tensor:

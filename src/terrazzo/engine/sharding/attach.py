@@ -23,7 +23,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.checks import check_several
 from terrazzo.engine.sharding.compared import optimizer_facts, state_facts
 from terrazzo.engine.sharding.matrix_checks import check_matrices
-from terrazzo.engine.states.restore import reading, restore_optimizer
+from terrazzo.engine.states.restore import FullStates, restore_optimizer
 from terrazzo.errors import Misuse
 
 __all__ = ["attach", "put_on"]
@@ -104,6 +104,6 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         make = functools.partial(BackgroundUpdates, engine.units, engine.schedule, updater, mode, first)
         driver.update_off_device(make)
     if states:
-        restore_optimizer(driver, reading(states))
+        restore_optimizer(driver, FullStates(states))
     make_sharded_optimizer(optimizer, driver)
     engine.drivers.add(driver, templates)

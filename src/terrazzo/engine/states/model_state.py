@@ -29,7 +29,7 @@ from terrazzo.engine.states.pieces import (
     require_known_states,
     state_pieces,
 )
-from terrazzo.engine.states.restore import Read, restore_optimizer, restore_state
+from terrazzo.engine.states.restore import StateReader, restore_optimizer, restore_state
 from terrazzo.engine.states.saved_states import SavedState, saved_states, saved_weights
 from terrazzo.errors import BadInput, RanksApart, listed
 
@@ -148,30 +148,30 @@ class ModelState:
         saved = [*self._weights(), *self._beside_weights()]
         yield from copied_pieces(saved, self._engine.trainable(), self._engine.drivers.stepping())
 
-    def restore(self, read: Read, with_optimizer: bool = True, together: AllOrNone | None = None) -> None:
-        """Set the weights, and by default the optimizers' state, from `read`. Collective.
+    def restore(self, source: StateReader, with_optimizer: bool = True, together: AllOrNone | None = None) -> None:
+        """Set the weights, and by default the optimizers' state, from `source`. Collective.
 
         Args:
-            read: may come from any plan and number of ranks.
+            source: may come from any plan and number of ranks.
             together: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
         """
         together = together or functools.partial(all_or_none, self._engine.axes)
-        together(lambda: self._fill(read, with_optimizer))
+        together(lambda: self._fill(source, with_optimizer))
         self._engine.publish()
 
-    def _fill(self, read: Read, with_optimizer: bool) -> None:
+    def _fill(self, source: StateReader, with_optimizer: bool) -> None:
         """This rank's own ranges; weights at rest have to follow, on all ranks."""
         engine = self._engine
         engine.require_own_weights("Loading a checkpoint")
         engine.settle()
         with torch.no_grad():
             for saved in [*self._weights(), *(self._beside_weights() if with_optimizer else ())]:
-                restore_state(saved, read)
+                restore_state(saved, source)
             engine.restart_round()
             for driver in engine.drivers:
                 driver.off_device.begin_restoring()
                 if with_optimizer and driver.reference() is not None:
-                    restore_optimizer(driver, read)
+                    restore_optimizer(driver, source)
 
     @property
     def names(self) -> Sequence[Sequence[str]]:

@@ -6,7 +6,8 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -207,18 +208,11 @@ class OptimizerStates:
         all_or_none(self.engine.axes, lambda: self._check_kinds(by_name))
         self._compare({name: sorted(kinds) for name, kinds in by_name.items()})
         taken = all_or_none(self.engine.axes, lambda: self._taken(by_name))
-        self._compare({f"{name}: {kind}": digest for (name, kind), (_, _, digest) in taken.items()})
-        parts = {key: (start, own) for key, (start, own, _) in taken.items()}
-
-        def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
-            if (part := parts.get((name, kind))) is None:
-                return None
-            return part[1][start - part[0] : stop - part[0]] if stop > start else part[1][:0]
-
+        self._compare({f"{name}: {kind}": part.digest for (name, kind), part in taken.items()})
         self.engine.settle()
         with torch.no_grad():
             self._driver.off_device.begin_restoring()
-            restore_optimizer(self._driver, read)
+            restore_optimizer(self._driver, _TakenStates(taken))
 
     def _check_kinds(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
         for name, kinds in by_name.items():
@@ -228,8 +222,8 @@ class OptimizerStates:
                     f"{sorted(self._template_of(name))}: build it with the settings that it was saved with."
                 )
 
-    def _taken(self, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Tensor, Tensor]]:
-        """Of each state where this rank's part begins, that part, and what stands for the whole when ranks compare."""
+    def _taken(self, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], _Taken]:
+        """What this rank keeps of each state, by name and kind."""
         taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.of_stage)
         for name, kinds in by_name.items():
             for kind in kinds:
@@ -246,7 +240,7 @@ class OptimizerStates:
                 own = box.of(value) if spec.per_element and not box.is_all else value
                 flat = own.reshape(-1)
                 start, stop = ranges.get(name, (0, 0)) if spec.per_element else (0, flat.numel())
-                taken[name, kind] = (start, flat[start:stop].clone(), compared)
+                taken[name, kind] = _Taken(start, flat[start:stop].clone(), compared)
         return taken
 
     def _compare(self, facts: Mapping[str, object]) -> None:
@@ -322,6 +316,34 @@ class OptimizerStates:
         bucket, index = self._located[name]
         state = first[bucket.members[index].group]
         yield from ((kind, state[kind]) for kind in self._template_of(name).fixed)
+
+
+class _Taken(NamedTuple):
+    """What this rank keeps of a state that it was given whole.
+
+    Attributes:
+        start: first element of this rank's part.
+        values: the part, 1-D.
+        digest: what stands for the whole state when ranks compare.
+    """
+
+    start: int
+    values: Tensor
+    digest: Tensor
+
+
+@dataclass(frozen=True)
+class _TakenStates:
+    """A `StateReader` of what this rank has kept of each state, by name and kind."""
+
+    taken: Mapping[tuple[str, str], _Taken]
+
+    def has(self, name: str, kind: str) -> bool:
+        return (name, kind) in self.taken
+
+    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        part = self.taken[name, kind]
+        return part.values[start - part.start : stop - part.start]
 
 
 class _Whole(Mapping[str, Any]):
