@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
-from terrazzo.engine.plan.moves import When
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import TrafficFigures
 from terrazzo.planner.layout.buckets import buckets
@@ -270,7 +269,7 @@ def test_experts_rest_split_over_the_ranks_that_gather_them() -> None:
     [bucket] = buckets(experts, placement_of(setup, ON_DEVICE))
     own = 2 * experts.numel / 4 / 3
     assert bucket.resting["weight"][1] == pytest.approx(own, rel=1e-4)
-    assert [move.sent_bytes for move in bucket.collectives(When.FORWARD)] == [pytest.approx(2 * own, rel=1e-4)]
+    assert [move.sent_bytes for move in bucket.weight_gathers] == [pytest.approx(2 * own, rel=1e-4)]
 
 
 @pytest.mark.parametrize(

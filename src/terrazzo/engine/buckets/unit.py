@@ -111,10 +111,10 @@ class Unit:
         for bucket in self.trainable():
             bucket.gradient.expect(bucket.pending_dtype(this_pass))
 
-    def reduce(self, divisor: Divisor, last: bool) -> Moves[list[Tensor]]:
+    def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[list[Tensor]]:
         sums = []
         for bucket in self.trainable():
-            sums.append((yield from bucket.gradient.reduce(divisor, last)))  # noqa: PERF401 - which cannot yield
+            sums.append((yield from bucket.gradient.reduce(divisor, this_pass)))  # noqa: PERF401 - which cannot yield
         return sums  # held until the computation may use them
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -18,7 +18,7 @@ from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.moves import Divisor, MoveBytes, Pass, When
+from terrazzo.engine.plan.moves import Divisor, MoveBytes, Pass
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts", "agree"]
@@ -134,11 +134,11 @@ class CountingUnit:
     def zero_grad(self, set_to_none: bool) -> None:
         """A dry run forgets nothing."""
 
-    def reduce(self, divisor: Divisor, last: bool) -> Moves[None]:
+    def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[None]:
         self._filled_numel = 0
         for bucket in self.buckets:
             if bucket.spec.trainable:
-                yield from bucket.reduce(last)
+                yield from bucket.reduce(this_pass)
 
 
 def agree(schedule: Schedule) -> None:
@@ -236,7 +236,7 @@ class CountingBucket:
             self.present, self._gathered_again, self._arrives = True, again, True
             self._count(bucket_memory.gather(self.spec, again))
             self._is_kept = self._is_kept or self.spec.wire.codes_stay
-            self._record(self.spec.collectives(When.BACKWARD if again else When.FORWARD))
+            self._record(self.spec.between_gathers if again else self.spec.weight_gathers)
             if self._overlaps:
                 self.decode()
 
@@ -285,10 +285,11 @@ class CountingBucket:
             for _ in self.spec.stages[1:]:
                 self._traffic.record("send", self._pending_bytes)
 
-    def reduce(self, last: bool) -> Moves[None]:
+    def reduce(self, this_pass: Pass) -> Moves[None]:
         pending_bytes, self._pending_bytes = self._pending_bytes, 0
-        partial_bytes, self._partial_bytes = self._partial_bytes, 0 if last else self.spec.partial_bytes
-        for event in bucket_memory.reduction(self.spec, last, pending_bytes, partial_bytes):
+        partial_bytes = self._partial_bytes
+        self._partial_bytes = 0 if this_pass is Pass.LAST else self.spec.partial_bytes
+        for event in bucket_memory.reduction(self.spec, this_pass, pending_bytes, partial_bytes):
             if isinstance(event, Allocation):
                 self._count([event])
             elif isinstance(event, GivenBack):

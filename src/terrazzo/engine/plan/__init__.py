@@ -8,7 +8,7 @@
     diloco          replicas that train by themselves, and their outer step
     error_feedback  residuals, which codes of gradients leave: the formula, and which ranks have which
     kinds           names of states of which several ranks have their own
-    moves           one collective or copy, when it comes, and the sums of a step that these make
+    moves           one collective or copy, and the sums that these make in each kind of backward pass
     gradient_wire   what gradients are sent as, and the moves that sum them
     bucket_spec     what follows from all of these for one bucket: its states, their memory, its moves
     bucket_memory   what a bucket allocates and frees at each event of a step

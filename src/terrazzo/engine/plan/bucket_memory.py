@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.moves import MoveBytes, When
+from terrazzo.engine.plan.moves import MoveBytes, Pass
 
 __all__ = [
     "Allocation",
@@ -178,7 +178,7 @@ def publish(spec: BucketSpec) -> Iterator[Allocation | InFlight]:
     if spec.gathers_apart and spec.tiers.optim == "nvme":
         yield InFlight(None)
     yield from (Allocation(_GATHERED, nbytes) for nbytes in (message_bytes, scratch_bytes, -scratch_bytes))
-    yield from (InFlight(move) for move in spec.collectives(When.UPDATE))
+    yield from (InFlight(move) for move in spec.update_gathers)
     yield from (Allocation(_GATHERED, nbytes) for nbytes in (scratch_bytes, -scratch_bytes, -message_bytes))
     yield Allocation(_GATHERED, -apart_bytes)
 
@@ -204,17 +204,17 @@ def finished_bytes(spec: BucketSpec) -> int:
 
 
 def reduction(
-    spec: BucketSpec, last: bool, pending_bytes: int, partial_bytes: int
+    spec: BucketSpec, this_pass: Pass, pending_bytes: int, partial_bytes: int
 ) -> Iterator[Allocation | GivenBack | InFlight]:
     """Of a micro-batch's gradient, which is under way by now.
 
     Args:
-        last: it finishes the step's gradient.
+        this_pass: the pass that it ends, `REDUCES` or `LAST`.
         pending_bytes: of the unreduced gradient.
         partial_bytes: sums of earlier micro-batches that are here.
     """
-    partial, _, finish, _, finishing_bytes = spec.sums.of(last)
-    sum_bytes = 0
+    partial, _, finish, _, finishing_bytes = spec.sums.of(this_pass)
+    last, sum_bytes = this_pass is Pass.LAST, 0
     for move in partial:
         yield Allocation(_SUMS, move.sum_bytes)
         yield from _in_flight(move)

@@ -34,7 +34,7 @@ from terrazzo.engine.mesh.family import SAME_DATA_AXES
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec, residuals_along
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
-from terrazzo.engine.plan.moves import MoveBytes, Pass, Reduction, Sums, When
+from terrazzo.engine.plan.moves import MoveBytes, Pass, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
@@ -85,7 +85,6 @@ class BucketSpec:
     matrices: bool = False
     diloco: DiLoCo | None = None
     _numels: dict[tuple[str, ...], int] = field(default_factory=dict, init=False, repr=False)
-    _collectives: dict[When, list[MoveBytes]] = field(default_factory=dict, init=False, repr=False)
 
     # -- which states there are, and over which axes they are split --------------------------------------------
 
@@ -308,25 +307,20 @@ class BucketSpec:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def collectives(self, when: When) -> Sequence[MoveBytes]:
-        """The collectives of one moment, in the engine's order."""
-        if (known := self._collectives.get(when)) is None:
-            known = self._collectives[when] = self._collectives_at(when)
-        return known
+    @cached_property
+    def weight_gathers(self) -> Sequence[MoveBytes]:
+        """Gathers of full weights from where they rest."""
+        return self._gathers(self.weight_axes, (), self.wire, "weights")
 
-    def _collectives_at(self, when: When) -> list[MoveBytes]:
-        match when:
-            case When.FORWARD:
-                return self._gathers(self.weight_axes, (), self.wire, "weights")
-            case When.BACKWARD:
-                return self._gathers(self.between_axes, (), self.wire, "weights")
-            case _ if not self.trainable:
-                return []
-            case When.UPDATE:
-                return self._gathers(self.optim_axes, self.weight_axes, self.update_wire, "updated weights")
-            case When.REDUCE | When.LAST:
-                reduction = self.sums.of(when is When.LAST)
-                return [*reduction.partial, *reduction.finish]
+    @cached_property
+    def between_gathers(self) -> Sequence[MoveBytes]:
+        """Gathers of full weights in backward, from what `between` keeps of them."""
+        return self._gathers(self.between_axes, (), self.wire, "weights")
+
+    @cached_property
+    def update_gathers(self) -> Sequence[MoveBytes]:
+        """Gathers of new weights from where they were stepped to where they rest."""
+        return self._gathers(self.optim_axes, self.weight_axes, self.update_wire, "updated weights")
 
     @cached_property
     def sums(self) -> Sums:

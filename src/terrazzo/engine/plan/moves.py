@@ -1,5 +1,5 @@
-"""What is moved of a bucket, in bytes and at which moment of a step: one collective or copy; the sums of gradients that
-these make, and what the finished sums are divided by.
+"""What is moved of a bucket, in bytes: one collective or copy; the sums of gradients that these make in each kind of
+backward pass, and what the finished sums are divided by.
 """
 
 from __future__ import annotations
@@ -10,27 +10,15 @@ from typing import NamedTuple
 
 from terrazzo.engine.formats.format_names import WireFormat
 
-__all__ = ["Divisor", "MoveBytes", "Pass", "Reduction", "Sums", "When"]
-
-
-class When(enum.StrEnum):
-    """When things move: before forward and before backward, after each backward that reduces, after the last one, and
-    after the optimizer's step.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REDUCE = "reduce"
-    LAST = "last"
-    UPDATE = "update"
+__all__ = ["Divisor", "MoveBytes", "Pass", "Reduction", "Sums"]
 
 
 class Pass(enum.Enum):
     """What becomes of the gradients of a backward pass.
 
-    The schedule has it (`Schedule.set_pass`), and this alone says whether a micro-batch is its step's last: `LAST`,
-    unless `tz.accumulate` or a step in stages has said that others follow, see `ShardingSpec.pass_of`. A
-    `BackwardPass` keeps the one that it began with; what it calls is told `last`.
+    This alone says whether a micro-batch is its step's last: `LAST`, unless `tz.accumulate` or a step in stages has
+    said that others follow, see `ShardingSpec.pass_of`. The schedule has the one of backwards to come
+    (`Schedule.set_pass`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
     """
 
     ADDS = "added to what is on this rank, and no more"
@@ -106,5 +94,6 @@ class Sums(NamedTuple):
     earlier: Reduction
     last: Reduction
 
-    def of(self, last: bool) -> Reduction:
-        return self.last if last else self.earlier
+    def of(self, this_pass: Pass) -> Reduction:
+        """The reduction of a pass that has one: `REDUCES` or `LAST`."""
+        return self.last if this_pass is Pass.LAST else self.earlier

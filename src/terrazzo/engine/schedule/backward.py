@@ -189,9 +189,8 @@ class BackwardPass:
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients over ranks."""
-        last = self.this_pass is Pass.LAST
-        label = self._weights.label(Purpose.GRADIENT if last else Purpose.PARTIAL, unit.index, self._number)
-        self._reductions.start(unit, label, last)
+        purpose = Purpose.GRADIENT if self.this_pass is Pass.LAST else Purpose.PARTIAL
+        self._reductions.start(unit, self._weights.label(purpose, unit.index, self._number), self.this_pass)
 
     def abandon(self) -> None:
         """The backward raised, on every rank: end what is under way."""

@@ -91,9 +91,10 @@ class Runnable(Protocol):
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget its gradients, or set finished ones to zero."""
 
-    def reduce(self, divisor: Divisor, last: bool) -> Moves[object]:
+    def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[object]:
         """Sum its gradients over ranks.
 
         Args:
-            last: of a step's last micro-batch, whose finished sum is divided.
+            divisor: of a sum that `LAST` finishes.
+            this_pass: the pass that they came in, `REDUCES` or `LAST`.
         """

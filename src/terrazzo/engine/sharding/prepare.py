@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -255,24 +255,50 @@ def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, own
     return units
 
 
+class _GroupKey(NamedTuple):
+    """What parameters must have in common to share a flat space. Buckets of a unit come in the order of these keys.
+
+    Attributes:
+        is_frozen: whether they are frozen; trainable ones come first.
+        family: over which axes their gradients are summed.
+        optimizer: number of the optimizer that steps them; -1 for none.
+        stored: dtype of parameters that are no floating-point numbers, else empty.
+        stages: ranks along the axis of stages that hold them alike.
+        is_packed: whether they are kept in 4 bits.
+        is_left_out: whether they are sent in a dtype where matrices are sent in blocks.
+    """
+
+    is_frozen: bool
+    family: str
+    optimizer: int
+    stored: str
+    stages: tuple[int, ...]
+    is_packed: bool
+    is_left_out: bool
+
+
 def _bucket_groups(
     members: list[Member], owners: Sequence[int], packed: Container[int], precision: Precision
 ) -> list[list[Member]]:
-    """Members that can share a flat space: trainable ones by family and optimizer, in order of their param groups, then
-    frozen ones by dtype. What several stages have lies apart: they hold it alike; so do matrices in 4 bits.
+    """Groups of members that can share a flat space, in the order of their `_GroupKey`; inside of each the members are
+    in the order of their param groups.
 
     Args:
-        packed: the positions of these.
-        precision: may send matrices in blocks: they lie apart from what is not.
+        packed: the positions of matrices that are kept in 4 bits.
     """
-    groups: dict[tuple[bool, str, int, str, tuple[int, ...], bool, bool], list[Member]] = {}
+    groups: dict[_GroupKey, list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
         dtype = member.parameter.dtype
-        owner = owners[member.group] if member.trainable and member.group >= 0 else -1
         stored = "" if dtype.is_floating_point else str(dtype)
-        is_packed = member.position in packed
         in_blocks = precision.sends_in_blocks(member.trainable)
-        apart = in_blocks and not stored and not travels_in_blocks(member.shape)
-        key = (not member.trainable, member.family.value, owner, stored, member.stages, is_packed, apart)
+        key = _GroupKey(
+            is_frozen=not member.trainable,
+            family=member.family.value,
+            optimizer=owners[member.group] if member.trainable and member.group >= 0 else -1,
+            stored=stored,
+            stages=member.stages,
+            is_packed=member.position in packed,
+            is_left_out=in_blocks and not stored and not travels_in_blocks(member.shape),
+        )
         groups.setdefault(key, []).append(member)
     return [groups[key] for key in sorted(groups)]

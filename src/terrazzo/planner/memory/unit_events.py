@@ -306,7 +306,7 @@ def _chain(trained: Sequence[PlannedBucket], last: bool, has_partial: bool, adds
     maker.now.turn(UNREDUCED, RECEIVE, sum(pendings))
     for bucket, pending in zip(trained, pendings, strict=True):
         partial = bucket.partial_bytes * has_partial
-        for event in bucket_memory.reduction(bucket, last, pending, partial):
+        for event in bucket_memory.reduction(bucket, Pass.LAST if last else Pass.REDUCES, pending, partial):
             maker.go_on(event)
     return maker.end()
 

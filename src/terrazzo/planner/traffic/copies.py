@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from terrazzo.engine.plan.moves import MoveBytes, When
+import enum
+
+from terrazzo.engine.plan.moves import MoveBytes
 from terrazzo.planner.layout.buckets import PlannedBucket
 from terrazzo.words import TIERS
 
-__all__ = ["copies"]
+__all__ = ["When", "copies"]
+
+
+class When(enum.StrEnum):
+    """A moment of a step at which units move: before forward and before backward, after each backward that reduces,
+    after the last one, and after the optimizer's step.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    LAST = "last"
+    UPDATE = "update"
 
 
 def copies(bucket: PlannedBucket, when: When, each_is_reduced: bool) -> list[MoveBytes]:

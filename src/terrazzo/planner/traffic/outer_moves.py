@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.engine.mesh.family import REPLICAS
-from terrazzo.engine.plan.moves import When
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placed_units
@@ -44,7 +43,7 @@ def outer_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
 
 def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
     """Gathers within a replica: from the parts of the outer step to master weights, and from these to weights."""
-    for move in (*bucket.outer_gathers, *bucket.collectives(When.UPDATE)):
+    for move in (*bucket.outer_gathers, *bucket.update_gathers):
         group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
         yield _move(setup, move.kind, "outer weights", move.sent_bytes, group)
 

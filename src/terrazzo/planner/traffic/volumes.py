@@ -6,19 +6,20 @@ description of each bucket says. The other axes are in `exchanges`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.plan.moves import When
+from terrazzo.engine.plan.moves import MoveBytes
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.figures import Sent, TrafficFigures
 from terrazzo.planner.formulas import Formula
-from terrazzo.planner.layout.buckets import buckets, trained_unit
+from terrazzo.planner.layout.buckets import PlannedBucket, buckets, trained_unit
 from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.machine.network import Network, UnitTransfer, part_of_group
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.traffic.copies import copies
+from terrazzo.planner.traffic.copies import When, copies
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves, shared_gradients
 from terrazzo.planner.traffic.outer_moves import outer_moves
 
@@ -151,12 +152,28 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
     for bucket in buckets(unit, placement):
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in When:
-            for move in bucket.collectives(when):
+            for move in _collectives(bucket, when):
                 group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
                     sent = UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, messages)
                     moves.append(network.routed(sent))
     return tuple(moves)
+
+
+def _collectives(bucket: PlannedBucket, when: When) -> Sequence[MoveBytes]:
+    """The collectives of one bucket at one moment of a step."""
+    match when:
+        case When.FORWARD:
+            return bucket.weight_gathers
+        case When.BACKWARD:
+            return bucket.between_gathers
+        case _ if not bucket.trainable:
+            return []
+        case When.UPDATE:
+            return bucket.update_gathers
+        case When.REDUCE | When.LAST:
+            reduction = bucket.sums.last if when is When.LAST else bucket.sums.earlier
+            return [*reduction.partial, *reduction.finish]
 
 
 def matrix_moves(setup: Setup, pp_rank: int) -> tuple[UnitTransfer, ...]:
