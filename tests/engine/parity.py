@@ -198,7 +198,7 @@ def gradients_of(model: nn.Module) -> dict[str, list[Fragment]]:
             held = own.intersect(slot.range)
             if seen and bucket.gradient.finished.exists and held.numel:
                 grads[slot.name] = [
-                    (held.start - slot.offset, bucket.gradient.finished.whole()[held.within(own)].clone())
+                    (held.start - slot.offset, bucket.gradient.finished.read()[held.within(own)].clone())
                 ]
     return grads
 

@@ -180,7 +180,7 @@ def test_a_way_that_opens_later_is_refused_and_right_from_then_on(kind: type[Way
         model.zero_grad()
         only_the_lists(model, batch()).backward()
         for bucket in engine_of(model).trainable():
-            found = bucket.gradient.finished.whole()
+            found = bucket.gradient.finished.read()
             for member, slot in zip(bucket.members, bucket.slots, strict=True):
                 wanted = dict(base.named_parameters())[member.name].grad
                 part = bucket.space.range(bucket.optim_axes).intersect(slot.range)

@@ -212,7 +212,7 @@ def test_the_bill_has_what_an_outer_step_keeps_and_needs(plan: str, traffic: Any
         assert engine.peak_transient_bytes == bill.transient_bytes
         outer = [state for bucket in engine.trainable() for state in bucket.outer]
         kept = sum(state.nbytes for state in outer)
-        whole = sum(bucket.whole for bucket in engine.trainable())
+        whole = sum(bucket.full_numel for bucket in engine.trainable())
         assert kept == 8 * whole // 2
         if "@cpu" in plan:
             assert not bill.outer_bytes
@@ -241,7 +241,7 @@ def test_masters_on_nvme_that_are_whole_come_together_in_memory_that_the_bill_ha
         engine.settle()
         engine.tally.reset()
         engine.outer.run()
-        whole_bytes = 4 * max(bucket.whole for bucket in engine.trainable())
+        whole_bytes = 4 * max(bucket.full_numel for bucket in engine.trainable())
         assert engine.peak_transient_bytes == dry_run_outer_step(engine.buckets()).ledger.peak_bytes == whole_bytes
 
     on_ranks(4, body)

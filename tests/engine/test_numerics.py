@@ -167,7 +167,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(case: Case) -> None:
                     own = bucket.master.range
                     for slot in bucket.slots:
                         if slot.name == "blocks.1.up.weight" and own.start < slot.range.stop <= own.stop:
-                            whole = bucket.gradient.finished.whole()
+                            whole = bucket.gradient.finished.read()
                             assert whole is not None
                             whole[slot.range.stop - 1 - own.start] = float("inf")
 

@@ -123,7 +123,7 @@ def train(case: Case, folder: str | None, rank: int):
     for step in range(STEPS):
         batches = [micro_batch(step, data_rank, micro) for micro in range(case.micro_batches)]
         loss = tz.step(model, batches, loss_of, denominator=10.0).item()
-        grads = own_parts(model, lambda bucket: bucket.gradient.finished.whole())
+        grads = own_parts(model, lambda bucket: bucket.gradient.finished.read())
         norm = tz.clip_grad_norm_(model, float("inf")).item()
         optimizer.step()
         optimizer.zero_grad()

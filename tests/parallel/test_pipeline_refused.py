@@ -432,7 +432,7 @@ def test_without_stages_a_step_is_a_loop_over_micro_batches():
     def body(rank: int) -> tuple[float, Tensor]:
         model, _ = tz.shard(copy.deepcopy(plain), None, "zero2")
         loss = tz.step(model, [({"input": x}, y) for x, y in batches], F.mse_loss)
-        return loss.item(), engine_of(model).trainable()[0].gradient.finished.whole()[:16]
+        return loss.item(), engine_of(model).trainable()[0].gradient.finished.read()[:16]
 
     for loss, grad in run_in_threads(2, body)[:1]:  # which has the beginning of the first weight
         assert loss == pytest.approx(expected.item(), rel=1e-6)

@@ -94,7 +94,7 @@ def train(case: Case, rank: int):
                 loss = loss_of(model, tokens(step, rank // case.tp, micro))
                 loss.backward()
             losses.append(loss.item())
-        grads = own_parts(model, lambda bucket: bucket.gradient.finished.whole())
+        grads = own_parts(model, lambda bucket: bucket.gradient.finished.read())
         norm = tz.clip_grad_norm_(model, float("inf")).item()
         if step == 0:  # other measures are of the whole parameters, too
             squares = [parameter.grad.double().square().sum().item() for parameter in model.parameters()]

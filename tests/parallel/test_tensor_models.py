@@ -97,7 +97,7 @@ def gradients(base, batches, loss_of, tp, plan="zero3", tensor="auto", sequence=
         loss = loss_of(model, batches[rank // tp])
         loss.backward()
         norm = tz.clip_grad_norm_(model, float("inf"))
-        return loss.item(), norm.item(), whole_of(model, lambda bucket: bucket.gradient.finished.whole())
+        return loss.item(), norm.item(), whole_of(model, lambda bucket: bucket.gradient.finished.read())
 
     return run_in_threads(world, body)
 
@@ -421,7 +421,7 @@ def test_a_loss_of_parts_of_the_vocabulary_is_that_of_the_whole() -> None:
         for none in (-1, 13, 2**40):
             with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
                 loss_of(model(batch).detach(), targets.index_fill(0, torch.tensor(1), none))
-        return loss.item(), whole_of(model, lambda bucket: bucket.gradient.finished.whole())
+        return loss.item(), whole_of(model, lambda bucket: bucket.gradient.finished.read())
 
     loss = F.cross_entropy(base(batch).flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()

@@ -133,7 +133,7 @@ def gradients_of(model: nn.Module) -> dict[str, Part]:
         own = bucket.master.range
         for slot in bucket.slots:
             if (held := own.intersect(slot.range)).numel:
-                values = bucket.gradient.finished.whole()[held.within(own)].clone()
+                values = bucket.gradient.finished.read()[held.within(own)].clone()
                 found[slot.name] = bucket.box(slot), held.start - slot.offset, values
     return found
 

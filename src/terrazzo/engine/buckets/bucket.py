@@ -137,7 +137,7 @@ class Bucket(BucketSpec):
             self.weight = store.state(self.space, self.weight_axes, self.weight_dtype, tiers.weight)
         else:
             blocks = self.packed.blocks
-            codes = store.state(self.space.packed(blocks), self.weight_axes, torch.uint8, tiers.weight)
+            codes = store.state(self.space.as_bytes(blocks), self.weight_axes, torch.uint8, tiers.weight)
             self.weight = CodedState(self.space, self.weight_axes, codes, blocks, torch.bfloat16)
         if self.has_own_master:
             self.master = store.state(self.space, self.optim_axes, precision.master, tiers.optim)
@@ -165,10 +165,10 @@ class Bucket(BucketSpec):
             if room is None:
                 if form is None:
                     everything = windows[name] == self.space.range(axes)
-                    space = self.space if everything else self.space.within(windows[name])
+                    space = self.space if everything else self.space.windowed(windows[name])
                     place = store.state(space, axes, self.precision.shown_moments, tier)
                 else:
-                    place = store.state(self.space.packed(form.blocks), axes, torch.uint8, tier)
+                    place = store.state(self.space.as_bytes(form.blocks), axes, torch.uint8, tier)
                 places.append((windows[name], place))
                 room = len(places) - 1
             place = places[room][1]

@@ -77,7 +77,7 @@ def moment_windows(bucket: Bucket, templates: Templates, cell: int) -> dict[str,
     held, parts = bucket.space.range(bucket.optim_axes), dict[str, list[Range]]()
     firsts = [first for first, _ in runs(bucket)]
     starts = [bucket.slots[first].offset for first in firsts]
-    for first, start, stop in zip(firsts, starts, [*starts[1:], bucket.whole], strict=True):
+    for first, start, stop in zip(firsts, starts, [*starts[1:], bucket.full_numel], strict=True):
         group = bucket.members[first].group
         for name in templates[group].per_element if group >= 0 else ():
             parts.setdefault(name, []).append(held.intersect(Range(start, stop)))

@@ -72,19 +72,19 @@ class Box:
     def is_all(self) -> bool:
         return self.local_numel == math.prod(self.shape)
 
-    def owned(self, within: Range) -> Iterator[Owned]:
-        """Of flat elements `within` what the rank has, what they are of the whole parameter, in their order."""
+    def owned(self, wanted: Range) -> Iterator[Owned]:
+        """Of flat elements `wanted` what the rank has, what they are of the whole parameter, in their order."""
         before, leading = 0, math.prod(self.local_shape[: self.dim])
         if len(self.rectangles) == 1 or leading == 1:  # one after the other in memory too
             for each in self.rectangles:
-                here = within.intersect(Range(before, before + each.numel))
+                here = wanted.intersect(Range(before, before + each.numel))
                 if here.numel:
                     elements = Range(here.start - before, here.stop - before)
-                    yield Owned(each, elements, here.from_start_of(within), (here.numel,), (slice(0, here.numel),))
+                    yield Owned(each, elements, here.from_start_of(wanted), (here.numel,), (slice(0, here.numel),))
                 before += each.numel
             return
         local_parts = self.local_rectangles()
-        for part in rectangles_of(self.local_shape, within.start, within.stop):
+        for part in rectangles_of(self.local_shape, wanted.start, wanted.stop):
             for each, local in zip(self.rectangles, local_parts, strict=True):
                 if (common := local.intersect(part)) is not None:
                     tile = common.relative_to(local).placed_in(each)
@@ -92,11 +92,11 @@ class Box:
                     yield Owned(tile, Range(0, tile.numel), inside, part.sizes, common.relative_to(part).slices)
             before += part.numel
 
-    def elements(self, within: Range, device: torch.device) -> Tensor:
-        """Which elements of the whole parameter, flat and row-major, the flat elements `within` of what the rank has
+    def elements(self, wanted: Range, device: torch.device) -> Tensor:
+        """Which elements of the whole parameter, flat and row-major, the flat elements `wanted` of what the rank has
         are: int64, 1-D.
         """
-        flat = torch.arange(within.start, within.stop, device=device)
+        flat = torch.arange(wanted.start, wanted.stop, device=device)
         if self.is_all:
             return flat
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]

@@ -55,7 +55,7 @@ class BucketSpec:
     """Parameters of one unit that share a flat index space.
 
     Args:
-        whole: elements of the space on the ranks of all data axes, padding included.
+        full_numel: elements of the space on the ranks of all data axes, padding included.
         plan: its places hold only axes with more than one rank.
         ranks: the axes with more than one rank over which gradients are summed, innermost first; data axes come first.
         tiers: where its states rest.
@@ -71,7 +71,7 @@ class BucketSpec:
         diloco: how replicas train by themselves, if they do.
     """
 
-    whole: int
+    full_numel: int
     plan: Plan
     precision: Precision
     ranks: Mapping[str, Axis]
@@ -236,7 +236,7 @@ class BucketSpec:
     def numel(self, axes: tuple[str, ...]) -> int:
         """Elements of one rank when the space is split over `axes`."""
         if (known := self._numels.get(axes)) is None:
-            known = self._numels[axes] = -(-self.whole // math.prod([self.ranks[axis].size for axis in axes]))
+            known = self._numels[axes] = -(-self.full_numel // math.prod([self.ranks[axis].size for axis in axes]))
         return known
 
     def weight_bytes(self, numel: int) -> int:
@@ -262,7 +262,7 @@ class BucketSpec:
     @property
     def full_bytes(self) -> int:
         """Full weights beside those at rest."""
-        return 0 if self.resident else self.whole * self.compute_dtype.itemsize
+        return 0 if self.resident else self.full_numel * self.compute_dtype.itemsize
 
     @property
     def between_bytes(self) -> int:
@@ -279,7 +279,7 @@ class BucketSpec:
         return self.precision.accumulate if this_pass is Pass.ADDS else self.precision.reduce
 
     def pending_bytes(self, this_pass: Pass) -> int:
-        return self.trainable * self.whole * self.pending_dtype(this_pass).itemsize
+        return self.trainable * self.full_numel * self.pending_dtype(this_pass).itemsize
 
     @property
     def partial_bytes(self) -> int:
@@ -290,12 +290,12 @@ class BucketSpec:
     @property
     def scratch_bytes(self) -> int:
         """Memory to encode or decode what is sent of full weights, or to decode the codes that they rest in."""
-        return self.wire.scratch_bytes(self.whole, self._device_kind)
+        return self.wire.scratch_bytes(self.full_numel, self._device_kind)
 
     @property
     def gathers_into_place(self) -> bool:
         """Whether memory for full weights is there before they come; else as they are decoded."""
-        return not self.wire.message_bytes(self.whole) or self.tiers.weight != "device"
+        return not self.wire.message_bytes(self.full_numel) or self.tiers.weight != "device"
 
     def arriving_bytes(self, axes: tuple[str, ...]) -> int:
         """What is sent of full weights, in memory of its own until it is decoded; 0 where they come straight.
@@ -303,7 +303,7 @@ class BucketSpec:
         Args:
             axes: over which they are split before.
         """
-        return self.wire.message_bytes(self.whole) if axes else 0
+        return self.wire.message_bytes(self.full_numel) if axes else 0
 
     # -- collectives -------------------------------------------------------------------------------------------
 

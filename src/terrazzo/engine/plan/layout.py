@@ -140,7 +140,7 @@ class Layout:
     def whole(self) -> Range:
         return Range(0, self.numel)
 
-    def packed(self, blocks: BlockFormat) -> Layout:
+    def as_bytes(self, blocks: BlockFormat) -> Layout:
         """The bytes of its blocks, as a space of their own."""
         made = Layout((), 1)
         made.numel, made.blocks = blocks.size_bytes(self.numel), blocks

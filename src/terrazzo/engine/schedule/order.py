@@ -215,17 +215,17 @@ def _with_missing(visits: list[Visit], units: Sequence[Runnable]) -> list[Visit]
         return visits
     inside = _children(units)
     before: dict[int, deque[int]] = defaultdict(deque)  # missing units to come before the first begin of a unit
-    within: dict[int, deque[int]] = defaultdict(deque)  # and before the last end of one; -1: at the very end
+    at_end: dict[int, deque[int]] = defaultdict(deque)  # and before the last end of one; -1: at the very end
     for outer, children in inside.items():
         following: int | None = None
         for child in reversed(children):
             if child in present:
                 following = child
             else:
-                (within[outer] if following is None else before[following]).appendleft(child)
+                (at_end[outer] if following is None else before[following]).appendleft(child)
 
-    def whole(unit: int) -> list[Visit]:
-        inner = [visit for child in within.pop(unit, ()) for visit in whole(child)]
+    def visits_of(unit: int) -> list[Visit]:
+        inner = [visit for child in at_end.pop(unit, ()) for visit in visits_of(child)]
         return [(unit, Event.ENTER), *inner, (unit, Event.LEAVE)]
 
     last_end = {unit: position for position, (unit, event) in enumerate(visits) if event != Event.ENTER}
@@ -234,11 +234,11 @@ def _with_missing(visits: list[Visit], units: Sequence[Runnable]) -> list[Visit]
         if event == Event.ENTER:
             missing = before.pop(unit, ())
         else:
-            missing = within.pop(unit, ()) if last_end[unit] == position else ()
-        complete += [visit for child in missing for visit in whole(child)]
+            missing = at_end.pop(unit, ()) if last_end[unit] == position else ()
+        complete += [visit for child in missing for visit in visits_of(child)]
         complete.append((unit, event))
-    rest = [child for outer, missing in within.items() if outer in present or outer == -1 for child in missing]
-    return complete + [visit for child in rest for visit in whole(child)]
+    rest = [child for outer, missing in at_end.items() if outer in present or outer == -1 for child in missing]
+    return complete + [visit for child in rest for visit in visits_of(child)]
 
 
 def _children(units: Sequence[Runnable]) -> dict[int, list[int]]:

@@ -132,7 +132,7 @@ class SizedBucket:
         )
 
     @property
-    def whole(self) -> int:
+    def full_numel(self) -> int:
         return self.layout.numel
 
     @property

@@ -57,23 +57,23 @@ def gather_sums(along: Collectives, own: Tensor, blocks: BlockCodes, encode: Enc
     encode(own, blocks, message.view(along.size, -1)[along.rank])
     yield from along.all_gather(message, "all_reduce")
     whole = outlives_chain(lambda: own.new_empty(numel))
-    for part, packed in blocks.tiles(whole):
-        whole[part] = blocks.decode(message[packed])
+    for part, coded in blocks.tiles(whole):
+        whole[part] = blocks.decode(message[coded])
     return whole
 
 
 def encode_all(values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
     """Replace the blocks `into` by those of `values`, a tile at a time."""
-    for part, packed in blocks.tiles(values):
-        blocks.encode(values[part], into[packed])
+    for part, coded in blocks.tiles(values):
+        blocks.encode(values[part], into[coded])
 
 
 def _add_decoded(rows: Tensor, blocks: BlockCodes, into: Tensor) -> None:
     """The sum of what the blocks of each row stand for, in fp32 and in the order of rows."""
-    for part, packed in blocks.tiles(into):
-        summed = blocks.decode(rows[0, packed])
+    for part, coded in blocks.tiles(into):
+        summed = blocks.decode(rows[0, coded])
         for row in rows[1:]:
-            summed += blocks.decode(row[packed])
+            summed += blocks.decode(row[coded])
         into[part] = summed
 
 

@@ -96,7 +96,7 @@ class FinishedGradient:
             return
         finished.put_off(factor)
 
-    def whole(self, index: int | None = None) -> Tensor | None:
+    def read(self, index: int | None = None) -> Tensor | None:
         """The finished gradient as one tensor in memory, scaled; None where there is none.
 
         Args:
@@ -107,7 +107,7 @@ class FinishedGradient:
     def contribution(self, index: int | None = None) -> Tensor | None:
         """The elements that this rank contributes to sums over the axes of `ShardingSpec.contributed_over`.
 
-        One rank along these axes contributes each element, however many hold it. Arguments as of `whole`.
+        One rank along these axes contributes each element, however many hold it. Arguments as of `read`.
         """
         axes, optim = self._sharding.axes, self._axes
         rest = axes.summed_over if axes.has_experts else axes.summed_same_data

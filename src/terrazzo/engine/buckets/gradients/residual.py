@@ -75,15 +75,15 @@ class Residual:
         """
         before, after = self._uncommitted if self._is_encoded else self.committed, self._uncommitted
         start = before.range.start
-        for part, packed in blocks.tiles(values):
+        for part, coded in blocks.tiles(values):
             elements = Range(start + part.start, start + part.stop)
             with before.opened(elements) as residual, after.opened(elements, "change") as lost:
                 rows = values[part].view(-1, blocks.numel)
                 waits = rows.eq(0).all(1, keepdim=True)
                 residual = residual.to(values.device, torch.float32).view_as(rows)
                 total = residual.mul(loss_scale).add_(rows).masked_fill_(waits, 0).view(-1)
-                blocks.encode(total, into[packed])
-                total = total.sub_(blocks.decode(into[packed])).div_(loss_scale).view_as(rows)
+                blocks.encode(total, into[coded])
+                total = total.sub_(blocks.decode(into[coded])).div_(loss_scale).view_as(rows)
                 stays = waits | ~total.isfinite().all(1, keepdim=True)
                 lost.copy_(torch.where(stays, residual, total).view(-1))
         self._is_encoded = True

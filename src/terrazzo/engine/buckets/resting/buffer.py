@@ -49,7 +49,7 @@ class Space:
             known = self._ranges[axes] = known if self.window is None else known.intersect(self.window)
         return known
 
-    def within(self, window: Range) -> Space:
+    def windowed(self, window: Range) -> Space:
         """For a state that has no elements outside of `window`."""
         return Space(self.layout, self.axes, window)
 
@@ -58,9 +58,9 @@ class Space:
         data = torch.empty(self.range(axes).numel, dtype=dtype, device=self.axes.device)
         return Buffer(self, axes, use_large_pages(data))
 
-    def packed(self, blocks: BlockFormat) -> Space:
+    def as_bytes(self, blocks: BlockFormat) -> Space:
         """That of the bytes of its blocks, where a state is kept in fewer bits than any dtype has."""
-        return Space(self.layout.packed(blocks), self.axes)
+        return Space(self.layout.as_bytes(blocks), self.axes)
 
     def zeros(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
         buffer = self.empty(axes, dtype)

@@ -27,7 +27,7 @@ class BlockMessage:
         self, space: Space, axes: tuple[str, ...], blocks: BlockCodes, through: torch.dtype, ledger: Ledger
     ) -> None:
         self._space, self._blocks, self._through, self._ledger = space, blocks, through, ledger
-        self._message = space.packed(blocks).empty(axes, torch.uint8)
+        self._message = space.as_bytes(blocks).empty(axes, torch.uint8)
 
     @property
     def nbytes(self) -> int:
@@ -42,15 +42,15 @@ class BlockMessage:
         """
         into = self._message.narrow(axes).data
         with self._ledger.holding(self._scratch_bytes(own)):
-            for part, packed in self._blocks.tiles(own):
-                self._blocks.encode(own[part].to(self._through), into[packed])
+            for part, coded in self._blocks.tiles(own):
+                self._blocks.encode(own[part].to(self._through), into[coded])
         yield from self._message.complete(axes)
 
     def unpack(self, into: Tensor) -> None:
         """Put what has arrived into a tensor of any dtype; this rank's own elements are as the others see them."""
         with self._ledger.holding(self._scratch_bytes(into)):
-            for part, packed in self._blocks.tiles(into):
-                values = self._blocks.decode(self._message.data[packed])
+            for part, coded in self._blocks.tiles(into):
+                values = self._blocks.decode(self._message.data[coded])
                 into[part].copy_(values if into.dtype == self._through else values.to(self._through))
 
     def _scratch_bytes(self, values: Tensor) -> int:

@@ -189,10 +189,10 @@ def _room_for(space: Space, blocks: BlockCodes, full: Tensor) -> Buffer:
 
     A tile's values are written below the bytes of the next, as long as tiles are decoded one after the other.
     """
-    packed = space.packed(blocks)
+    coded = space.as_bytes(blocks)
     raw = full.view(torch.uint8)
-    start = (raw.numel() - packed.layout.numel) // _ALIGN_BYTES * _ALIGN_BYTES
-    return Buffer(packed, (), raw[start : start + packed.layout.numel])
+    start = (raw.numel() - coded.layout.numel) // _ALIGN_BYTES * _ALIGN_BYTES
+    return Buffer(coded, (), raw[start : start + coded.layout.numel])
 
 
 _ALIGN_BYTES = 64
@@ -205,8 +205,8 @@ def unpack(codes: Tensor, blocks: BlockCodes, into: Tensor) -> None:
         codes: uint8, of all blocks; they may lie at the end of `into`, and are lost then.
         into: 1-D, of any dtype; the values are those that bf16 holds.
     """
-    for part, packed in blocks.tiles(into):
-        into[part] = blocks.decode(codes[packed]).bfloat16()  # as they are saved, whatever is computed in
+    for part, coded in blocks.tiles(into):
+        into[part] = blocks.decode(codes[coded]).bfloat16()  # as they are saved, whatever is computed in
 
 
 _GATHERS: dict[type[Wire], type[WeightGather]] = {

@@ -169,7 +169,7 @@ class Owners:
         """What a rank has of it that has `index` along the axis of that depth, and along outer ones here."""
         cuts = [self.along(axis) for axis in self.split[:depth]]
         cuts[-1] = (index, cuts[-1][1])
-        held = share(Range(0, matrix.bucket.whole), cuts).intersect(matrix.range)
+        held = share(Range(0, matrix.bucket.full_numel), cuts).intersect(matrix.range)
         if held.numel:
             yield MatrixPart(matrix, held)
 
