@@ -1,4 +1,4 @@
-"""What is in memory: the states of the parameters that move together, and what is done with them.
+"""Memory: the states of the parameters that move together, and what is done with them.
 
     resting        one state at rest, whatever the tier
     parameters     what users see of parameters, and do to them

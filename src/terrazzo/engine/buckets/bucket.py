@@ -98,11 +98,11 @@ class Bucket(BucketSpec):
         return along.rank, along.size
 
     def part(self, axes: tuple[str, ...]) -> Range:
-        """What this rank has of the flat space when it is split over `axes`."""
+        """This rank's part of the flat space when it is split over `axes`."""
         return self.space.range(axes)
 
     def box(self, slot: Slot) -> Box:
-        """What this rank has of the parameter in a slot."""
+        """This rank's part of the parameter in a slot."""
         return self._boxes[slot.name]
 
     @property
@@ -117,7 +117,7 @@ class Bucket(BucketSpec):
         self.gradient.add(index, grad, self.pending_dtype(this_pass))
 
     def begin_gradient(self, this_pass: Pass) -> None:
-        """Have memory for gradients that will come."""
+        """Allocate memory for gradients that will come."""
         self.gradient.begin(self.pending_dtype(this_pass))
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -153,11 +153,12 @@ class Bucket(BucketSpec):
         self._update = update_way(self, self.ledger)
 
     def build_moments(self, store: StateStore, windows: Mapping[str, Range]) -> None:
-        """Room for what the optimizer will keep for each element away from the device or in 8 bits: what an earlier
-        one has left is used again.
+        """Make room for what the optimizer will keep for each element away from the device or in 8 bits.
+
+        Room that an earlier optimizer has left is used again.
 
         Args:
-            windows: by name the part of this rank's elements that have it.
+            windows: for each state, by name, those of this rank's elements that have it.
         """
         axes, tier, form, places = self.optim_axes, self.tiers.optim, self.precision.narrow, self._moment_places
         states: dict[str, Resting] = {}
@@ -179,7 +180,7 @@ class Bucket(BucketSpec):
         self.moments = states
 
     def rooms_left(self, windows: Mapping[str, Range]) -> dict[str, int | None]:
-        """Which of the rooms that earlier optimizers have left serves each state; None: it needs one of its own."""
+        """Choose, for each state, one of the rooms that earlier optimizers have left; None: it needs one of its own."""
         free, rooms = list(range(len(self._moment_places))), dict[str, int | None]()
         for name, window in windows.items():
             fitting = (room for room in free if self._moment_places[room][0].intersect(window).numel == window.numel)
@@ -194,7 +195,7 @@ class Bucket(BucketSpec):
         return [self.master, self.weight] if self.has_own_master else [self.weight]
 
     def measured_at_rest(self) -> Iterator[StateBytes]:
-        """What `at_rest` promises of all states but the gradient, as they lie in memory or files."""
+        """Yield what `at_rest` promises of all states but the gradient, as they lie in memory or files."""
         tiers = self.tiers
         yield StateBytes("weight", tiers.weight, self.weight.nbytes)
         if self.has_own_master:
@@ -210,7 +211,7 @@ class Bucket(BucketSpec):
         self._fill(slot, value)
 
     def note_change(self) -> None:
-        """The weights have other values: a backward of what was computed from those before must not read them."""
+        """Note that the weights have other values: no backward of what was computed from those before may read them."""
         self.changes += 1
         self.full.edits.outdate()
 
@@ -223,11 +224,11 @@ class Bucket(BucketSpec):
                     data.copy_(self._update_as_seen(values) if state is self.weight else values)
 
     def as_seen(self, values: Tensor) -> Tensor:
-        """What ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""
+        """Return what ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""
         return self.wire.as_seen(values, self.compute_dtype)
 
     def _update_as_seen(self, values: Tensor) -> Tensor:
-        """What weights at rest become of new ones. `values` as for `as_seen`."""
+        """Return what new values become as weights at rest. `values` as for `as_seen`."""
         return self.update_wire.as_seen(values, self.compute_dtype)
 
     # -- what users write --------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ class Bucket(BucketSpec):
 
     @property
     def own_weight(self) -> Resting | None:
-        """Where an update can put this rank's part of the new weights itself; None if that is for `publish` to do."""
+        """Place for this rank's part of the new weights, if an update can put it there; None: `publish` has to."""
         if not self.has_own_master:
             return None
         if isinstance(self.weight, Buffer):

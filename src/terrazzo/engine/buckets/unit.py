@@ -48,7 +48,7 @@ class Unit:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name of the unit in messages."""
         return title_of(self.name)
 
     @property
@@ -59,7 +59,7 @@ class Unit:
 
     @property
     def sharding(self) -> ShardingSpec:
-        """Of its first bucket. Precision and the mesh's axes are those of all; a plan may be its own family's."""
+        """Settings of its first bucket. Precision and mesh are those of all; the plan may be its own family's."""
         return self.buckets[0].sharding
 
     @property
@@ -105,6 +105,7 @@ class Unit:
         return 2 * sum(bucket.gradient.filled_numel for bucket in self.buckets) >= self._trainable_numel
 
     def trainable(self) -> Iterator[Bucket]:
+        """Yield the buckets of parameters that are trained."""
         return (bucket for bucket in self.buckets if bucket.trainable)
 
     def expect_gradients(self, this_pass: Pass) -> None:

@@ -54,7 +54,7 @@ class UnitWeights:
 
     @property
     def generation(self) -> int:
-        """Changes whenever its weights do."""
+        """Number that changes whenever its weights do."""
         return sum(bucket.changes for bucket in self._buckets)
 
     @property

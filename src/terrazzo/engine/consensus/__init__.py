@@ -1,4 +1,4 @@
-"""What ranks must have alike, where they compare it, and what they agree on.
+"""Consensus of ranks: what they must have alike, where they compare it, and what they agree on.
 
 Each rank keeps its own part of all states, so one that has done something else would not be noticed. They compare:
 

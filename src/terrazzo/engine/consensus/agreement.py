@@ -1,4 +1,4 @@
-"""What ranks agree on once they have run a pass: the program, and which gradients there are.
+"""Agreement of ranks once they have run a pass: on the program, and on which gradients there are.
 
 After a training forward whose order is not settled they compare what they ran, and the merged list is the program from
 then on. At the end of a step's last backward they hear which parameters got a gradient on any rank, to which units one
@@ -50,7 +50,7 @@ class Agreement:
         return [[number for number in row if number >= 0] for row in axes.rows(own).tolist()]
 
     def agree_on_gradients(self, backward: BackwardPass) -> None:
-        """A backward has run its program to the end.
+        """Agree on gradients, once a backward has run its program to the end.
 
         Raises:
             RanksApart: if the ranks have not run the same.
@@ -68,7 +68,7 @@ class Agreement:
             self._exchange_flags(backward)  # ranks that have not run the same hear it here
 
     def _exchange_flags(self, backward: BackwardPass) -> tuple[int, list[int], list[int]]:
-        """One small reduction: has any rank left the order, had each unit late, seen a gradient of each parameter?"""
+        """Reduce flags over ranks: has any left the order, had a unit late, seen a gradient of a parameter?"""
         own_late = [int(unit.index in backward.late) for unit in self._units]
         own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
         own = [int(any(program.strayed for program in self._schedule.programs)), *own_late, *own_seen]
@@ -82,12 +82,12 @@ def flags_numel(units: Sequence[Unit]) -> int:
 
 
 def _encoded(visits: Sequence[Visit], recomputed: Collection[tuple[int, int]]) -> list[int]:
-    """How many visits there are, the visits, and the pairs of units that are recomputed in one region."""
+    """Numbers that stand for visits, behind their count, and for pairs of units that are recomputed in one region."""
     return [len(visits), *chain.from_iterable(visits), *chain.from_iterable(sorted(recomputed))]
 
 
 def _decoded(numbers: Sequence[int]) -> tuple[list[Visit], list[tuple[int, int]]]:
-    """The reverse of `_encoded`."""
+    """Visits and pairs of units that `_encoded` numbers stand for."""
     count, *flat = numbers
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     return [(unit, Event(event)) for unit, event in pairs[:count]], pairs[count:]

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
-    """What `action` returns.
+    """Return what `action` does, if it succeeds on all ranks. Collective.
 
     Raises:
         Exception: what it raises here.
@@ -54,7 +54,7 @@ def check_alike(
     fix: str = "Give every rank the same model and arguments.",
     along: Iterable[str] | None = None,
 ) -> None:
-    """Compare what each rank was told.
+    """Compare what each rank was told. Collective.
 
     Args:
         facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.

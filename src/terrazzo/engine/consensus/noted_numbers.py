@@ -43,5 +43,5 @@ class NotedNumbers:
         return {key: float(number) for key, number in self._numbers.items()}
 
     def followed_by(self, numbers: Mapping[str, float | Tensor]) -> NotedNumbers:
-        """Those of a later step, under the same keys: ranks compare as many as ever, whoever adds a key to a group."""
+        """Note numbers of a later step under the same keys: ranks compare as many as ever, whoever adds a key."""
         return NotedNumbers({key: numbers.get(key, 0.0) for key in self._numbers})

@@ -1,4 +1,4 @@
-"""Where ranks meet at the end of a pass: to hear who still needs what, and to notice if they have not run the same."""
+"""Meetings of ranks at the end of a pass: to hear who needs what, and to notice if they have not run the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weights_are_split(units: Iterable[Unit]) -> bool:
 
 
 def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
-    """The elementwise maximum of the `numbers` of all ranks, which meet at `label`; blocks.
+    """Return the elementwise maximum of the `numbers` of all ranks, which meet at `label`; blocks.
 
     Raises:
         RanksApart: if another rank has come with another label, or has issued other exchanges than this one on a
@@ -70,7 +70,7 @@ def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
 
 
 def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
-    """The checksums of the ranks differ.
+    """Raise an error that names what differs between ranks, whose checksums do.
 
     Raises:
         RanksApart: naming steps, gradients, hyper-parameters, denominators, or the first exchange in which they do.

@@ -1,4 +1,4 @@
-"""How far the training of one model has come on this rank."""
+"""Progress of the training of one model on this rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Denominator", "Progress"]
 
 @dataclass
 class Denominator:
-    """What sums of gradients are divided by, once they are finished.
+    """Number that sums of gradients are divided by, once they are finished.
 
     Attributes:
         ranks: over which gradients are summed.
@@ -55,18 +55,18 @@ class Denominator:
         return self.chosen is None and not self.loss_scale.scales
 
     def numbers(self) -> dict[str, float]:
-        """What ranks must have alike."""
+        """Numbers that ranks must have alike, by name."""
         scaling = {f"loss scaler's {name}": each for name, each in self.loss_scale.state().items()}
         return {"denominator": self.unscaled, **scaling}
 
     def divisor(self) -> Divisor:
-        """What a sum that starts now will be divided by."""
+        """Divisor of a sum that starts now."""
         return Divisor(self.unscaled, self.loss_scale.scale)
 
 
 @dataclass
 class Progress:
-    """What changes from step to step and must be equal on all ranks, which `consensus.pass_end` compares.
+    """Facts that change from step to step and must be equal on all ranks, which `consensus.pass_end` compares.
 
     Attributes:
         denominator: of finished gradient sums, as this rank was told; has the loss scale.
@@ -88,7 +88,9 @@ class Progress:
     _on_their_way: list[tuple[str, NotedNumbers]] = field(default_factory=list)
 
     def note(self, edit: str, numbers: NotedNumbers | None = None) -> None:
-        """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set.
+        """Note that gradients are edited, before the same step on every rank.
+
+        Edits may come in any order, for a loop may go through a set.
 
         Args:
             edit: as a user writes it.
@@ -122,22 +124,23 @@ class Progress:
         return self._forward_raised or self.abandoned
 
     def forward_raised(self, differentiated: bool) -> None:
+        """Note that a forward has raised."""
         self._forward_raised |= differentiated
 
     def begin_backward(self, has_gradients: bool) -> None:
-        """A backward begins, where there are gradients of other micro-batches or not."""
+        """Note that a backward begins, where there are gradients of other micro-batches or not."""
         self._had_gradients = has_gradients
 
     def backward_raised(self) -> None:
-        """Gradients were forgotten because a backward had raised."""
+        """Note that gradients were forgotten because a backward had raised."""
         self.abandoned = True
 
     def gradients_zeroed(self) -> None:
-        """The user has forgotten them, or set them to zero: the step can be run again."""
+        """Note that the user has forgotten gradients, or set them to zero: the step can be run again."""
         self.abandoned = self._forward_raised = False
 
     def count_step(self) -> None:
-        """An optimizer has stepped."""
+        """Note that an optimizer has stepped."""
         self.steps += 1
 
     def begin_forward(self) -> None:
@@ -156,4 +159,4 @@ class Progress:
 
 
 _LIMIT = 1 << 62
-"""Of a checksum that is compared as an int64."""
+"""Bound of a checksum that is compared as an int64."""

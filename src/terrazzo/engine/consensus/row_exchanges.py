@@ -15,7 +15,7 @@ __all__ = ["RowExchanges"]
 
 
 class _ExpertRanks(Protocol):
-    """What modules that share experts exchange rows through: ranks that wait for each other inside of modules.
+    """Ranks that modules exchange rows of experts through, and that wait for each other inside of modules.
 
     A rank that has gone elsewhere may wait for what those in a module would send later: weights, or the end of a pass.
     So all meet before that too, and whoever finds others at another place raises.
@@ -40,6 +40,7 @@ class RowExchanges:
         self._among: list[_ExpertRanks] = []
 
     def find(self, model: nn.Module, units: tuple[str, ...]) -> None:
+        """Find the modules of `model` that exchange rows, and tell them the names of its units."""
         self._among = [*SHARES_EXPERTS.all_in(model)]
         for ranks in self._among:
             ranks.join(units)

@@ -1,4 +1,4 @@
-"""What users write into gathered weights, of which each rank keeps its part: compared, or taken from one rank."""
+"""Weights that users write while they are gathered, of which each rank keeps its part: compared, or taken from one."""
 
 from __future__ import annotations
 

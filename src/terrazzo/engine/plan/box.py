@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank has of a parameter: rectangles of it, joined along one dim.
+    """A rank's part of a parameter: rectangles of it, joined along one dim.
 
     Attributes:
         shape: of the whole parameter.
@@ -60,7 +60,7 @@ class Box:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what the rank has."""
+        """Shape of the rank's part."""
         joined = sum(each.sizes[self.dim] for each in self.rectangles) if self.shape else 0
         return tuple(joined if dim == self.dim else size for dim, size in enumerate(self.rectangles[0].sizes))
 
@@ -73,7 +73,7 @@ class Box:
         return self.local_numel == math.prod(self.shape)
 
     def owned(self, wanted: Range) -> Iterator[Owned]:
-        """Of flat elements `wanted` what the rank has, what they are of the whole parameter, in their order."""
+        """Yield where the flat elements `wanted` of the rank's part lie in the whole parameter, in their order."""
         before, leading = 0, math.prod(self.local_shape[: self.dim])
         if len(self.rectangles) == 1 or leading == 1:  # one after the other in memory too
             for each in self.rectangles:
@@ -93,8 +93,10 @@ class Box:
             before += part.numel
 
     def elements(self, wanted: Range, device: torch.device) -> Tensor:
-        """Which elements of the whole parameter, flat and row-major, the flat elements `wanted` of what the rank has
-        are: int64, 1-D.
+        """Numbers in the whole parameter, flat and row-major, of the flat elements `wanted` of the rank's part.
+
+        Returns:
+            int64, 1-D.
         """
         flat = torch.arange(wanted.start, wanted.stop, device=device)
         if self.is_all:
@@ -112,7 +114,7 @@ class Box:
         return positions
 
     def local_rectangles(self) -> list[Rectangle]:
-        """The rectangles in the order of `rectangles`, as parts of what the rank has."""
+        """The rectangles in the order of `rectangles`, as parts of the rank's part."""
         rectangles, start = [], 0
         for each in self.rectangles:
             offsets = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
@@ -121,12 +123,12 @@ class Box:
         return rectangles
 
     def of(self, full: Tensor) -> Tensor:
-        """What the rank has of `full`, in memory of its own, contiguous."""
+        """Return the rank's part of `full`, in memory of its own, contiguous."""
         parts = [full[each.slices] for each in self.rectangles]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
     def put(self, part: Tensor, full: Tensor) -> None:
-        """The reverse of `of`: copy what the rank has to where it belongs in `full`."""
+        """Copy the rank's `part` to where it belongs in `full`; the reverse of `of`."""
         for local, each in zip(self.local_rectangles(), self.rectangles, strict=True):
             full[each.slices] = part[local.slices]
 
@@ -148,18 +150,22 @@ class Owned:
     _index: tuple[slice, ...]
 
     def of(self, data: Tensor) -> Tensor:
-        """A view of them in the flat `data` that is `inside`, where others may be too: 1-D, or of the tile's sizes."""
+        """Return a view of these elements in `data`: 1-D, or of the tile's sizes.
+
+        Args:
+            data: the flat elements at `inside`, which may hold others too.
+        """
         return data.view(self._sizes)[self._index]
 
     def rectangles(self) -> Iterator[Rectangle]:
-        """The same as rectangles of the whole parameter, in their order."""
+        """Yield these elements as rectangles of the whole parameter, in their order."""
         inner = rectangles_of(self.tile.sizes, self.elements.start, self.elements.stop)
         yield from (each.placed_in(self.tile) for each in inner)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the engine has to know of one parameter.
+    """Facts about one parameter that the engine has to know.
 
     Attributes:
         box: this rank's part of it.

@@ -1,4 +1,4 @@
-"""What a bucket allocates and frees on the device at each event of a step, in bytes. This is said here alone.
+"""Memory that a bucket allocates and frees on the device at each event of a step, in bytes. This is said here alone.
 
 `BucketSpec` says how many bytes there are of a state, this when they come and go. Events have no order of their own:
 the dry run counts in the order of the engine's schedule (`CountingBucket`), the planner's search in that of its walk
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class StepMemory(enum.IntEnum):
-    """What memory is for. The first three together are transient memory; sums are counted beside it."""
+    """Purpose of memory. The first three together are transient memory; sums are counted beside it."""
 
     GATHERED = 0
     """Full weights, and what is kept of them between forward and backward."""
@@ -98,7 +98,11 @@ class InFlight(NamedTuple):
 
 
 def gather(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
-    """Of weights that rest, or `again` of what `between` keeps."""
+    """Full weights are gathered.
+
+    Args:
+        again: from what `between` keeps of them; else from where weights rest.
+    """
     if spec.resident:
         return
     arriving_bytes = _arriving_bytes(spec, again)
@@ -110,7 +114,10 @@ def gather(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
 
 
 def decode(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
-    """Of what `gather` has sent in blocks of 8 bits, or of codes, a part of which stays; nothing otherwise."""
+    """Codes that `gather` has sent become full weights; of packed weights a part of the codes stays.
+
+    Nothing happens where weights are sent in a dtype. Argument as of `gather`.
+    """
     if spec.wire.codes_stay:
         if not again:
             yield Allocation(_GATHERED, spec.between_bytes)
@@ -132,13 +139,13 @@ def _scratch(spec: BucketSpec) -> Iterator[Allocation]:
 
 
 def arrive(spec: BucketSpec) -> Iterator[Allocation]:
-    """What `between` kept goes; that of codes stays beside full ones."""
+    """Full weights can be read: what `between` kept in their place goes, but codes stay beside them."""
     if not spec.wire.codes_stay:
         yield from drop_between(spec)
 
 
 def drop_between(spec: BucketSpec) -> Iterator[Allocation]:
-    """What `between` kept goes: another step begins."""
+    """A step is over: what `between` kept goes."""
     yield Allocation(_GATHERED, -spec.between_bytes)
 
 
@@ -162,7 +169,7 @@ def release(spec: BucketSpec) -> Iterator[Allocation]:
 
 
 def staying_bytes(spec: BucketSpec) -> int:
-    """What stays from forward to backward."""
+    """Bytes that stay from forward to backward."""
     return spec.between_bytes if spec.regathered else spec.full_bytes
 
 
@@ -184,7 +191,7 @@ def publish(spec: BucketSpec) -> Iterator[Allocation | InFlight]:
 
 
 def publishes_late(spec: BucketSpec) -> bool:
-    """Whether that takes memory, and may come in the next forward."""
+    """Whether `publish` takes memory, and may come in the next forward."""
     events = publish(spec) if spec.updated_off_device else ()
     return any(isinstance(event, Allocation) and event.nbytes for event in events)
 
@@ -206,7 +213,7 @@ def finished_bytes(spec: BucketSpec) -> int:
 def reduction(
     spec: BucketSpec, this_pass: Pass, pending_bytes: int, partial_bytes: int
 ) -> Iterator[Allocation | GivenBack | InFlight]:
-    """Of a micro-batch's gradient, which is under way by now.
+    """A micro-batch's gradient is summed over ranks. Its memory is counted as under way by now.
 
     Args:
         this_pass: the pass that it ends, `REDUCES` or `LAST`.

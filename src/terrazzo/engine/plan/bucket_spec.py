@@ -234,17 +234,17 @@ class BucketSpec:
     # -- at rest -----------------------------------------------------------------------------------------------
 
     def numel(self, axes: tuple[str, ...]) -> int:
-        """Elements of one rank when the space is split over `axes`."""
+        """Elements of one rank when the space is split over `axes`, in their order."""
         if (known := self._numels.get(axes)) is None:
             known = self._numels[axes] = -(-self.full_numel // math.prod([self.ranks[axis].size for axis in axes]))
         return known
 
     def weight_bytes(self, numel: int) -> int:
-        """Bytes of so many resting weights, in whole blocks where they are packed."""
+        """Bytes of `numel` resting weights, in whole blocks where they are packed."""
         return numel * self.weight_dtype.itemsize if self.packed is None else self.packed.blocks.size_bytes(numel)
 
     def at_rest(self, moments: Sequence[float] = ()) -> Iterator[StateBytes]:
-        """The states of one rank.
+        """Yield the states of one rank at rest.
 
         Args:
             moments: bytes of each state that the optimizer keeps for elements of the rank.
@@ -261,13 +261,14 @@ class BucketSpec:
 
     @property
     def full_bytes(self) -> int:
-        """Full weights beside those at rest."""
+        """Bytes of full weights beside those at rest."""
         return 0 if self.resident else self.full_numel * self.compute_dtype.itemsize
 
     @property
     def between_bytes(self) -> int:
-        """Kept from forward to backward in place of full weights and beside those at rest; of packed weights their
-        bytes, beside the full ones too.
+        """Bytes that are kept from forward to backward in place of full weights, beside the weights at rest.
+
+        Of packed weights these are codes, which lie beside full weights too.
         """
         if not self.regathered or self.between_axes == self.weight_axes:
             return 0
@@ -279,17 +280,18 @@ class BucketSpec:
         return self.precision.accumulate if this_pass is Pass.ADDS else self.precision.reduce
 
     def pending_bytes(self, this_pass: Pass) -> int:
+        """Bytes of an unreduced gradient."""
         return self.trainable * self.full_numel * self.pending_dtype(this_pass).itemsize
 
     @property
     def partial_bytes(self) -> int:
-        """Sums of earlier micro-batches at the plan's `grad` place, on the device."""
+        """Bytes on the device of the sums of earlier micro-batches, at the plan's `grad` place."""
         on_device = self.trainable and self.tiers.grad == "device"
         return on_device * self.numel(self.plan.grad.axes) * self.precision.accumulate.itemsize
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory to encode or decode what is sent of full weights, or to decode the codes that they rest in."""
+        """Bytes to encode or decode what is sent of full weights, or to decode the codes that they rest in."""
         return self.wire.scratch_bytes(self.full_numel, self._device_kind)
 
     @property
@@ -298,7 +300,7 @@ class BucketSpec:
         return not self.wire.message_bytes(self.full_numel) or self.tiers.weight != "device"
 
     def arriving_bytes(self, axes: tuple[str, ...]) -> int:
-        """What is sent of full weights, in memory of its own until it is decoded; 0 where they come straight.
+        """Bytes of the message that full weights come in, until it is decoded; 0 where they come straight.
 
         Args:
             axes: over which they are split before.
@@ -324,7 +326,7 @@ class BucketSpec:
 
     @cached_property
     def sums(self) -> Sums:
-        """How its gradients are summed: to the plan's `grad` place, and then to `optim`'s."""
+        """Reductions of gradients: to the plan's `grad` place, and then to `optim`'s."""
         grad, optim = self.plan.grad.axes, self.optim_axes
         partial_axes = grad or optim
         partial = self._scatters((), partial_axes)
@@ -357,29 +359,29 @@ class BucketSpec:
 
     @property
     def residual_bytes(self) -> Sequence[int]:
-        """Of each residual as the last step has left it, and as the next will: a step may be left out."""
+        """Bytes of each residual, as the last step has left it and as the next will: a step may be left out."""
         return [self.numel(each.axes) * RESIDUAL_DTYPE.itemsize for each in self.residuals for _ in range(2)]
 
     # -- outer steps -------------------------------------------------------------------------------------------
 
     @property
     def outer_axes(self) -> tuple[str, ...]:
-        """Over which states of outer steps are split: all axes of a replica along which ranks see other data."""
+        """Axes over which states of outer steps are split: all of a replica along which ranks see other data."""
         return (*self.optim_axes, *(axis for axis in self.ranks if axis not in (*self.optim_axes, *SAME_DATA_AXES)))
 
     @property
     def outer_states(self) -> int:
-        """How many of these there are, in fp32."""
+        """Number of states of outer steps, each in fp32."""
         return 0 if self.diloco is None or not self.trainable else self.diloco.states
 
     @property
     def outer_bytes(self) -> Sequence[int]:
-        """Of each."""
+        """Bytes of each state of outer steps."""
         return [self.numel(self.outer_axes) * torch.float32.itemsize] * self.outer_states
 
     @property
     def outer_tier(self) -> str:
-        """Where they rest: on the device, or in host memory where the optimizer's state is off it."""
+        """Tier of states of outer steps: host memory where the optimizer's state is off the device."""
         return "device" if self.tiers.optim == "device" else "cpu"
 
     @property
@@ -389,7 +391,7 @@ class BucketSpec:
 
     @property
     def outer_gathers(self) -> list[MoveBytes]:
-        """From the parts of an outer step to where the optimizer's weights are."""
+        """Gathers of an outer step's new weights to where the optimizer's are."""
         return self._gathers(self.outer_axes, self.optim_axes, DtypeWire(torch.float32), "outer weights")
 
 

@@ -20,9 +20,9 @@ OuterTraffic = Literal["fp32", "int8"]
 _OUTER_TRAFFIC: tuple[str, ...] = get_args(OuterTraffic)
 
 OUTER_BLOCKS = WireFormat.INT8.blocks
-"""What Δ is sent in under `int8`."""
+"""Blocks in which Δ is sent under `int8`."""
 OUTER_MOMENTUM = "outer_momentum"
-"""What checkpoints call b."""
+"""Name of b in checkpoints."""
 
 MESSAGE_NUMEL = 4 << 20
 """Elements of outer gradients that are exchanged at once: 16 MiB, beside which the time of one exchange is little."""
@@ -69,7 +69,7 @@ class DiLoCo:
 
     @property
     def states(self) -> int:
-        """States in fp32 that are kept for each element: θ, and b where there is momentum."""
+        """Number of states in fp32 that are kept for each element: θ, and b where there is momentum."""
         return 2 if self.momentum else 1
 
     @property
@@ -78,7 +78,7 @@ class DiLoCo:
         return OUTER_BLOCKS.numel if self.traffic == "int8" else ALIGN
 
     def messages(self, numel: int) -> list[int]:
-        """Elements of each message, of all that a rank has a part of."""
+        """Elements of each message, for `numel` elements that a rank has a part of."""
         return [min(MESSAGE_NUMEL, numel - start) for start in range(0, numel, MESSAGE_NUMEL)]
 
     def message_numel(self, numel: int, replicas: int) -> int:
@@ -86,7 +86,7 @@ class DiLoCo:
         return round_up(numel, replicas)
 
     def held_bytes(self, numel: int, replicas: int, device: str) -> int:
-        """Memory of one message, and to make it and take its step a tile at a time.
+        """Bytes of one message, and to make it and take its step a tile at a time.
 
         Args:
             device: its kind.
@@ -95,7 +95,7 @@ class DiLoCo:
         return self.message_numel(numel, replicas) * 4 + blocks + OUTER_BLOCKS.scratch_bytes(numel, device)
 
     def sent_bytes(self, numel: int, replicas: int) -> int:
-        """What a rank sends of so many elements."""
+        """Bytes that a rank sends to exchange `numel` elements."""
         if self.traffic == "int8":
             return OUTER_BLOCKS.size_bytes(numel) * (replicas - 1)
         return 2 * (self.message_numel(numel, replicas) * 4 // replicas) * (replicas - 1)

@@ -24,14 +24,14 @@ from terrazzo.engine.formats.block_format import tile_numel
 __all__ = ["RESIDUAL", "RESIDUAL_DTYPE", "RESIDUAL_OF_SUMS", "ResidualSpec", "adding_bytes", "residuals_along"]
 
 RESIDUAL, RESIDUAL_OF_SUMS = "error_feedback", "error_feedback_of_sums"
-"""What checkpoints call that of gradients, and that of sums; behind the first of several ranks with a number."""
+"""Names of residuals in checkpoints, of gradients and of sums; behind the first of several ranks with a number."""
 
 RESIDUAL_DTYPE = torch.bfloat16
-"""In which it is kept; it is added in fp32. This rounding loses some 1/500 of it (docs/decisions.md)."""
+"""Dtype in which residuals are kept; they are added in fp32. This loses some 1/500 of them (docs/decisions.md)."""
 
 
 class ResidualSpec(NamedTuple):
-    """Which elements a rank has a residual of.
+    """Elements of which a rank has a residual.
 
     Attributes:
         kind: `RESIDUAL` or `RESIDUAL_OF_SUMS`.
@@ -45,7 +45,7 @@ class ResidualSpec(NamedTuple):
 
 
 def residuals_along(block: str, split: tuple[str, ...], ranks: Iterable[str]) -> Sequence[ResidualSpec]:
-    """Of gradients that are sent in codes along the axis `block`, and of their sums where all its ranks keep these.
+    """Residuals of gradients that are sent in codes along the axis `block`, and of sums that all its ranks keep.
 
     Args:
         split: the axes over which sums are split in the end, in order.
@@ -59,5 +59,5 @@ def residuals_along(block: str, split: tuple[str, ...], ranks: Iterable[str]) ->
 
 
 def adding_bytes(numel: int, device: str) -> int:
-    """Memory to add residuals of so many elements, tile by tile on a kind of device: these in fp32, and the sum."""
+    """Bytes to add residuals of `numel` elements, tile by tile on a kind of device: these in fp32, and the sum."""
     return 8 * min(numel, tile_numel(device))

@@ -1,4 +1,4 @@
-"""What the gradients of a bucket are sent as, and the moves that sum them along each axis.
+"""Formats that the gradients of a bucket are sent in, and the moves that sum them along each axis.
 
 Along one axis, the outermost data axis, a precision may have gradients sent in blocks of codes; along all others they
 are sent in its `reduce` dtype. `buckets/gradients/gradient` makes these moves with tensors.
@@ -20,7 +20,7 @@ __all__ = ["Axis", "GradientWire"]
 
 
 class Axis(Protocol):
-    """What is asked of an axis of ranks: the collectives along it, or what they would do."""
+    """An axis of ranks, real or planned, with the sizes that its collectives have."""
 
     @property
     def size(self) -> int: ...
@@ -79,7 +79,7 @@ class GradientWire:
         return moves
 
     def _all_reduce_in_blocks(self, axis: str, numel: int, divides: bool) -> list[MoveBytes]:
-        """Each rank sums a part in fp32, and sends the sum in blocks too."""
+        """All-reduce in which each rank sums a part in fp32, and sends the sum in blocks too."""
         first = self.scatter(axis, numel, numel // self.ranks[axis].size)
         assert first.form is not None, "sums are sent in a dtype"
         message = first.form.blocks.size_bytes(numel)

@@ -9,15 +9,15 @@ __all__ = ["first_of", "is_numbered", "numbered"]
 
 
 def numbered(kind: str, number: int) -> str:
-    """What checkpoints call the state `kind` of the rank or replica of this number, from 0."""
+    """Name in checkpoints of the state `kind` of the rank or replica of this number, from 0."""
     return f"{kind}@{number}" if number else kind
 
 
 def first_of(kind: str) -> str:
-    """What they call that state of the first."""
+    """Name of the same state of the first rank or replica."""
     return kind.partition("@")[0]
 
 
 def is_numbered(kind: str) -> bool:
-    """Whether that is the state of another than the first."""
+    """Whether `kind` names a state of another rank or replica than the first."""
     return first_of(kind) != kind

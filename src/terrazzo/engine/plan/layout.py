@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat index space. Integers only: no tensors, no communication.
+"""Places of parameters in a flat index space. Integers only: no tensors, no communication.
 
 A `Layout` lays parameters end to end, each starting on a multiple of `ALIGN` elements, and pads the end so that the
 space divides evenly over every rank into multiples of `ALIGN`. A rank's share of the space over an ordered list of
@@ -56,7 +56,7 @@ class Range:
         return Range(start, max(start, min(self.stop, other.stop)))
 
     def from_start_of(self, outer: Range) -> Range:
-        """The same, counted from where `outer` begins."""
+        """This range, counted from where `outer` begins."""
         return Range(self.start - outer.start, self.stop - outer.start)
 
     def within(self, outer: Range) -> slice:
@@ -68,11 +68,11 @@ class Range:
         return Range(self.start // blocks.numel * blocks.numel, round_up(self.stop, blocks.numel))
 
     def as_bytes(self, blocks: BlockFormat) -> Range:
-        """Where the bytes of whole blocks of these elements are among those of all."""
+        """Range of the bytes of whole blocks that hold these elements, among the bytes of all blocks."""
         return Range(blocks.size_bytes(self.start), blocks.size_bytes(self.stop))
 
     def as_elements(self, blocks: BlockFormat) -> Range:
-        """The reverse, of a range of bytes."""
+        """Elements whose whole blocks have this range of bytes; the reverse of `as_bytes`."""
         return Range(self.start // blocks.nbytes * blocks.numel, self.stop // blocks.nbytes * blocks.numel)
 
 
@@ -103,7 +103,7 @@ class Slot:
         return Range(self.offset, self.offset + self.numel)
 
     def own(self, part: Range) -> Range:
-        """A part of the slot as elements of its parameter."""
+        """Elements of the parameter that `part`, a range inside of the slot, holds."""
         return part.from_start_of(self.range)
 
     @cached_property
@@ -121,7 +121,7 @@ class Layout:
         align: parameters and shards begin on multiples of so many elements.
 
     Attributes:
-        blocks: of which the elements of this space are the bytes; None where they are elements of parameters.
+        blocks: the format of which the elements of this space are bytes; None where they are elements of parameters.
     """
 
     blocks: BlockFormat | None = None
@@ -141,7 +141,7 @@ class Layout:
         return Range(0, self.numel)
 
     def as_bytes(self, blocks: BlockFormat) -> Layout:
-        """The bytes of its blocks, as a space of their own."""
+        """Space of the bytes of its blocks."""
         made = Layout((), 1)
         made.numel, made.blocks = blocks.size_bytes(self.numel), blocks
         return made
@@ -165,7 +165,7 @@ def share(whole: Range, cuts: Sequence[tuple[int, int]]) -> Range:
 
 
 def tiles(elements: Range, device: str) -> Iterator[Range]:
-    """Parts of `elements`, which begins with a block, that are encoded or decoded at once on a kind of device."""
+    """Yield parts of `elements`, which begin with a block, that a kind of device encodes or decodes at once."""
     size = tile_numel(device)
     for start in range(elements.start, elements.stop, size):
         yield Range(start, min(start + size, elements.stop))
@@ -186,5 +186,5 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded_bytes(count_bytes: int) -> int:
-    """Rounded up to whole pages."""
+    """`count_bytes` rounded up to whole pages."""
     return round_up(count_bytes, PAGE_BYTES)

@@ -14,7 +14,7 @@ __all__ = ["Divisor", "MoveBytes", "Pass", "Reduction", "Sums"]
 
 
 class Pass(enum.Enum):
-    """What becomes of the gradients of a backward pass.
+    """Fate of the gradients of a backward pass.
 
     This alone says whether a micro-batch is its step's last: `LAST`, unless `tz.accumulate` or a step in stages has
     said that others follow, see `ShardingSpec.pass_of`. The schedule has the one of backwards to come
@@ -32,7 +32,7 @@ class MoveBytes(NamedTuple):
 
     Attributes:
         kind: `all_gather`, `reduce_scatter`, `all_reduce` or `copy`.
-        what: is moved, such as `weights`.
+        what: name of what is moved, such as `weights`.
         over: the axis of a collective; of a copy the link, `pcie` or `disk`.
         sent_bytes: by one rank; whole but in plans, whose optimizers may keep a fraction of a byte per element.
         received_bytes: memory for what arrives to be summed, in the first of its `steps`.
@@ -53,7 +53,7 @@ class MoveBytes(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """What the finished sum of a step's gradients is divided by.
+    """Number that the finished sum of a step's gradients is divided by, as two factors.
 
     Attributes:
         denominator: the number of ranks, or what the user has chosen.
@@ -69,7 +69,7 @@ class Divisor(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """How a micro-batch's gradient is summed over ranks: `Gradient` does this, and whoever plans a step counts it.
+    """Moves that sum a micro-batch's gradient over ranks: `Gradient` makes them, and whoever plans a step counts them.
 
     Behind the `partial` sum, what earlier micro-batches have left is added. That is all, but for a step's last
     micro-batch: of it the `finish` follows, and one division, in a move that `divides` or behind them all.

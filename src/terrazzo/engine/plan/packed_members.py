@@ -1,4 +1,4 @@
-"""Which frozen matrices are kept in 4 bits, and whether ranks that share one cut its blocks."""
+"""Choice of the frozen matrices that are kept in 4 bits, and whether ranks that share one cut its blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["cuts_blocks", "packed_members"]
 
 
 def packed_members(spec: UnitSpec, precision: Precision) -> frozenset[int]:
-    """The places of the parameters of a unit that are kept in 4 bits: frozen weights of linear layers inside of it.
+    """Positions of the parameters of a unit that are kept in 4 bits: frozen weights of linear layers inside of it.
 
     Not those of the root, such as embeddings and the head, of a unit that is a linear layer itself, or what is tied.
     """

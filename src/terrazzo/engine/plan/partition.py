@@ -1,4 +1,4 @@
-"""Which module becomes a unit, and which unit owns each parameter."""
+"""Choice of the modules that become units, and of the unit that owns each parameter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Member:
         position: among the parameters of the model, in the order of registration.
         is_table: of an embedding, which is looked up before all that is registered behind it.
         is_matrix: the weight of one linear layer, which no other module has.
-        record: what this rank has of it, where ranks share it; None for an ordinary parameter.
+        record: this rank's part of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.
         stages: the ranks along the axis of stages that have it, where several do; () for one that no stages share.
         holders: modules and attributes, until its values are there; they may hold the model itself.
@@ -73,16 +73,16 @@ class Member:
 
     @property
     def box(self) -> Box:
-        """What this rank has of it."""
+        """This rank's part of the parameter."""
         return Box.all_of(self.parameter.shape) if self.record is None else self.record.box
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, of which this rank may have a part."""
+        """Shape of the whole parameter, of which this rank may have a part."""
         return self.box.shape
 
     def assign_group(self, group: int) -> None:
-        """Have the param group of that number step it; -1: none."""
+        """Note that the param group of that number steps it; -1: none."""
         self.group = group
 
     def assign_stages(self, stages: tuple[int, ...]) -> None:
@@ -221,7 +221,7 @@ def _finder(children: Sequence[tuple[str, nn.Module]]) -> Callable[[type[nn.Modu
 
 _SPECIAL = re.compile(r"[*?[]")
 _UNESCAPED = re.compile(r"\[([*?[])\]")
-"""What `glob.escape` makes of a character that means something in a glob."""
+"""Pattern of what `glob.escape` makes of a character that means something in a glob."""
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -256,7 +256,7 @@ def _blocks_in_lists(model: nn.Module) -> dict[frozenset[type], dict[int, int]]:
 
 
 def _blocks_of(item: nn.Module) -> list[nn.Module]:
-    """What stands for one item of a list: itself, or, where it has no forward, the blocks inside that have one."""
+    """Blocks that stand for one item of a list: itself, or, where it has no forward, those inside that have one."""
     parts = _running(item)
     return [part for part in parts if _is_block(part)] if any(map(_has_children, parts)) else []
 

@@ -1,4 +1,4 @@
-"""The table: where each state of a model lives. Frozen descriptions, no tensors.
+"""Table of strategies: where each state of a model lives. Frozen descriptions, no tensors.
 
 A `Place` is an ordered tuple of mesh axes that a state is split over (outermost cut first) and a memory tier. A `Plan`
 is four places. Every ZeRO stage and FSDP strategy is one row:
@@ -27,7 +27,7 @@ _SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES, "-": ()}
 
 
 class Tiers(NamedTuple):
-    """Where the states of one unit rest: `device`, `cpu` or `nvme` each."""
+    """Tiers on which the states of one unit rest: `device`, `cpu` or `nvme` each."""
 
     weight: str = "device"
     grad: str = "device"
@@ -39,7 +39,7 @@ ON_DEVICE = Tiers()
 
 @dataclass(frozen=True)
 class Place:
-    """Where one state lives.
+    """Axes over which one state is split, and the tier that it rests on.
 
     Attributes:
         axes: mesh axes or the symbols S, R, D, in cutting order; empty means a full copy on every rank.
@@ -68,7 +68,7 @@ class Place:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Tier to its share of the units; device first, nvme last.
+        """Share of the units that is on each tier; device first, nvme last.
 
         Raises:
             BadInput: what is no tier or share.
@@ -93,12 +93,12 @@ class Place:
         return tier
 
     def among(self, names: Container[str]) -> tuple[str, ...]:
-        """Its axes that `names` has, symbols resolved."""
+        """Axes of this place that `names` has, symbols resolved."""
         axes = (name for axis in self.axes for name in _SYMBOLS.get(axis, (axis,)) if name in names)
         return tuple(dict.fromkeys(axes))
 
     def resolve(self, mesh_axes: Sequence[str], state: str, plan: str) -> Place:
-        """The same place in axes that `mesh_axes` has.
+        """Return the same place in axes that `mesh_axes` has.
 
         Raises:
             BadInput: an absent axis or an unusable tier.
@@ -228,7 +228,7 @@ class Plan:
 
     @property
     def resting_places(self) -> tuple[Place, Place, Place]:
-        """Of what is kept from step to step: weights, gradients' sums, and the optimizer's states."""
+        """Places of what is kept from step to step: weights, gradients' sums, and the optimizer's states."""
         return self.weight, self.grad, self.optim
 
     @property
@@ -261,7 +261,7 @@ class Plan:
         return replace(self, between=Place(self.weight.axes if other.between.axes else ()))
 
     def tiers_of(self, index: int, units: int) -> Tiers:
-        """Where the states of one unit rest; arguments as of `Place.tier_of`."""
+        """Tiers on which the states of one unit rest; arguments as of `Place.tier_of`."""
         return Tiers(*(place.tier_of(index, units) for place in (self.weight, self.grad, self.optim)))
 
     @property

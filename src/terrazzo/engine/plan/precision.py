@@ -34,7 +34,7 @@ ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, spelling) for name, spelling in DTYPE_SPELLINGS.items()}
 """Every dtype that a state may have, by its name in configurations."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The same, the other way."""
+"""Names of dtypes in configurations: the reverse of `DTYPES`."""
 _SPELLINGS = [spelling for pair in DTYPE_SPELLINGS.items() for spelling in pair]
 MOMENTS_NAMES: dict[Any, str] = {**DTYPE_NAMES, **{form: form.value for form in StateFormat}}
 """Everything that moments may be kept in, with its name in configurations."""
@@ -170,7 +170,7 @@ class Precision:
             )
 
     def _read_format(self, name: str, formats: Sequence[enum.StrEnum], refusal: str) -> None:
-        """Make a format of its name.
+        """Replace the name of a format in the field `name` by the format.
 
         Args:
             refusal: what a message says behind the value, with `{known}` formats and a `{hint}`.
@@ -197,7 +197,7 @@ class Precision:
 
     @staticmethod
     def unused_under(plan: Plan, data: Sequence[str]) -> dict[str, Sequence[str]]:
-        """Why, and the names of settings that change nothing on a mesh.
+        """Names of settings that change nothing on a mesh, by the reason why.
 
         Args:
             plan: in axes with more than one rank.
@@ -218,7 +218,7 @@ class Precision:
 
     @property
     def narrow(self) -> StateFormat | None:
-        """That of moments which are in less than any dtype; None for others."""
+        """Format of moments that are kept in fewer bits than any dtype has; None where they have a dtype."""
         return self.moments if isinstance(self.moments, StateFormat) else None
 
     @property

@@ -16,7 +16,7 @@ __all__ = ["Rectangle", "rectangles_of", "whole"]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """In each dim `sizes[dim]` indices from `offsets[dim]` on."""
+    """Part of a tensor that has, in each dim, `sizes[dim]` indices from `offsets[dim]` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -27,12 +27,12 @@ class Rectangle:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """In each dim the first index behind it."""
+        """First index behind it in each dim."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Of the whole tensor."""
+        """Index of this rectangle in the whole tensor."""
         return tuple(map(slice, self.offsets, self.ends))
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
@@ -46,12 +46,12 @@ class Rectangle:
         return self.relative_to(outer).slices
 
     def relative_to(self, outer: Rectangle) -> Rectangle:
-        """The same with offsets that count from those of `outer`."""
+        """This rectangle with offsets that count from those of `outer`."""
         offsets = tuple(mine - its for mine, its in zip(self.offsets, outer.offsets, strict=True))
         return Rectangle(offsets, self.sizes)
 
     def placed_in(self, outer: Rectangle) -> Rectangle:
-        """Of one whose offsets count from those of `outer`, the same with offsets that count from 0."""
+        """This rectangle, whose offsets count from those of `outer`, with offsets that count from 0."""
         return Rectangle(tuple(map(sum, zip(self.offsets, outer.offsets, strict=True))), self.sizes)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Rectangle:
 
 
 def whole(shape: Sequence[int]) -> Rectangle:
-    """All of a tensor."""
+    """Rectangle that is all of a tensor of that shape."""
     return Rectangle((0,) * len(shape), tuple(shape))
 
 

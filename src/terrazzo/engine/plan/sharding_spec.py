@@ -1,4 +1,4 @@
-"""What every unit of a model follows, from `tz.shard` on: the mesh, the plan and the precision."""
+"""Mesh, plan and precision that every unit of a model follows, from `tz.shard` on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ShardingSpec"]
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """What every bucket of a model follows; what changes while the model trains is in its `Progress` and its `Tally`.
+    """Settings that every bucket of a model follows. What changes in training is in its `Progress` and its `Tally`.
 
     Attributes:
         axes: of the mesh, and over which gradients are summed.
@@ -38,7 +38,7 @@ class ShardingSpec:
 
     @cached_property
     def plan(self) -> Plan:
-        """Its places hold only axes with more than one rank, over which gradients of the family are summed."""
+        """The plan in axes with more than one rank over which gradients of the family are summed."""
         return self._over(self.family).regathered_as(self._over(Family.DENSE))
 
     def _over(self, family: Family) -> Plan:
@@ -51,7 +51,7 @@ class ShardingSpec:
         return least if self.diloco is None else max(least, self.diloco.align)
 
     def pass_of(self, last: bool, local: bool | None = None) -> Pass:
-        """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
+        """Fate of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
 
         Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
         micro-batch is reduced, which keeps less memory.
@@ -74,12 +74,12 @@ class ShardingSpec:
         return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.summed_over)}
 
     def of(self, family: Family) -> ShardingSpec:
-        """The same for parameters of that family."""
+        """Return the same settings for parameters of that family."""
         return self if family is self.family else replace(self, axes=self.axes.of(family), family=family)
 
     @property
     def contributed_over(self) -> tuple[str, ...]:
-        """The axes over which what ranks give of gradients is to be added, that each element counts once.
+        """Axes over which the ranks' contributions to a sum over gradients are added, so that each element counts once.
 
         Where families are split over other groups of ranks, these are all of the mesh: see
         `FinishedGradient.contribution`.

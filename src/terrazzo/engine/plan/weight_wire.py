@@ -1,4 +1,4 @@
-"""What the weights of a bucket are sent as: sizes, and what that means for memory and for values.
+"""Formats that the weights of a bucket are sent in: sizes, and what they mean for memory and for values.
 
 One of three, which `BucketSpec.wire` is: a dtype, blocks of 8 bits, or the packed codes that they rest in. Each has its
 counterpart that moves tensors in `buckets/weights/weight_gathers`.
@@ -18,7 +18,7 @@ __all__ = ["BlockWire", "DtypeWire", "PackedWire", "Wire"]
 
 
 class Wire(ABC):
-    """What weights are sent as.
+    """Format that weights are sent in.
 
     Attributes:
         codes_stay: whether what `between` names is codes, beside full weights, from the gather of forward on until
@@ -34,7 +34,7 @@ class Wire(ABC):
 
     @abstractmethod
     def as_seen(self, values: Tensor, compute: torch.dtype) -> Tensor:
-        """What ranks see of weights at rest that are sent; these themselves unless it `rounds`.
+        """Return what ranks see of weights at rest that are sent: these themselves unless the format `rounds`.
 
         Args:
             values: 1-D, from the beginning of a block.
@@ -43,20 +43,20 @@ class Wire(ABC):
 
     @abstractmethod
     def sent_bytes(self, numel: int) -> float:
-        """Of so many elements; a fraction only in plans of spaces that are not padded."""
+        """Bytes of `numel` elements as they are sent; a fraction only in plans of spaces that are not padded."""
 
     def message_bytes(self, numel: int) -> int:
-        """Memory beside that of the weights for so many elements that have been sent, until they are decoded."""
+        """Bytes beside those of the weights for `numel` elements that have been sent, until they are decoded."""
         return 0
 
     def scratch_bytes(self, numel: int, device: str) -> int:
-        """Memory to encode or decode so many elements, on a kind of device."""
+        """Bytes to encode or decode `numel` elements on a kind of device."""
         return 0
 
 
 @dataclass(frozen=True)
 class DtypeWire(Wire):
-    """Full weights as they are computed with, straight into their memory."""
+    """Full weights in the dtype that is computed in, sent straight into their memory."""
 
     dtype: torch.dtype
     rounds = False
@@ -90,7 +90,7 @@ class BlockWire(Wire):
 
 @dataclass(frozen=True)
 class PackedWire(Wire):
-    """The codes that weights rest in, into the memory that they are decoded in."""
+    """The codes that weights rest in, sent into the memory that they are decoded in."""
 
     form: FrozenFormat
     rounds = False

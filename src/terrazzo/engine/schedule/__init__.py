@@ -1,4 +1,4 @@
-"""When what is in memory moves: gathers, releases and reductions, in an order that all ranks share.
+"""Schedule of what moves: gathers, releases and reductions, in an order that all ranks share.
 
 A training step of units A and B, forward in this order, under `zero3` with `prefetch=1`. On the left what hooks call as
 torch comes to units, on the right what moves:

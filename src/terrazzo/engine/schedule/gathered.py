@@ -52,7 +52,7 @@ class GatheredWeights:
                 self.units[index].weights.gather(self.label(purpose, index, number))
 
     def gather_ahead(self, count: int) -> None:
-        """From now on, gather at least so many units ahead of the running one."""
+        """Gather at least `count` units ahead of the running one from now on."""
         self.prefetch = max(self.prefetch, count)
 
     def has(self, unit: Runnable) -> bool:
@@ -60,7 +60,7 @@ class GatheredWeights:
         return unit.index in self._here
 
     def put_back(self, unit: Runnable) -> None:
-        """The reverse of `gather`, outside of passes."""
+        """Undo `gather`, outside of passes."""
         self._here.discard(unit.index)
         unit.weights.rest()
 
@@ -81,6 +81,7 @@ class GatheredWeights:
         self._until_end.add(unit.index)
 
     def backward_came(self, unit: Runnable) -> None:
+        """The backward of `unit` has been announced."""
         self._awaited.discard(unit.index)
 
     # -- weights that are put down -----------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class GatheredWeights:
         do_all(unit.weights.rest for unit in self.units)
 
     def abandon_step(self) -> None:
-        """The same where a pass of it raised."""
+        """Do as `rest` does where a pass of the step raised."""
         self._clear()
         for unit in self.units:
             with contextlib.suppress(RuntimeError, OSError):

@@ -21,7 +21,7 @@ __all__ = ["UNKNOWN_FORWARD", "Event", "Order", "Program", "Visit", "contains", 
 
 
 class Event(enum.IntEnum):
-    """What happened to a unit in a forward: it began; it ended and no backward of it will come; it ended."""
+    """Event of a unit in a forward: it began; it ended and no backward of it will come; it ended."""
 
     ENTER = 0
     LEAVE_FOR_GOOD = 1
@@ -107,10 +107,10 @@ class Order:
 
 
 UNKNOWN_FORWARD = 0
-"""In the place of a forward's number, which are counted from 1: where nobody knows whose backward it is."""
+"""Number in place of a forward's, which count from 1, where nobody knows whose backward it is."""
 _PENDING = 64
-"""Forwards of which is remembered what they ran, so that their backward releases weights unit by unit. In the backward
-of an older one weights stay until it ends.
+"""Number of forwards of which is remembered what they ran, so that their backward releases weights unit by unit. In the
+backward of an older one weights stay until it ends.
 """
 
 
@@ -147,7 +147,7 @@ class Program:
         return unit in self._indices
 
     def note(self, unit: int, event: Event) -> None:
-        """A visit, in the forward that runs."""
+        """Note a visit, in the forward that runs."""
         self.visits.append((unit, event))
         if event is Event.ENTER and self._current is not None:
             self._current.setdefault(unit, len(self._current))
@@ -171,19 +171,19 @@ class Program:
         return unit not in begun or begun[unit] > begun.get(running, len(begun))
 
     def join(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Each pair of units is recomputed in one region."""
+        """Note that each of these pairs of units is recomputed in one region."""
         self.recomputed.update(pairs)
 
     def stray(self) -> None:
-        """A unit has come elsewhere than in the order."""
+        """Note that a unit has come elsewhere than in the order."""
         self.strayed = True
 
     def doubt(self) -> None:
-        """So it has on some rank: the ranks compare again after the next forward."""
+        """Note that some rank has strayed: the ranks compare again after the next forward."""
         self.order = replace(self.order, agreed=False)
 
     def follow(self, visits: Sequence[Visit] | None) -> None:
-        """The ranks have compared, and run `visits` from now on; None: what they ran before."""
+        """Run `visits` from now on, on which the ranks have agreed; None: what they ran before."""
         if visits is not None:
             self.order = Order.of_visits(visits, self._units, agreed=True, recomputed=self.recomputed)
         self.strayed = False
@@ -242,7 +242,7 @@ def _with_missing(visits: list[Visit], units: Sequence[Runnable]) -> list[Visit]
 
 
 def _children(units: Sequence[Runnable]) -> dict[int, list[int]]:
-    """For each unit, and for none (-1), those directly inside it, in registration order."""
+    """Units directly inside each unit, and inside none (-1), in registration order."""
     inside: dict[int, list[int]] = defaultdict(list)
     around: list[Runnable] = []
     for unit in units:
@@ -296,7 +296,7 @@ def contains(outer: Runnable, inner: Runnable) -> bool:
 
 
 def merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
-    """One list that every rank's visits are a subsequence of, or None if two ranks ran units in opposite orders.
+    """Return one list that every rank's visits are a subsequence of; None if two ranks ran units in opposite orders.
 
     The n-th begin and the n-th end of a unit count as the same on every rank that has them; a backward will come if any
     rank expects one.
@@ -344,5 +344,5 @@ def _steps(visits: Sequence[Visit]) -> dict[_Step, Event]:
 
 
 def position_from(start: int, units: Sequence[int], unit: int) -> int | None:
-    """Where `unit` comes first in `units`, from `start` on."""
+    """Position at which `unit` comes first in `units`, from `start` on; None where it does not come."""
     return next((position for position in range(start, len(units)) if units[position] == unit), None)

@@ -42,7 +42,7 @@ class PipelineSchedule(Schedule):
         return self._programs
 
     def turn_to(self, chunk: int, ends_model: bool) -> None:
-        """What comes is a forward or backward of that chunk, with whose output the model ends or does not."""
+        """Note that a forward or backward of that chunk comes; `ends_model`: its output is the model's."""
         self.program, self.ends_model = self._programs[chunk], ends_model
 
     def begin_micro_batches(self) -> None:

@@ -51,7 +51,7 @@ class Reductions:
         self._on_dropped = call
 
     def drop(self, unit: Runnable) -> None:
-        """The gradients of `unit` are complete, in a backward that no step uses."""
+        """Report that the gradients of `unit` are complete, in a backward that no step uses."""
         self._on_dropped(unit.index)
 
     @property
@@ -98,7 +98,7 @@ class Reductions:
             self._on_finished(each.unit)
 
     def abandon(self) -> None:
-        """A backward raised: wait for what still ends, and call nobody."""
+        """Wait for what still ends, and call nobody: a backward raised."""
         for each in self._sums:
             with contextlib.suppress(RuntimeError, OSError):
                 each.transfer.finish()

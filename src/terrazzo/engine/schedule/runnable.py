@@ -1,4 +1,4 @@
-"""What a schedule asks of a unit, be it a real one or one that only counts."""
+"""Interface of a unit as a schedule sees it, be it a real one or one that only counts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class RunnableWeights(Protocol):
         """
 
     def advance(self) -> None:
-        """A gather that is under way comes a step further, where that is cheap; without one, updated weights start to
-        come in line with their masters.
+        """Move a gather that is under way a step further, where that is cheap.
+
+        Where none is, start to bring updated weights in line with their masters.
         """
 
     def wait(self) -> None:
@@ -68,7 +69,7 @@ class Runnable(Protocol):
 
     @property
     def weights(self) -> RunnableWeights:
-        """Of all its parameters."""
+        """Weights of all its parameters."""
 
     @property
     def fills_gradually(self) -> bool:
@@ -80,10 +81,10 @@ class Runnable(Protocol):
 
     @property
     def comm_streams(self) -> CommStreams | None:
-        """Where its chains of collectives run; None where the host waits for each."""
+        """Streams that its chains of collectives run on; None where the host waits for each."""
 
     def expect_gradients(self, this_pass: Pass) -> None:
-        """Have memory for gradients that its backward, which begins, will bring."""
+        """Allocate memory for gradients that its backward, which begins, will bring."""
 
     def add_stages(self) -> None:
         """Add to its gradients those of the parameters that other stages share with it. Collective over these."""

@@ -67,7 +67,7 @@ class Schedule:
 
     @property
     def programs(self) -> Sequence[Program]:
-        """All of them, where parts of the model run by themselves."""
+        """Programs of all parts of the model that run by themselves: here one."""
         return [self.program]
 
     # -- what holds from now on --------------------------------------------------------------------------------
@@ -78,11 +78,11 @@ class Schedule:
 
     @property
     def prefetch(self) -> int:
-        """How many units ahead of the running one are gathered."""
+        """Number of units ahead of the running one that are gathered."""
         return self._weights.prefetch
 
     def gather_ahead(self, count: int) -> None:
-        """At least so many units are gathered ahead of the running one."""
+        """Gather at least `count` units ahead of the running one from now on."""
         self._weights.gather_ahead(count)
 
     def on_finished(self, call: Callable[[int], None]) -> None:
@@ -91,7 +91,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def dropping(self, call: Callable[[int], None]) -> Iterator[None]:
-        """No step uses backwards inside: call `call` with each unit whose gradients are complete, to forget them."""
+        """Have no step use backwards inside: `call` gets each unit whose gradients are complete, to forget them."""
         before = self.this_pass
         self._reductions.on_dropped(call)
         self.set_pass(Pass.DROPS)
@@ -124,7 +124,7 @@ class Schedule:
 
     @property
     def forward_number(self) -> int:
-        """Of the forward that runs or ran last, counted from 1; inside backward of the one that this is of."""
+        """Number of the forward that runs or ran last, from 1; inside backward of the one that the backward is of."""
         return self._forwards if self.backward is None else self.backward.of_forward
 
     # -- backward ----------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Schedule:
         return self.backward
 
     def end_backward(self) -> None:
-        """All sums of the backward have been started: wait for them."""
+        """Wait for all sums of the backward, which have been started."""
         self._reductions.wait()
         self.backward = None
 
@@ -171,13 +171,13 @@ class Schedule:
         unit.weights.wait()
 
     def leave_alone(self, unit: Runnable, announced: bool) -> None:
-        """That call has ended; `announced` if its backward will be."""
+        """A call of `enter_alone` has ended; `announced` if its backward will be."""
         if announced:
             self._weights.expect_backward(unit)
         self._weights.put_down(unit, announced)
 
     def keep_until_backward_ends(self, unit: Runnable) -> None:
-        """That call has ended, and nothing will tell when its backward begins."""
+        """A call of `enter_alone` has ended, and nothing will tell when its backward begins."""
         self._weights.keep_until_backward_ends(unit)
 
     def gather_early(self, unit: Runnable) -> None:
@@ -185,18 +185,18 @@ class Schedule:
         self._weights.gather([unit.index], Purpose.OUTSIDE)
 
     def put_back(self, unit: Runnable) -> None:
-        """The reverse of `gather_early`."""
+        """Undo `gather_early`."""
         self._weights.put_back(unit)
 
     def gather_all(self) -> None:
-        """Full weights of every unit, until `rest`."""
+        """Gather full weights of every unit; they stay until `rest`."""
         for unit in self.units:
             self._gather_outside(unit)
         for unit in self.units:
             unit.weights.wait()
 
     def rest(self) -> None:
-        """Every unit back to the plan's `weight` place."""
+        """Bring every unit back to the plan's `weight` place."""
         self._weights.rest()
 
     def _gather_outside(self, unit: Runnable) -> None:

@@ -24,11 +24,11 @@ class _Pass(Protocol):
 
     @property
     def program(self) -> Program:
-        """What all ranks run."""
+        """Program that all ranks run."""
 
     @property
     def end_label(self) -> Label:
-        """At which ranks meet when it ends."""
+        """Label of the exchange in which ranks meet when it ends."""
 
     @property
     def backward_follows(self) -> bool:

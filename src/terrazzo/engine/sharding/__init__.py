@@ -1,4 +1,4 @@
-"""How a model becomes a sharded one: `tz.shard`, and what comes before it.
+"""Sharding of a model: `tz.shard`, and what comes before it.
 
 `tz.shard(model, optimizer, plan)`, from its first call to its last. Up to the line nothing is allocated or changed, and
 `engine.estimate` stops there:

@@ -1,4 +1,4 @@
-"""What must hold before a model is sharded, checked on every rank from data that all ranks share."""
+"""Checks before a model is sharded, on every rank from data that all ranks share."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _check_sparse(model: nn.Module) -> None:
 
 
 def check_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Whether a precision can stand for the dtypes that the parameters have.
+    """Check that a precision can stand for the dtypes that the parameters have.
 
     16 and 32 bits stand for each other, as when a model that was loaded in bf16 is trained in fp32.
 

@@ -1,4 +1,4 @@
-"""What ranks compare before anything is allocated: their versions, and the model and the optimizers that each has."""
+"""Facts that ranks compare before anything is allocated: versions, the model and the optimizers that each has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["check_versions", "model_facts", "optimizer_facts", "state_facts"]
 
 
 def check_versions(axes: Axes) -> None:
-    """Refuse ranks that run other versions; before anything else is exchanged.
+    """Refuse ranks that run other versions. Call it before anything else is exchanged.
 
     Raises:
         BadInput: on every rank.
@@ -31,7 +31,7 @@ def check_versions(axes: Axes) -> None:
 
 @functools.cache
 def _own_version() -> str:
-    """What is installed is looked up in its files, which takes as long as some models."""
+    """Version of Terrazzo here. It is looked up in installed files, which takes as long as some models."""
     try:
         return version("terrazzo")
     except PackageNotFoundError:  # the code is here all the same, on Python's path
@@ -39,7 +39,7 @@ def _own_version() -> str:
 
 
 def versions() -> dict[str, object]:
-    """The versions that all ranks must have alike."""
+    """Versions that all ranks must have alike."""
     python = "{}.{}".format(*sys.version_info)
     return {"terrazzo version": _own_version(), "torch version": torch.__version__, "python version": python}
 
@@ -58,7 +58,7 @@ def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
 
 
 def state_facts(optimizer: Optimizer) -> list[object]:
-    """Digests of what it keeps for each parameter already, for `check_alike`: each rank goes on with its own."""
+    """Digests of what an optimizer keeps already, for `check_alike`: each rank goes on with its own."""
     stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
     return [
         [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in state.items()}]

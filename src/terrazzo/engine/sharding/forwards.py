@@ -38,7 +38,7 @@ SAVED_OPS = (
 )
 """Default of `selective`: results worth keeping, because recomputing them costs more than their memory."""
 PRODUCTS = ("mm", "addmm", "_scaled_mm")
-"""Of these `selective_half` keeps the first of every two results; of batched products none, of attention all."""
+"""Operators of which `selective_half` keeps the first of two results; of batched products none, of attention all."""
 
 
 def checkpoint_activations(
@@ -203,7 +203,7 @@ def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
 
 
 def _half_context() -> Any:
-    """For one forward, and for that which repeats it: each counts its products by itself."""
+    """Contexts for one forward, and for that which repeats it: each counts its products by itself."""
     saved = {overload for name in SAVED_OPS if "attention" in name for overload in _overloads(name)}
     products = {overload for name in PRODUCTS for overload in _overloads(name)}
     seen = {True: 0, False: 0}

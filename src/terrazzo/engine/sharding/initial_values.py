@@ -26,7 +26,7 @@ Initializer = Callable[[nn.Module, Collection[Tensor]], None]
 
 
 class _Place(NamedTuple):
-    """Where a module holds a buffer: in which of its dictionaries, its name in the model, and the module's class."""
+    """Place where a module holds a buffer: the dictionary, the buffer's name in the model, and the module's class."""
 
     tensors: dict[str, Any]
     attribute: str
@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 
 
 class InitialValues:
-    """Gives the meta parameters and buffers of one model their first values, unit by unit, and then the buffers.
+    """First values of the meta parameters of one model, given unit by unit, and then of its buffers.
 
     Until a module sets them, floating tensors are NaN, and others have a value that no module sets: what a module
     forgets is found, and never trained.
@@ -125,7 +125,7 @@ class InitialValues:
 
 
 def _initializer_of(model: nn.Module) -> Initializer:
-    """How this model initialises one module: `reset_parameters`, then its own `_init_weights` as Hugging Face has.
+    """Return what initialises one module of a model: `reset_parameters`, then the model's `_init_weights`, if any.
 
     Call it while buffers are on the meta device: those that are real now keep their values.
     """
@@ -144,7 +144,7 @@ def _initializer_of(model: nn.Module) -> Initializer:
 
 @contextlib.contextmanager
 def _left_alone(module: nn.Module, fresh: Collection[Tensor], loaded: Collection[Tensor]) -> Iterator[None]:
-    """What is neither `fresh` nor without a value keeps it: initialising a module sets all that it owns.
+    """Keep the values of what is neither `fresh` nor without one: initialising a module sets all that it owns.
 
     In the place of such parameters are meta ones, since their values may be on other ranks; of buffers, copies.
     """
@@ -196,13 +196,13 @@ def _replace(member: Member, value: Tensor) -> None:
 
 
 def _modules_with_buffers_alone(model: nn.Module) -> list[nn.Module]:
-    """Those with meta buffers, no parameter of which is still to be given its first value."""
+    """Modules with meta buffers, no parameter of which is still to be given its first value."""
     with absent_in_place(model) as away:  # what other stages have is drawn here, too, and the buffers beside it
         return [module for module in model.modules() if _on_meta(module._buffers) and not _will_be_drawn(module, away)]
 
 
 def _will_be_drawn(module: nn.Module, away: Mapping[nn.Parameter, bool]) -> bool:
-    """Whether it has parameters of its own that are still to be given their first values; of those away as told."""
+    """Whether a module has parameters that are still to be given first values; `away` says so of those elsewhere."""
     return any(each is not None and each.is_meta and away.get(each, True) for each in module._parameters.values())
 
 
@@ -211,7 +211,7 @@ def _on_meta(tensors: Mapping[str, Tensor | None]) -> bool:
 
 
 _UNSET_BYTE = 0xA5
-"""Of a bool, which has 0 or 1."""
+"""Byte of a bool without a value; those with one are 0 or 1."""
 
 
 def _unset_integer(dtype: torch.dtype) -> int:

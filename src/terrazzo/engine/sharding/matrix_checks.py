@@ -1,4 +1,4 @@
-"""Whether matrices that an optimizer updates whole can be, before anything is done."""
+"""Checks that an optimizer can update matrices whole, before anything is done."""
 
 from __future__ import annotations
 

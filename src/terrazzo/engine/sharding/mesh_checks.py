@@ -1,4 +1,4 @@
-"""Parts of parameters and sequences that ranks share: whether they fit the mesh."""
+"""Checks that parts of parameters and sequences that ranks share fit the mesh."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def exchanged_along(model: nn.Module) -> dict[str, Traffic]:
-    """By mesh axis, where it is counted what modules of `model` send of activations along it."""
+    """Counts, by mesh axis, of what modules of `model` send of activations along it."""
     marks = {"tp": SHARES_MATRICES, "cp": SHARES_SEQUENCES, "ep": SHARES_EXPERTS}
     return {axis: each.traffic for axis, mark in marks.items() for each in mark.all_in(model)}
 

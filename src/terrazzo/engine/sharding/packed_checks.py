@@ -1,4 +1,4 @@
-"""Whether frozen matrices can be kept in 4 bits."""
+"""Checks that frozen matrices can be kept in 4 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tz.shard` and `engine.estimate` do before anything is allocated or changed: read, check, compare, lay out."""
+"""Steps of `tz.shard` and `engine.estimate` before anything is allocated or changed: read, check, compare, lay out."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _ShardArguments:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `shard` is about to do; nothing has been allocated or changed yet.
+    """Plan of what `shard` is about to do; nothing has been allocated or changed yet.
 
     Attributes:
         mesh_axes: all of the mesh, also where replicas train by themselves.
@@ -111,7 +111,7 @@ class Prepared:
 
 
 def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options) -> Prepared:
-    """Collective: what one rank refuses all refuse."""
+    """Read and check all arguments. Collective: what one rank refuses all refuse."""
     check_group()
     mesh = _default_mesh() if options.mesh is None else options.mesh
     check_kind(mesh.device_type)
@@ -256,7 +256,7 @@ def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, own
 
 
 class _GroupKey(NamedTuple):
-    """What parameters must have in common to share a flat space. Buckets of a unit come in the order of these keys.
+    """Properties that parameters must have in common to share a flat space. Buckets come in the order of these keys.
 
     Attributes:
         is_frozen: whether they are frozen; trainable ones come first.

@@ -1,4 +1,4 @@
-"""What must hold before a model is sharded whose replicas train by themselves."""
+"""Checks before a model is sharded whose replicas train by themselves."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def _in_form_of(optimizer: OptimizerLike, built: list[Optimizer]) -> Any:
 
 
 def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store:
-    """Host memory and files for what the model keeps there. Collective."""
+    """Open host memory and files for what the model keeps there. Collective."""
     for activations in offloading_of(model):
         activations.keep_pinned(offload.pin)
     axes, buckets = prepared.sharding.axes, [bucket for unit in prepared.units for bucket in unit.buckets]
@@ -223,7 +223,7 @@ def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store
 
 
 def _ranks_beside(axes: Axes) -> int:
-    """How many ranks of the mesh are on this host, as they hear of each other. Collective."""
+    """Number of ranks of the mesh on this host, as they hear of each other. Collective."""
     own = torch.tensor([zlib.crc32((boot_id() or socket.gethostname()).encode())], device=axes.device)
     return max(1, int((axes.rows(own, axes.with_stages) == own).sum()))
 
@@ -246,7 +246,7 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
 
 
 def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Store) -> Engine:
-    """The engine of units that have been built: what moves them, and counts from here on."""
+    """Make the engine of units that have been built: it moves them, and counts from here on."""
     units, sharding, tally = prepared.units, prepared.sharding, prepared.tally
     tally.traffic.count_along(exchanged_along(model))
     tally.reset()

@@ -1,4 +1,4 @@
-"""The state of a sharded model: set, and given back whole.
+"""State of a sharded model: set, and given back whole.
 
 It leaves and enters in two forms. Pieces are this rank's runs of elements of single parameters, under the parameters'
 own names: nothing is exchanged, and nothing of the plan is in them. State dicts are whole tensors, as plain PyTorch has

@@ -1,4 +1,4 @@
-"""What every rank holds whole beside parameters: persistent buffers, what modules put into state dicts; their names."""
+"""State that every rank holds whole beside parameters: persistent buffers, and what modules put into state dicts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def extra_state(module: nn.Module) -> Any:
-    """What it puts into a state dict beside parameters and buffers; None for nothing."""
+    """Extra state that a module puts into a state dict beside parameters and buffers; None for nothing."""
     return module.get_extra_state() if type(module).get_extra_state is not nn.Module.get_extra_state else None
 
 

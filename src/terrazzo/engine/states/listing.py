@@ -1,4 +1,4 @@
-"""What there is of a model on all of its ranks together: also of the stages that other ranks run."""
+"""List of the parameters of a model on all of its ranks together, also of the stages that other ranks run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Listed:
 
 
 def listing(model: nn.Module) -> list[Listed]:
-    """Each parameter of a sharded model, in the model's order. Collective where ranks have stages of it."""
+    """List each parameter of a sharded model, in the model's order. Collective where ranks have stages of it."""
     axes = engine_of(model).axes
     shapes = {names: tuple(parameter.shape) for names, parameter in parameters_by_names(model).items()}
     own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}

@@ -1,4 +1,4 @@
-"""What there is to save of a sharded model, and how it comes back."""
+"""State of a sharded model as it is saved and restored: pieces of it, and state dicts that are loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NamedBuffer = tuple[PersistentBuffer, str | None]
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What there is to save of one parameter.
+    """Facts about one parameter for whatever saves it.
 
     Attributes:
         names: all that it has in the model, its own first.
@@ -65,7 +65,7 @@ class ParameterInfo:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole parameter's."""
+        """Shape of the whole parameter."""
         return self.box.shape
 
     @property
@@ -91,7 +91,7 @@ class ModelState:
         self._names = list(parameters_by_names(model))
 
     def parameters(self) -> list[ParameterInfo]:
-        """Each parameter, and what there is to save of it."""
+        """List each parameter, with what there is to save of it."""
         return [self._info(bucket, index) for bucket in self._engine.buckets() for index in range(len(bucket.members))]
 
     def _info(self, bucket: Bucket, index: int) -> ParameterInfo:
@@ -108,7 +108,7 @@ class ModelState:
         return ParameterInfo(slot.names, box, dtype, group, states)
 
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
-        """This rank's share of all state; over all ranks each element comes once. Collective.
+        """Yield this rank's share of all state; over all ranks each element comes once. Collective.
 
         Args:
             with_optimizer: whether states of those optimizers come too that `Drivers.drop_gone` has left.
@@ -142,7 +142,7 @@ class ModelState:
         return saved_states(self._engine.buckets(), self._engine.averages)
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
-        """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
+        """Yield mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
         self._engine.settle()
         self._engine.drivers.drop_gone()  # ranks have to hold as many
         saved = [*self._weights(), *self._beside_weights()]
@@ -160,7 +160,7 @@ class ModelState:
         self._engine.publish()
 
     def _fill(self, source: StateReader, with_optimizer: bool) -> None:
-        """This rank's own ranges; weights at rest have to follow, on all ranks."""
+        """Set this rank's own ranges; weights at rest have to follow, on all ranks."""
         engine = self._engine
         engine.require_own_weights("Loading a checkpoint")
         engine.settle()
@@ -269,7 +269,7 @@ class ModelState:
             )
 
     def _hashed(self, full: Tensor) -> Tensor:
-        """What ranks compare of a full tensor, wherever each has it; nothing where there is one rank."""
+        """Digest that ranks compare of a full tensor, wherever each has it; 0 where there is one rank."""
         axes = self._engine.axes
         return digest(full.cpu()) if axes.live(axes.of_stage) else torch.zeros((), dtype=torch.int64)
 
@@ -285,7 +285,7 @@ def _full(value: Tensor) -> Tensor:
 
 
 def is_dtensor(value: Tensor) -> bool:
-    """Whether it is torch's DTensor. Nothing is where nobody has imported their module, which takes a second."""
+    """Whether a tensor is torch's DTensor. None is where nobody has imported their module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -307,5 +307,5 @@ def _check_shapes(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, .
 
 
 def _name_in(state: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
-    """Under which of its names something is in `state`."""
+    """Name, of several, under which something is in `state`; None where it is not there."""
     return next((name for name in names if name in state), None)

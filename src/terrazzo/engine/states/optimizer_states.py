@@ -1,4 +1,4 @@
-"""An optimizer's state whole, by the names of parameters, and as torch has it in a state dict."""
+"""State of an optimizer whole, by the names of parameters, and as torch has it in a state dict."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from terrazzo.errors import BadInput, RanksApart, listed
 __all__ = ["OptimizerStates"]
 
 States = dict[str, Any]
-"""What an optimizer keeps for one parameter, by kind."""
+"""States that an optimizer keeps for one parameter, by kind."""
 
 
 class OptimizerStates:
-    """What one optimizer of a sharded model keeps.
+    """State that one optimizer of a sharded model keeps.
 
     Attributes:
         engine: of the model.
@@ -70,7 +70,7 @@ class OptimizerStates:
         ]
 
     def state_dict(self, keep: Callable[[Tensor], Tensor], begun: bool = False) -> dict[str, Any]:
-        """As the optimizer's class has it, over whole parameters: hooks for state dicts are called. Collective.
+        """State dict as the optimizer's class has it, over whole parameters: hooks for them are called. Collective.
 
         Memory: what is kept, and one state of one bucket on the mesh's device.
 
@@ -122,7 +122,7 @@ class OptimizerStates:
             after(optimizer)
 
     def _checked(self, state_dict: Any) -> dict[str, Any]:
-        """A state dict as hooks change it.
+        """Return a state dict as hooks change it.
 
         Raises:
             BadInput: where it is none, or of other parameters.
@@ -153,7 +153,7 @@ class OptimizerStates:
         return edited
 
     def whole(self, begun: bool = False) -> Iterator[tuple[str, str, Any]]:
-        """Each state of each parameter that has any: name, kind, and the value as in one process. Collective.
+        """Yield each state of each parameter that has any: name, kind, and the value as in one process. Collective.
 
         Memory: one state of one bucket on the mesh's device; what is per element is to be copied before the next is
         asked for.
@@ -183,7 +183,7 @@ class OptimizerStates:
     def _moments(
         self, unit: Unit, bucket: Bucket, kind: str, named: Mapping[str, int], first: Mapping[int, States]
     ) -> Iterator[tuple[str, Tensor]]:
-        """One state that is per element, of some parameters of a bucket."""
+        """Yield one state that is per element, of some parameters of a bucket."""
         data = None if first else gathered_state(unit, self._moment(bucket, kind))
         for name, index in named.items():
             slot = bucket.slots[index]
@@ -223,7 +223,7 @@ class OptimizerStates:
                 )
 
     def _taken(self, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], _Taken]:
-        """What this rank keeps of each state, by name and kind."""
+        """Cut this rank's part out of each state, by name and kind."""
         taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.of_stage)
         for name, kinds in by_name.items():
             for kind in kinds:
@@ -270,7 +270,7 @@ class OptimizerStates:
         return ranges
 
     def _moment(self, bucket: Bucket, kind: str) -> Resting:
-        """This rank's part of a state that is per element; zeros where there is none."""
+        """Return this rank's part of a state that is per element; zeros where there is none."""
         stepped = [(s, self._optimizer.state.get(s.parameter, {})) for s in self._driver.segments if s.bucket is bucket]
         if kind in bucket.moments:
             for segment, state in stepped:
@@ -287,7 +287,7 @@ class OptimizerStates:
         return Buffer(bucket.space, bucket.optim_axes, own.data)
 
     def _fixed(self) -> dict[str, list[tuple[str, Any]]]:
-        """Names of the parameters with state, and the states that are not per element. Collective."""
+        """States that are not per element, of each parameter that has state, by name. Collective."""
         shape = len(self._located), 1 + max((self._template_of(name).fixed_numel for name in self._located), default=0)
         table = torch.full(shape, -math.inf, dtype=torch.float64, device=HOST)
         rows = dict(zip(self._located, table.unbind(), strict=True))
@@ -303,7 +303,7 @@ class OptimizerStates:
         return {name: list(_unpacked(self._template_of(name), row[1:])) for name, row in rows_agreed if row[0] == 0}
 
     def _initial(self) -> dict[int, States]:
-        """What is kept after a step on a zero gradient, by param group; the same for each element."""
+        """States after a step on a zero gradient, by param group; the same for each element."""
         alone = bare_copy(self._optimizer)
         alone.state = defaultdict(dict)
         probes = [OptimizerProbe(alone, group, torch.device("cpu")) for group in alone.param_groups]
@@ -319,7 +319,7 @@ class OptimizerStates:
 
 
 class _Taken(NamedTuple):
-    """What this rank keeps of a state that it was given whole.
+    """Part that this rank keeps of a state that it was given whole.
 
     Attributes:
         start: first element of this rank's part.

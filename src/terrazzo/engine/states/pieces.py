@@ -65,7 +65,7 @@ class Piece:
 
 
 def state_pieces(saved: SavedState, share: Range) -> Iterator[Piece]:
-    """What `share` has of one state of a bucket, parameter by parameter."""
+    """Yield what `share` has of one state of a bucket, parameter by parameter."""
     bucket = saved.bucket
     for slot, member in zip(bucket.slots, bucket.members, strict=True):
         if (own := share.intersect(slot.range)).numel and (kind := saved.kind_of(member)) is not None:
@@ -73,7 +73,7 @@ def state_pieces(saved: SavedState, share: Range) -> Iterator[Piece]:
 
 
 def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] = share_in_replica) -> Iterator[Piece]:
-    """This rank's share of the optimizer's state; what is not per element comes with a parameter's first element."""
+    """Yield this rank's share of the optimizer's state; what is not per element comes with a parameter's first."""
     replica = driver.sharding.axes.replica
     for segment in driver.segments:
         state = driver.optimizer.state.get(segment.parameter) or {}
@@ -127,7 +127,7 @@ def copied_pieces(
 
 
 def held_pieces(buckets: Sequence[Bucket], drivers: Sequence[OptimizerDriver]) -> Iterator[Piece]:
-    """All that this rank holds of these buckets' weights, master weights where there are any, and moments."""
+    """Yield all that this rank holds of these buckets' weights, master weights where there are any, and moments."""
     for weights in saved_weights(buckets):
         yield from state_pieces(weights, weights.state.range)
     for driver in drivers:
@@ -135,7 +135,7 @@ def held_pieces(buckets: Sequence[Bucket], drivers: Sequence[OptimizerDriver]) -
 
 
 def _held_among(own: Sequence[Bucket], bucket: Bucket) -> Range:
-    """All that this rank holds of a bucket's moments, whoever else holds it too; nothing of others than its `own`."""
+    """Range that this rank holds of a bucket's moments, whoever else holds it too; empty for others than its `own`."""
     return bucket.space.range(bucket.optim_axes) if bucket in own else Range(0, 0)
 
 
@@ -148,7 +148,7 @@ def _pieces_of_resting(bucket: Bucket, slot: Slot, kind: str, elements: Range, s
 
 
 def _pieces_of_moment(segment: Segment, slot: Slot, kind: str, elements: Range, value: Tensor) -> Iterator[Piece]:
-    """One of the states that the optimizer keeps for each element; `value` is a stand-in where they are in files."""
+    """Yield one state that the optimizer keeps for each element; `value` is a stand-in where it is in files."""
     if value.is_meta:
         yield from _pieces_of_resting(segment.bucket, slot, kind, elements, segment.bucket.moments[kind])
         return
@@ -161,7 +161,7 @@ def _pieces_of_moment(segment: Segment, slot: Slot, kind: str, elements: Range, 
 def _pieces_of_parameter(
     bucket: Bucket, slot: Slot, kind: str, own: Range, dtype: torch.dtype, read: Callable[[Range], Tensor]
 ) -> Iterator[Piece]:
-    """What the elements `own`, parts of which `read` gives, are of the whole parameter."""
+    """Yield the elements `own`, parts of which `read` gives, as pieces of the whole parameter."""
     box = bucket.box(slot)
     for owned in box.owned(slot.own(own)):
         elements, numel = owned.elements, math.prod(box.shape)
@@ -180,7 +180,7 @@ def _has_first(bucket: Bucket, slot: Slot, elements: Range) -> bool:
 
 
 def _whole_piece(bucket: Bucket, slot: Slot, kind: str, value: Tensor) -> Piece:
-    """A state that is not per element."""
+    """Make the piece of a state that is not per element."""
     shape, numel = bucket.box(slot).shape, value.numel()
     tile = whole(shape if math.prod(shape) == numel else (numel,))
     return Piece(slot.name, kind, 0, numel, shape, numel, tile, value.dtype, lambda: value)

@@ -1,4 +1,4 @@
-"""Sets a sharded model's and optimizer's state from whatever can be asked for ranges of it."""
+"""Restoring: a sharded model's and optimizer's state is set from whatever can be asked for ranges of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["FullStates", "StateReader", "restore_optimizer", "restore_state"]
 
 
 class StateReader(Protocol):
-    """What states are restored from. Each is asked for by the name of its parameter and by its kind."""
+    """Source of states to restore. Each is asked for by the name of its parameter and by its kind."""
 
     def has(self, name: str, kind: str) -> bool:
         """Return whether the state is there. Nothing of it needs to be read for that."""
@@ -104,7 +104,7 @@ def restore_state(saved: SavedState, source: StateReader) -> None:
 def _residuals_taken_over(
     saved: SavedState, residual: Residual, slot: Slot, member: Member, source: StateReader
 ) -> StateReader:
-    """What this rank takes over of residuals, so that those of all ranks together are what they were.
+    """Return the residuals that this rank takes over, so that those of all ranks together are what they were.
 
     Of m ranks that have one of their own of a parameter, number r takes over the numbers r, r + m, r + 2m and so on,
     added in that order in fp32; where no sums are encoded here, those of sums likewise.
@@ -116,7 +116,7 @@ def _residuals_taken_over(
 
 
 def _numbered(source: StateReader, name: str, kind: str, own: int, count: int) -> list[str]:
-    """The kinds of a parameter's states that the rank of that number, of so many, takes over."""
+    """Kinds of a parameter's states that the rank of number `own`, of `count`, takes over."""
     numbers = itertools.takewhile(lambda number: source.has(name, numbered(kind, number)), itertools.count())
     return [numbered(kind, number) for number in numbers if number % count == own]
 
@@ -143,7 +143,7 @@ def restore_optimizer(driver: OptimizerDriver, source: StateReader) -> None:
 
 
 def _of_replica(source: StateReader, driver: OptimizerDriver) -> StateReader:
-    """What a replica that trains by itself restores: states of its own, or those of the first where it was not there.
+    """Return what a replica that trains by itself restores: its own states, or the first's where it was not there.
 
     A parameter that had no gradients in a replica has no state there, whatever the others have.
     """

@@ -1,4 +1,4 @@
-"""What checkpoints have of each bucket beside an optimizer's states: where it is, and which ranks hold the same of it.
+"""States of each bucket in checkpoints beside an optimizer's: where they are, and which ranks hold the same of them.
 
 A further state is a line of `saved_states`. Saving (`pieces`), comparing copies, and restoring (`restore`) walk these.
 """
@@ -42,7 +42,7 @@ class SavedState:
     residual: Residual | None = None
 
     def kind_of(self, member: Member) -> str | None:
-        """What this rank's is called of a parameter; None where another rank's gradient of it counts."""
+        """Name of this rank's state of a parameter; None where another rank's gradient of it counts."""
         if self.residual is None:
             return self.kind
         number = self.residual.number_of(member.replicated)
@@ -50,14 +50,14 @@ class SavedState:
 
 
 def saved_weights(buckets: Iterable[Bucket]) -> Iterator[SavedState]:
-    """The weights of buckets: master weights where there are any, which the others follow as they are published."""
+    """Yield the weights of buckets: master weights where there are any, which the others follow once published."""
     for bucket in buckets:
         state = bucket.master if bucket.trainable else bucket.weight
         yield SavedState(bucket, "weight", state, _share(bucket), alike_along(bucket), bucket.note_change)
 
 
 def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -> Iterator[SavedState]:
-    """What is saved with an optimizer: averages of weights, the momentum of outer steps, residuals of codes.
+    """Yield what is saved with an optimizer: averages of weights, the momentum of outer steps, residuals of codes.
 
     The weights that outer steps go on from are the model's, between two rounds.
     """
@@ -86,7 +86,7 @@ def alike_along(bucket: Bucket) -> tuple[str, ...]:
 
 
 def share_in_replica(bucket: Bucket) -> Range:
-    """What this rank gives of states that each replica has of its own: ranks that hold the same give a part each."""
+    """Range that this rank saves of its replica's own states: ranks that hold the same save a part each."""
     axes = bucket.sharding.axes
     if not bucket.is_primary:
         return Range(0, 0)
@@ -95,7 +95,7 @@ def share_in_replica(bucket: Bucket) -> Range:
 
 
 def _share(bucket: Bucket) -> Range:
-    """What this rank gives of states that all replicas have alike: the first one gives them."""
+    """Range that this rank saves of states that all replicas have alike: the first one saves them."""
     return share_in_replica(bucket) if not bucket.sharding.axes.replica else Range(0, 0)
 
 

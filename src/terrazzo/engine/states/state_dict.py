@@ -1,4 +1,4 @@
-"""The state dict of a sharded model, as the model has it that is not sharded."""
+"""State dict of a sharded model, as the model would have it unsharded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_rounded(bucket: Bucket) -> bool:
 def whole_state_dict(
     model: nn.Module, device: torch.device, *, keep: bool = True, **options: Any
 ) -> dict[str, Any] | None:
-    """What `model.state_dict()` would be if the model were not sharded, in memory of its own. Collective.
+    """Return what `model.state_dict()` would be if the model were not sharded, in memory of its own. Collective.
 
     Memory: the result where it is kept; one unit on the mesh's device, whatever the size of the model.
 

@@ -33,12 +33,12 @@ class UnitSnapshot:
         return held_pieces(self._unit.buckets, self._engine.drivers.stepping())
 
     def _look_at_gathered(self) -> None:
-        """The full weights that ranks along data axes all have now."""
+        """Note sums of the full weights that all ranks along data axes have now."""
         shared = (bucket for bucket in self._unit.buckets if bucket.sharding.axes is self._engine.axes)
         self._gathered = [_sum(bucket.full.data) for bucket in shared]
 
     def changed(self) -> list[str]:
-        """What has changed since, before the update that may change it: name and state of each parameter."""
+        """List what has changed since, before the update that may change it: name and state of each parameter."""
         now = [_sum(piece.tensor) for piece in self._pieces()]
         if len(now) != len(self._before):
             return []  # an optimizer has been exchanged meanwhile
@@ -46,13 +46,13 @@ class UnitSnapshot:
         return [f"{piece.name}, {piece.kind}" for (piece, _), other in zip(self._before, differ, strict=True) if other]
 
     def gathered(self) -> list[int]:
-        """Of the full weights at their first use since: equal on ranks along data axes. Empty where there was none."""
+        """Sums of the full weights at their first use since, equal on ranks along data axes; empty without a use."""
         self._unit.weights.call_when_present(None)
         return torch.stack(self._gathered).tolist() if self._gathered else []
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Of the bit patterns of its elements, eight bytes at a time, 0-d int64, which overflows; nothing is waited for."""
+    """Sum of the bit patterns of all elements, eight bytes at a time: 0-d int64, which overflows. Waits for nothing."""
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     width, narrow = 8 // flat.element_size(), _WORDS[flat.element_size()]

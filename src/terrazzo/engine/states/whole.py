@@ -1,4 +1,4 @@
-"""States of a sharded model whole again, one bucket after the other, so that nobody needs memory for all of it.
+"""States of a sharded model put together again, one bucket after the other, so that nobody needs memory for all.
 
 What ranks along `tp` or `ep` share is put together from their parts, one parameter at a time. What one stage of a
 pipeline has comes to the ranks of the others.
@@ -50,7 +50,7 @@ def collect_buffers(model: nn.Module) -> None:
 
 
 def gathered_state(unit: Unit, state: Resting) -> Tensor:
-    """All elements of one state of a bucket of `unit`, in the memory of the mesh's device. Collective.
+    """Gather all elements of one state of a bucket of `unit`, in the memory of the mesh's device. Collective.
 
     Of parameters that ranks along `tp` or `ep` share, those of this rank's parts: `whole_parameter` goes on from there.
     """
@@ -60,7 +60,7 @@ def gathered_state(unit: Unit, state: Resting) -> Tensor:
 
 
 def whole_parameter(unit: Unit, bucket: Bucket, slot: Slot, data: Tensor) -> Tensor:
-    """One parameter's elements of a state of its bucket that has been gathered. Collective where ranks share it.
+    """Return one parameter's elements of a state that has been gathered. Collective where ranks share the parameter.
 
     Args:
         data: from `gathered_state`.
@@ -78,7 +78,7 @@ def whole_parameter(unit: Unit, bucket: Bucket, slot: Slot, data: Tensor) -> Ten
 
 
 def _joined(own: Tensor, box: Box, links: Collectives, label: Label) -> Tensor:
-    """The whole parameter of which each rank has a part. Memory: the whole twice."""
+    """Join the parts of a parameter that ranks have. Memory: the whole twice."""
     corners = torch.tensor([(each.offsets, each.sizes) for each in box.rectangles], device=own.device)
     boxes = [
         Box(box.shape, tuple(Rectangle(tuple(offsets), tuple(sizes)) for offsets, sizes in rank), box.dim)
@@ -95,7 +95,7 @@ def _joined(own: Tensor, box: Box, links: Collectives, label: Label) -> Tensor:
 
 
 def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a sharded model whole, one after the other; master weights where there are any. Collective.
+    """Yield parameters of a sharded model whole, one after the other; master weights where there are any. Collective.
 
     Memory: one bucket on the mesh's device, and twice a parameter that ranks along `tp` or `ep` share. A bucket is
     gathered again only where the order of `names` comes back to it. What other stages have is one parameter more.
@@ -144,7 +144,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
 
 
 def _everywhere(axes: Axes, listed: Listed, own: Tensor | None) -> Tensor:
-    """A parameter that one stage has, on the ranks of all; `own` is None on those of the others."""
+    """Bring a parameter that one stage has to the ranks of all; `own` is None on those of the others."""
     values = torch.empty(listed.shape, dtype=listed.dtype, device=axes.device) if own is None else own
     if values.numel():
         for axis in axes.live(axes.stages):

@@ -24,7 +24,7 @@ Encode = Callable[[Tensor, BlockCodes, Tensor], None]
 def sum_scattered(
     along: Collectives, values: Tensor, blocks: BlockCodes, dtype: torch.dtype, encode: Encode
 ) -> Moves[Tensor]:
-    """This rank's chunk of the sum of every rank's `values`, as a new tensor.
+    """Return this rank's chunk of the sum of every rank's `values`, as a new tensor.
 
     Args:
         values: 1-D, of any dtype; each chunk of it is whole blocks.
@@ -51,7 +51,7 @@ def sum_everywhere(along: Collectives, values: Tensor, blocks: BlockCodes) -> Mo
 
 
 def gather_sums(along: Collectives, own: Tensor, blocks: BlockCodes, encode: Encode) -> Moves[Tensor]:
-    """Every rank's `own` in one new tensor of the same dtype. All ranks have what the blocks stand for."""
+    """Return every rank's `own` in one new tensor of the same dtype. All ranks have what the blocks stand for."""
     numel = own.numel() * along.size
     message = _empty(own, numel, blocks)
     encode(own, blocks, message.view(along.size, -1)[along.rank])
@@ -69,7 +69,7 @@ def encode_all(values: Tensor, blocks: BlockCodes, into: Tensor) -> None:
 
 
 def _add_decoded(rows: Tensor, blocks: BlockCodes, into: Tensor) -> None:
-    """The sum of what the blocks of each row stand for, in fp32 and in the order of rows."""
+    """Replace `into` by the sum of what the blocks of each row stand for, in fp32 and in the order of rows."""
     for part, coded in blocks.tiles(into):
         summed = blocks.decode(rows[0, coded])
         for row in rows[1:]:

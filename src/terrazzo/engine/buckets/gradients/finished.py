@@ -1,4 +1,4 @@
-"""A bucket's gradient once it has been summed over all ranks and divided: for clipping, for users and for a step."""
+"""A bucket's gradient, summed over all ranks and divided: for clipping, for users and for a step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FinishedGradient:
             self.sum = SummedGradient(self._place, self._store.commit(self._place, data))
 
     def handed_over(self, stepped: Sequence[Range], seen: Iterable[Range]) -> SummedGradient:
-        """The gradient for an update, which waits until it has landed, and applies the clipping factor itself.
+        """Return the gradient for an update, which waits until it has landed, and applies the clipping factor itself.
 
         Args:
             stepped: the ranges that the update uses.
@@ -97,7 +97,7 @@ class FinishedGradient:
         finished.put_off(factor)
 
     def read(self, index: int | None = None) -> Tensor | None:
-        """The finished gradient as one tensor in memory, scaled; None where there is none.
+        """Return this rank's part of the finished gradient in memory, 1-D and scaled; None where there is none.
 
         Args:
             index: this rank's elements of that parameter alone; None where it has none.
@@ -105,7 +105,7 @@ class FinishedGradient:
         return self._read(self._range_of(index))
 
     def contribution(self, index: int | None = None) -> Tensor | None:
-        """The elements that this rank contributes to sums over the axes of `ShardingSpec.contributed_over`.
+        """Return the elements that this rank contributes to sums over the axes of `ShardingSpec.contributed_over`.
 
         One rank along these axes contributes each element, however many hold it. Arguments as of `read`.
         """
@@ -118,7 +118,7 @@ class FinishedGradient:
         return self.space.layout.whole if index is None else self.space.layout.slots[index].range
 
     def _read(self, wanted: Range) -> Tensor | None:
-        """What this rank has of `wanted`, scaled; None for nothing."""
+        """Return what this rank has of `wanted`, scaled; None for nothing."""
         finished = self.sum
         if finished is None:
             return None
@@ -145,7 +145,7 @@ class FinishedGradient:
             self.sum.change(change, self.space.layout.slots[index].range)
 
     def expect_changes(self) -> None:
-        """An optimizer gets the gradient, and may change it in place."""
+        """Note that an optimizer gets the gradient, and may change it in place."""
         self.changes += 1
 
     def forget(self) -> None:

@@ -109,8 +109,9 @@ class Gradient:
 
     @property
     def filled_numel(self) -> int:
-        """How many elements of the unreduced gradient autograd has brought. Parameters that ranks along `tp` divide
-        count as a whole, so that all ranks count the same.
+        """Number of elements of the unreduced gradient that autograd has brought.
+
+        Parameters that ranks along `tp` divide count as a whole, so that all ranks count the same.
         """
         return 0 if self._unreduced is None else sum(compress(self._numels, self._unreduced.filled))
 
@@ -166,7 +167,7 @@ class Gradient:
         self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, "control")).tolist()
 
     def agree_on_seen(self, flags: Iterable[int]) -> None:
-        """Ranks have exchanged which parameters received a gradient: one that any rank has seen counts as seen.
+        """Take over which parameters have received a gradient on any rank: they count as seen here.
 
         Args:
             flags: of each parameter, 0 where no rank did.
@@ -207,7 +208,7 @@ class Gradient:
         return data
 
     def _add_partial(self, data: Tensor) -> Tensor:
-        """`data` and what earlier micro-batches have left."""
+        """Return the sum of `data` and of what earlier micro-batches have left."""
         if self._partial is None:
             return data
         partial, self._partial = outlives_chain(self._partial.wait), None  # held: its memory is
@@ -218,7 +219,7 @@ class Gradient:
             return sums.add_(data)
 
     def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:
-        """Sums of micro-batches that are not the last go no further than the host's memory."""
+        """Keep the sums of micro-batches before the last, which go no further than the host's memory."""
         sums = replace(sums, data=converted(sums.data, self.sharding.precision.accumulate))
         if self._tier == "device":
             self._partial = SummedGradient(sums)
@@ -240,7 +241,7 @@ class Gradient:
         return data
 
     def _sum(self, data: Tensor, moves: Iterable[MoveBytes], divisor: Divisor) -> Moves[Tensor]:
-        """`data` summed over the ranks of each move in turn; one of these may divide."""
+        """Return `data` summed over the ranks of each move in turn; one of these may divide."""
         wire, dtype = self.sharding.precision.reduce, self.sharding.precision.accumulate
         for move in moves:
             along, divides_by = self.sharding.axes.along(move.over), divisor.product if move.divides else 1
@@ -260,7 +261,7 @@ class Gradient:
         return data
 
     def _encoding(self, place: int, loss_scale: float) -> Encode:
-        """How codes are made at one place of the sum: with the residual there, if there is error feedback."""
+        """Return the encoder for one place of the sum: it adds the residual there, if there is error feedback."""
         return functools.partial(self.residuals[place].encode, loss_scale=loss_scale) if self.residuals else encode_all
 
     # -- between steps -----------------------------------------------------------------------------------------
@@ -274,12 +275,12 @@ class Gradient:
         return dropped.complete()
 
     def handed_over(self, stepped: Sequence[Range]) -> SummedGradient:
-        """The finished gradient for an update of `stepped`; see `FinishedGradient`."""
+        """Return the finished gradient for an update of `stepped`; see `FinishedGradient`."""
         slots = self.space.layout.slots
         return self.finished.handed_over(stepped, (slot.range for slot in compress(slots, self.seen)))
 
     def note_step(self, own: Iterable[int]) -> None:
-        """The optimizer of the parameters `own` has stepped."""
+        """Note that the optimizer of the parameters `own` has stepped."""
         for index in own:
             self._unstepped[index] = False
 
@@ -337,7 +338,7 @@ class Gradient:
 
 
 def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
-    """The tensors of all these stages, in their order; `own` is this rank's. Collective over the stages; blocks."""
+    """Exchange a tensor among stages: those of all, in order; `own` is this rank's. Collective over them; blocks."""
     links, place = axes.along(axes.stages[0]), axes.stage
     others, handles = {stage: torch.empty_like(own) for stage in stages if stage != place}, []
     for source in stages:  # all begin their messages in one order: NCCL waits for each before the next on its route

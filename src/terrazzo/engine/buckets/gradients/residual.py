@@ -20,7 +20,7 @@ __all__ = ["Residual"]
 
 
 class Residual:
-    """That of the elements of one bucket that this rank encodes at one place of a sum: of gradients, or of sums.
+    """Residual of the elements of one bucket that this rank encodes at one place of a sum: of gradients, or of sums.
 
     Methods are given the indices of parameters; None means all.
 
@@ -48,7 +48,7 @@ class Residual:
         return self.committed.nbytes + self._uncommitted.nbytes
 
     def number_of(self, replicated: bool) -> tuple[int, int] | None:
-        """This rank's number among those that have a residual of their own of a parameter, and how many these are.
+        """Number of this rank among those that have a residual of their own of a parameter, and how many these are.
 
         Args:
             replicated: ranks beside each other compute the same gradient, of which the first one's counts. The others
@@ -89,7 +89,7 @@ class Residual:
         self._is_encoded = True
 
     def commit(self, own: Sequence[int]) -> None:
-        """An optimizer takes the sums of these parameters."""
+        """Note that an optimizer takes the sums of these parameters."""
         if not self._is_encoded:
             return
         if (elements := self._elements(own)) is None:
@@ -98,14 +98,14 @@ class Residual:
             _copy(self._uncommitted, self.committed, elements)
 
     def roll_back(self, own: Sequence[int] | None = None) -> None:
-        """No step will have what has been encoded of these parameters since the last one."""
+        """Drop what has been encoded of these parameters since the last step: no step will take it."""
         if (elements := self._elements(own)) is None:
             self._is_encoded = False
         elif self._is_encoded:
             _copy(self.committed, self._uncommitted, elements)
 
     def clear(self, own: Sequence[int] | None = None) -> None:
-        """Set that of these parameters to zero."""
+        """Set the residual of these parameters to zero."""
         elements = self._elements(own)
         for each in [self.committed.range] if elements is None else elements:
             with self.committed.opened(each, "replace") as residual:
@@ -113,7 +113,7 @@ class Residual:
         self.roll_back(own)
 
     def _elements(self, own: Sequence[int] | None) -> list[Range] | None:
-        """Those of some parameters; None where they are all."""
+        """Elements of these parameters; None where they are all."""
         slots = self._space.layout.slots
         return None if own is None or len(own) == len(slots) else [slots[index].range for index in own]
 

@@ -44,16 +44,16 @@ class SummedGradient:
                 change(elements)
 
     def put_off(self, factor: Tensor) -> None:
-        """Multiply by `factor` once the data are used; on the device: whoever uses them waits, and not the host."""
+        """Note a factor, on the device, by which whoever uses the data multiplies them; the host waits for nothing."""
         self.apply_factor()
         self.factor = factor
 
     def drop_factor(self) -> None:
-        """Somebody else multiplies by what has been put off, or nobody is to."""
+        """Forget the factor that was put off: somebody else multiplies by it, or nobody is to."""
         self.factor = None
 
     def scaled(self, part: Tensor) -> Tensor:
-        """`part` of the data, or a copy of one, multiplied in place by the factor that was put off."""
+        """Multiply `part` of the data, or of a copy, in place by the factor that was put off, and return it."""
         return part if self.factor is None else multiply(part, self.factor)
 
     def apply_factor(self) -> None:

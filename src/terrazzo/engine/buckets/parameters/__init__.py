@@ -1,4 +1,4 @@
-"""What users see of parameters, and what they do to them.
+"""Parameters as users see them, and what users do to them.
 
     parameter   what a parameter looks like while its values are elsewhere; what the engine has noted on it
     edits       what is written into parameters, or given to them as `data`

@@ -80,5 +80,5 @@ def _kept_on(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _start(tensor: Tensor) -> int:
-    """Where its memory begins; 0 for none."""
+    """Address at which a tensor's memory begins; 0 for none."""
     return tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0

@@ -1,4 +1,4 @@
-"""What a user does to a model's parameters beside training them: noticed, taken over or refused.
+"""Edits by users of a model's parameters, beside training: noticed, taken over or refused.
 
 A parameter is a view of its bucket's flat memory. What is written into it is in that memory already, and has to reach
 the master weight; `data` of its own has to be copied there first. One that has been frozen or replaced would not be
@@ -99,24 +99,24 @@ class Edits:
     # Autograd compares a parameter's version with the one that it had when it was kept for backward.
 
     def put_away(self) -> None:
-        """The values are not to be read: a backward that does so, unannounced, raises before it touches the memory."""
+        """Note that values must not be read: a backward that does so, unannounced, raises before it touches them."""
         if not self._ahead:
             self._ahead = 1
             increment_version(self._views)
 
     def bring_back(self) -> None:
-        """They may be read again, by backward too: they are those of before, unless `outdate` has said otherwise."""
+        """Note that values may be read again, by backward too: those of before, unless `outdate` was called."""
         if self._ahead:
             set_versions(self._views, self._current())
             self._ahead = 0
 
     def outdate(self) -> None:
-        """They are others, as after a step in plain PyTorch: a backward that has kept the old ones raises."""
+        """Note that values are others, as after a step in plain PyTorch: a backward that kept the old ones raises."""
         increment_version(self._views)
         self._versions = [version + 1 for version in self._versions]
 
     def forget_written(self) -> None:
-        """What has been written to in place so far is known, or lost."""
+        """Forget what has been written in place so far: it is known, or lost."""
         self._versions = self._current()
 
     def take_written(self) -> list[str]:
@@ -158,7 +158,7 @@ class Edits:
         self._versions = []  # the same as written to in place
 
     def move(self) -> None:
-        """The full weights have come to other memory: places follow, and the parameters that are in them."""
+        """Follow full weights to other memory: the places of parameters, and the parameters that are in them."""
         for watched in self._members:
             place, is_there = watched.place, watched.parameter.data_ptr() == watched.place.data_ptr()
             place.data = self._flat.as_strided(place.shape, place.stride(), place.storage_offset())

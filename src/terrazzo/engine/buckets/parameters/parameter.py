@@ -1,4 +1,4 @@
-"""What a parameter looks like while its values are split over ranks.
+"""Stand-ins for parameters while their values are split over ranks.
 
 Its class becomes `AtRest`: questions about shape, dtype, device or flags are answered as always, and anything that
 would touch the values raises `Misuse` with the parameter's name. The object stays the same one throughout, so ties,
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class Note:
-    """What the engine notes on a parameter, or on what stands in for one: its one attribute there.
+    """Notes of the engine on a parameter, or on what stands in for one: its one attribute there.
 
     Attributes:
         name: what errors call it.
@@ -83,13 +83,13 @@ class Note:
 
 
 def note_of(tensor: Tensor) -> Note | None:
-    """What the engine has noted on a tensor; None on one that is not its own."""
+    """Notes of the engine on a tensor; None on one that is not its own."""
     note: Note | None = vars(tensor).get("terrazzo_note")
     return note
 
 
 def _register_before_ours(self: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
-    """In place of a parameter's own method: the engine's hook, which takes the gradient away, stays the last."""
+    """Register a hook in place of a parameter's own method: the engine's, which takes the gradient away, stays last."""
     handle = Tensor.register_post_accumulate_grad_hook(self, hook)  # type: ignore[no-untyped-call]
     if (note := note_of(self)) is not None and note.accumulate_hook is not None:
         with plainly():
@@ -122,7 +122,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 class Placeholder(nn.Parameter):
-    """Has the shape, dtype and device of a tensor, and not its values.
+    """Stand-in with the shape, dtype and device of a tensor, and without its values.
 
     Torch answers questions about these, `_answer` what else can be done, and for the rest `Misuse` is raised.
     """
@@ -132,7 +132,7 @@ class Placeholder(nn.Parameter):
 
     @classmethod
     def blank(cls, like: Tensor, name: str, dtype: torch.dtype | None = None) -> Self:
-        """One of the shape and device of `like`, and its dtype unless given, in the memory of one element."""
+        """Make one of the shape and device of `like`, and its dtype unless given, in the memory of one element."""
         with plainly():
             one = torch.zeros((), dtype=like.dtype if dtype is None else dtype, device=like.device)
             made: Self = as_class(cls, one.expand(like.shape), False)
@@ -162,7 +162,7 @@ class Placeholder(nn.Parameter):
         raise Misuse(f"{function_name(func)} was called on {touched._refusal()}")
 
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What comes of a function that would touch the values; `NotImplemented` where it is refused.
+        """Return what comes of a function that would touch the values; `NotImplemented` where it is refused.
 
         Args:
             args: this is the first placeholder of its class among them.
@@ -172,7 +172,7 @@ class Placeholder(nn.Parameter):
         return NotImplemented
 
     def _refusal(self) -> str:
-        """What this is, why it cannot be touched, and what to do instead."""
+        """Say what this is, why it cannot be touched, and what to do instead."""
         raise NotImplementedError
 
 
@@ -207,7 +207,7 @@ class AtRest(Placeholder):
 
 
 class Zeros(Placeholder):
-    """What `torch.zeros_like` makes of a parameter at rest: a gradient for a first step that is to change nothing.
+    """Result of `torch.zeros_like` of a parameter at rest: a gradient for a first step that is to change nothing.
 
     It has the memory of one element, since a full tensor of each parameter would be the whole model on each rank.
     """
@@ -220,16 +220,16 @@ class Zeros(Placeholder):
 
 
 class StatePlaceholder(Placeholder):
-    """What `optimizer.state` has in place of a state per element that rests elsewhere: on `meta`, without memory."""
+    """Stand-in in `optimizer.state` for a state per element that rests elsewhere: on `meta`, without memory."""
 
     @classmethod
     def of(cls, numel: int, dtype: torch.dtype, key: str) -> Self:
-        """For a segment of `numel` elements, under the optimizer's own `key`."""
+        """Make one for a segment of `numel` elements, under the optimizer's own `key`."""
         return cls.blank(torch.empty(numel, dtype=dtype, device="meta"), key)
 
 
 class StateOnNvme(StatePlaceholder):
-    """For a state that rests on `nvme`."""
+    """Stand-in for a state that rests on `nvme`."""
 
     def _refusal(self) -> str:
         return (
@@ -240,7 +240,7 @@ class StateOnNvme(StatePlaceholder):
 
 
 class StateIn8Bits(StatePlaceholder):
-    """For a state that rests in blocks of 8-bit codes."""
+    """Stand-in for a state that rests in blocks of 8-bit codes."""
 
     def _refusal(self) -> str:
         return (
@@ -264,7 +264,7 @@ class Arriving(AtRest):
 
 
 def sharded_name(parameter: Tensor) -> str | None:
-    """What a trainable parameter of a sharded model is called; None for any other tensor."""
+    """Name of a trainable parameter of a sharded model; None for any other tensor."""
     note = note_of(parameter) if parameter.requires_grad else None
     return None if note is None else note.name
 
@@ -284,7 +284,7 @@ class Guard:
         self._classes = [(parameter, type(parameter)) for parameter, _ in notes]
 
     def close(self, arrive: Callable[[], None] | None = None) -> None:
-        """From now on, reading a value raises an error with the parameter's name; or calls `arrive`, which opens."""
+        """Have reading a value raise an error with the parameter's name from now on; or call `arrive`, which opens."""
         kind = AtRest if arrive is None else Arriving
         for parameter, _ in self._classes:
             parameter.__class__ = kind
@@ -293,20 +293,20 @@ class Guard:
                 note.arrive_with(arrive)
 
     def open(self) -> None:
-        """The parameters are ordinary ones again, of the classes they had."""
+        """Make the parameters ordinary ones again, of the classes they had."""
         for parameter, original in self._classes:
             parameter.__class__ = original
 
 
 def plain_data(parameter: nn.Parameter) -> Tensor:
-    """What torch gives as `parameter.data`: what is written into it leaves no trace."""
+    """Tensor that torch itself gives as `parameter.data`: what is written into it leaves no trace."""
     value: Tensor = tensor_data.__get__(parameter)
     return value
 
 
 @functools.cache
 def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of a parameter of a sharded model while its values are here; `.data` is noticed."""
+    """Class of a parameter of a sharded model while its values are here; `.data` is noticed."""
 
     def data(self: nn.Parameter) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -320,13 +320,13 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         tensor_data.__set__(self, value)
 
     def pickled(self: nn.Parameter, protocol: Any) -> Any:
-        """As an ordinary parameter, with what else users have noted on it."""
+        """Reduce it to an ordinary parameter, with what else users have noted on it."""
         plain = nn.Parameter(self.detach().clone(), self.requires_grad)  # alone: not all of its unit
         vars(plain).update({name: value for name, value in vars(self).items() if name != "terrazzo_note"})
         return plain.__reduce_ex__(protocol)
 
     def text(self: nn.Parameter) -> str:
-        """As of one that is of the class it had; torch shows a subclass by other words."""
+        """Show it as one of the class that it had; torch shows a subclass by other words."""
         return repr(as_class(kind, self.detach(), self.requires_grad))
 
     own: dict[str, Any] = {"data": property(data, set_data), "__reduce_ex__": pickled, "__repr__": text}
@@ -335,7 +335,7 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def successor(old: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """A parameter of that value with the class, attributes and hooks of another one."""
+    """Make a parameter of that value with the class, attributes and hooks of another one."""
     made = nn.Parameter(value, requires_grad=old.requires_grad)
     made.__class__ = type(old)
     vars(made).update(vars(old))

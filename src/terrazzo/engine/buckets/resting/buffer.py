@@ -26,7 +26,7 @@ from terrazzo.engine.runtime.worker import Job
 __all__ = ["Access", "Buffer", "Resting", "Space", "StateStore", "copy_changed", "differ", "view"]
 
 Access = Literal["read", "change", "replace"]
-"""What is done with opened elements: they are read; read and written; all written, whatever they were before."""
+"""Use of opened elements: they are read; read and written; all written, whatever they were before."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,27 @@ class Space:
     _ranges: dict[tuple[str, ...], Range] = field(default_factory=dict, repr=False, compare=False)
 
     def range(self, axes: tuple[str, ...]) -> Range:
-        """This rank's part of the space when it is split over `axes`."""
+        """Part of the space that this rank has when it is split over `axes`."""
         if (known := self._ranges.get(axes)) is None:
             known = share(self.layout.whole, self.axes.cuts(axes))
             known = self._ranges[axes] = known if self.window is None else known.intersect(self.window)
         return known
 
     def windowed(self, window: Range) -> Space:
-        """For a state that has no elements outside of `window`."""
+        """Space for a state that has no elements outside of `window`."""
         return Space(self.layout, self.axes, window)
 
     def empty(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
-        """Uninitialised device memory for this rank's part."""
+        """Allocate device memory for this rank's part, uninitialised."""
         data = torch.empty(self.range(axes).numel, dtype=dtype, device=self.axes.device)
         return Buffer(self, axes, use_large_pages(data))
 
     def as_bytes(self, blocks: BlockFormat) -> Space:
-        """That of the bytes of its blocks, where a state is kept in fewer bits than any dtype has."""
+        """Space of the bytes of its blocks, where a state is kept in fewer bits than any dtype has."""
         return Space(self.layout.as_bytes(blocks), self.axes)
 
     def zeros(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
+        """Allocate device memory for this rank's part, zero."""
         buffer = self.empty(axes, dtype)
         buffer.data.zero_()
         return buffer
@@ -88,18 +89,18 @@ class Resting(ABC):
 
     @abstractmethod
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        """What is held of `wanted`, in parts that need little memory when they are opened one after the other."""
+        """Yield what is held of `wanted`, in parts that need little memory when they are opened one after the other."""
 
     @abstractmethod
     def opened(self, wanted: Range, access: Access = "read") -> contextlib.AbstractContextManager[Tensor]:
-        """What is held of `wanted`, in memory; what is written into it is kept if `access` says so."""
+        """Have what is held of `wanted` in memory, 1-D; what is written into it is kept if `access` says so."""
 
     @abstractmethod
     def load(self, into: Tensor) -> Moves[None]:
         """Copy all of it into a tensor of any dtype in the device's memory."""
 
     def copied(self, wanted: Range, device: torch.device) -> Tensor:
-        """What is held of `wanted`, in memory of its own on `device`."""
+        """Copy what is held of `wanted`, 1-D, to memory of its own on `device`."""
         own = self.range.intersect(wanted)
         data = torch.empty(own.numel, dtype=self.dtype, device=device)
         for cut in self.cuts(own):
@@ -127,11 +128,11 @@ class Buffer(Resting):
         return self.data.dtype
 
     def narrow(self, axes: tuple[str, ...]) -> Buffer:
-        """The part of this buffer that splitting over the longer list `axes` leaves; shares its memory."""
+        """View of the part of this buffer that splitting over the longer list `axes` leaves."""
         return Buffer(self.space, axes, self.data[self.space.range(axes).within(self.range)])
 
     def part(self, wanted: Range) -> Tensor:
-        """The elements of `wanted` that this buffer holds, as a view."""
+        """View of the elements of `wanted` that this buffer holds."""
         return self.data[self.range.intersect(wanted).within(self.range)]
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
@@ -168,25 +169,25 @@ class Buffer(Resting):
 
 
 class StateStore(Protocol):
-    """What a bucket asks of whatever has places for its states on every tier: `Store`, in a model that runs."""
+    """Places for a bucket's states on every tier: `Store`, in a model that runs."""
 
     def state(self, space: Space, axes: tuple[str, ...], dtype: torch.dtype, tier: str) -> Resting:
-        """A place for one state on `tier`, zero at first."""
+        """Make a place for one state on `tier`, zero at first."""
 
     def extra_host(self, count_bytes: int) -> Tensor:
-        """Host memory, uint8, for what not every step needs."""
+        """Allocate host memory, uint8, for what not every step needs."""
 
     def commit(self, state: Resting, source: Buffer) -> Job | None:
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with."""
 
 
 def view(flat: Tensor, slot: Slot) -> Tensor:
-    """One parameter's elements of a whole flat space, in its shape; shares its memory."""
+    """View of one parameter's elements in `flat`, which is a whole flat space, in the parameter's shape."""
     return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)
 
 
 AsSeen = Callable[[Tensor], Tensor]
-"""What values at rest become where they are seen, as by being sent in 8 bits."""
+"""Function from values at rest to what is seen of them, as when they are sent in 8 bits."""
 
 
 def copy_changed(state: Resting, written: Resting, as_seen: AsSeen = lambda values: values) -> None:

@@ -46,7 +46,7 @@ class CodedState(Resting):
         return self.codes.nbytes
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        """Tiles of what is in memory; of what is in files whole cells, which are read as a whole."""
+        """Yield tiles of what is in memory; of what is in files whole cells, which are read as a whole."""
         own = self.range.intersect(wanted)
         for part in self.codes.cuts(own.around(self.blocks).as_bytes(self.blocks)):
             elements = part.as_elements(self.blocks)

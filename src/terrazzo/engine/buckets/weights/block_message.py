@@ -31,7 +31,7 @@ class BlockMessage:
 
     @property
     def nbytes(self) -> int:
-        """Of memory, to be counted while it is there."""
+        """Bytes of memory, to be counted while it is there."""
         return self._message.nbytes
 
     def bring(self, own: Tensor, axes: tuple[str, ...]) -> Moves[None]:

@@ -1,4 +1,4 @@
-"""The full weights of a bucket. Its parameters are views of them, and stay so while the memory comes and goes.
+"""Full weights of a bucket. Its parameters are views of them, and stay so while the memory comes and goes.
 
 Their life, by the methods that begin each part of it:
 
@@ -125,7 +125,7 @@ class FullWeights:
         self._memory.leave(follow=self.edits.move)
 
     def hide(self, arrive: Callable[[], None] | None = None) -> None:
-        """Resident weights are being updated elsewhere: refuse to have them read before `install`.
+        """Refuse to have resident weights read before `install`: they are being updated elsewhere.
 
         Args:
             arrive: does so, before whatever touches them; None: that raises.

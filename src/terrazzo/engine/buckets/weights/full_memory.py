@@ -35,7 +35,7 @@ class Storages:
             self.add(data, unit)
 
     def unit_of(self, tensor: Tensor) -> int | None:
-        """The unit of whose full weights `tensor` is a view; None for none."""
+        """Number of the unit of whose full weights `tensor` is a view; None for none."""
         if tensor.layout is not torch.strided:
             return None
         try:
@@ -45,7 +45,7 @@ class Storages:
 
 
 class FullMemory:
-    """Memory for all elements of one bucket, there from the start; that of resident weights never goes.
+    """Memory for all elements of one bucket. It is there at first; that of resident weights never goes.
 
     Args:
         weight: at rest.

@@ -1,4 +1,4 @@
-"""How the weights of a bucket come to this rank, and what of them is there between forward and backward.
+"""Ways for the weights of a bucket to come to this rank, and what is there of them between forward and backward.
 
 There is one way for each thing that weights are sent as, `BucketSpec.wire`:
 
@@ -34,7 +34,7 @@ __all__ = ["UpdateWay", "unpack", "update_way", "weight_gather"]
 
 
 def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> WeightGather:
-    """The way of a bucket's weights.
+    """Return the way of a bucket's weights.
 
     Args:
         memory: that they come to.
@@ -54,7 +54,7 @@ UpdateWay = Callable[[Buffer, tuple[str, ...]], Moves[None]]
 
 
 def update_way(spec: BucketSpec, ledger: Ledger) -> UpdateWay:
-    """The way of its new weights to where they rest.
+    """Return the way of a bucket's new weights to where they rest.
 
     Raises:
         NotImplementedError: for a wire that has none.
@@ -67,10 +67,10 @@ def update_way(spec: BucketSpec, ledger: Ledger) -> UpdateWay:
 
 
 class WeightGather(ABC):
-    """What is asked of each way. It is told how far full weights are, for what `between` names to be there in time.
+    """One way. It is told how far full weights are, for what `between` names to be there in time.
 
     Attributes:
-        between: that, where it is something else than the weights at rest; None while it is not there.
+        between: what `between` names, where it is not the weights at rest themselves; None while it is not there.
     """
 
     def __init__(self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> None:
@@ -95,14 +95,14 @@ class WeightGather(ABC):
 
     @abstractmethod
     def arrived(self) -> None:
-        """They are there, and can be read."""
+        """Full weights are there, and can be read."""
 
     @abstractmethod
     def released(self) -> None:
-        """They are about to go, and not until backward."""
+        """Full weights are about to go, and not until backward."""
 
     def drop_between(self) -> None:
-        """What `between` names is not needed any longer."""
+        """Drop what `between` names: it is not needed any longer."""
         if self.between is not None:
             self._ledger.release(self.between.data.nbytes)
             self.between = None
@@ -185,7 +185,7 @@ class _PackedGather(WeightGather):
 
 
 def _room_for(space: Space, blocks: BlockCodes, full: Tensor) -> Buffer:
-    """Memory for all the bytes of whole weights at the end of that which they will be decoded into, `full`.
+    """Buffer for all the bytes of whole weights, at the end of the memory `full` that they will be decoded into.
 
     A tile's values are written below the bytes of the next, as long as tiles are decoded one after the other.
     """
@@ -225,7 +225,7 @@ def _update_in_dtype(
 def _update_in_blocks(
     wire: BlockWire, through: torch.dtype, ledger: Ledger, buffer: Buffer, axes: tuple[str, ...]
 ) -> Moves[None]:
-    """This rank's own part becomes what the others see of it, too.
+    """Send new weights in blocks; this rank's own part becomes what the others see of it, too.
 
     Args:
         through: the dtype that elements are rounded to before.
