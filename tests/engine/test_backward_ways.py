@@ -183,7 +183,7 @@ def test_a_way_that_opens_later_is_refused_and_right_from_then_on(kind: type[Way
             found = bucket.gradient.finished.read()
             for member, slot in zip(bucket.members, bucket.slots, strict=True):
                 wanted = dict(base.named_parameters())[member.name].grad
-                part = bucket.space.range(bucket.optim_axes).intersect(slot.range)
+                part = bucket.space.range(bucket.spec.optim_axes).intersect(slot.range)
                 if wanted is not None and part.numel:
                     wanted = wanted.flatten()[part.within(slot.range)]
                     torch.testing.assert_close(found[part.within(bucket.master.range)], wanted)

@@ -73,7 +73,10 @@ def test_a_compiler_that_looks_at_data_has_not_written_into_it() -> None:
         model, optimizer = compiled(Net(), "zero2", "aot_eager", precision="bf16")
         train(model, optimizer, 2, 0)
         buckets = [bucket for unit in engine_of(model).units for bucket in unit.buckets]
-        assert all(bucket.resident and bucket.has_own_master and not bucket.full.edits.data_taken for bucket in buckets)
+        assert all(
+            bucket.spec.resident and bucket.spec.has_own_master and not bucket.full.edits.data_taken
+            for bucket in buckets
+        )
         assert model.head.weight.data.norm() > 0
         assert any(bucket.full.edits.data_taken for bucket in buckets)
 

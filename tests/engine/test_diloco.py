@@ -190,7 +190,7 @@ def test_a_round_sends_nothing_between_replicas_and_an_outer_step_what_is_promis
             engine.tally.traffic.reset()
             train(model, optimizer, 1, rank, 3)
             assert engine.traffic.bytes == engine.promise.traffic().bytes + engine.promise.outer_traffic().bytes
-            numel = sum(bucket.numel(bucket.outer_axes) for bucket in engine.trainable())
+            numel = sum(bucket.spec.numel(bucket.spec.outer_axes) for bucket in engine.trainable())
             sent = numel * 4 if traffic == "fp32" else numel // 256 * 260
             promised = engine.promise.outer_traffic()
             assert promised.bytes["all_reduce" if traffic == "fp32" else "all_gather"] >= sent
@@ -212,7 +212,7 @@ def test_the_bill_has_what_an_outer_step_keeps_and_needs(plan: str, traffic: Any
         assert engine.peak_transient_bytes == bill.transient_bytes
         outer = [state for bucket in engine.trainable() for state in bucket.outer]
         kept = sum(state.nbytes for state in outer)
-        whole = sum(bucket.full_numel for bucket in engine.trainable())
+        whole = sum(bucket.spec.full_numel for bucket in engine.trainable())
         assert kept == 8 * whole // 2
         if "@cpu" in plan:
             assert not bill.outer_bytes
@@ -241,7 +241,7 @@ def test_masters_on_nvme_that_are_whole_come_together_in_memory_that_the_bill_ha
         engine.settle()
         engine.tally.reset()
         engine.outer.run()
-        whole_bytes = 4 * max(bucket.full_numel for bucket in engine.trainable())
+        whole_bytes = 4 * max(bucket.spec.full_numel for bucket in engine.trainable())
         assert engine.peak_transient_bytes == dry_run_outer_step(engine.buckets()).ledger.peak_bytes == whole_bytes
 
     on_ranks(4, body)

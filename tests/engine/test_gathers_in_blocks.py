@@ -236,11 +236,11 @@ def test_sizes_are_those_of_the_format() -> None:
         engine = engine_of(model)
         [bucket] = engine.units[0].buckets
         whole = bucket.space.empty((), torch.float32)
-        own = whole.narrow(bucket.weight_axes).data
+        own = whole.narrow(bucket.spec.weight_axes).data
         own.copy_(base.weight.detach().view(2, -1)[rank])
         engine.traffic.reset()
-        bucket.update_wire = half
-        Transfer(update_way(bucket, bucket.ledger)(whole, bucket.weight_axes)).finish()
+        bucket.spec.update_wire = half
+        Transfer(update_way(bucket.spec, bucket.ledger)(whole, bucket.spec.weight_axes)).finish()
         return engine.traffic.bytes["all_gather"], whole.data.clone()
 
     wanted = as_sent(base.weight.detach().view(1, -1), "int4").view(-1)

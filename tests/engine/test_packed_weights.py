@@ -203,11 +203,11 @@ def test_memory_and_traffic_are_the_bill_to_the_byte(plan: str, form: str) -> No
     def body(rank: int) -> None:
         model, optimizer = shard_frozen(base, plan, form)
         engine = engine_of(model)
-        packed = [bucket for bucket in engine.buckets() if bucket.packed is not None]
+        packed = [bucket for bucket in engine.buckets() if bucket.spec.packed is not None]
         block = FrozenFormat(form).blocks
         assert len(packed) == 3
         for bucket in packed:
-            assert bucket.weight.nbytes == bucket.numel(bucket.weight_axes) // block.numel * block.nbytes
+            assert bucket.weight.nbytes == bucket.spec.numel(bucket.spec.weight_axes) // block.numel * block.nbytes
         toys.train(model, optimizer, 1, rank)  # finds the order
         for steps in range(1, 3):
             engine.traffic.reset()

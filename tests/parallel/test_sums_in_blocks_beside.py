@@ -74,8 +74,8 @@ def summed(axes: dict[str, int], plan: str, rank: int, feedback: bool) -> tuple[
         tz.step(model, own, loss_of, denominator=targets.numel(), auxiliary=auxiliary_loss)
         found = {}
         for bucket in engine_of(model).trainable():
-            data = [axis for axis in bucket.ranks if axis != "tp"]
-            if list(bucket.ranks) != data or len(data) != 1:
+            data = [axis for axis in bucket.spec.ranks if axis != "tp"]
+            if list(bucket.spec.ranks) != data or len(data) != 1:
                 continue  # summed over further axes, as without blocks
             finished = bucket.gradient.finished.sum.wait()
             found[bucket.slots[0].name] = Summed(
@@ -84,7 +84,7 @@ def summed(axes: dict[str, int], plan: str, rank: int, feedback: bool) -> tuple[
                 finished.range.start,
                 finished.data.clone(),
                 [(slot.range.start, slot.range.stop) for slot in bucket.slots],
-                bucket.reduce_format,
+                bucket.spec.reduce_format,
             )
         steps.append(found)
         optimizer.step()

@@ -43,7 +43,7 @@ def shape_of(model: Any) -> ModelShape:
     units = []
     for unit in engine_of(model).units:
         tensors = tuple(
-            TensorShape(slot.name, slot.shape, "vector", trainable=bucket.trainable)
+            TensorShape(slot.name, slot.shape, "vector", trainable=bucket.spec.trainable)
             for bucket in unit.buckets
             for slot in bucket.slots
         )

@@ -68,7 +68,7 @@ def check_states(kind: type[nn.Module], plan: str, tiers: str, precision: Any, f
     assert live_bytes() == at_rest + bill.grad_bytes
     optimizer.step()
     engine.settle()
-    apart = [segment for segment in next(iter(engine.drivers)).segments if segment.bucket.updated_off_device]
+    apart = [segment for segment in next(iter(engine.drivers)).segments if segment.bucket.spec.updated_off_device]
     counts = len(apart) * torch.float32.itemsize  # AdamW's step, of each segment that is updated elsewhere
     assert live_bytes() == at_rest + bill.grad_bytes + bill.moments_bytes + counts
     optimizer.zero_grad()

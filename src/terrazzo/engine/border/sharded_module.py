@@ -183,7 +183,7 @@ class ShardedModule(nn.Module):
         what they do to those of any module.
         """
         for bucket in self._terrazzo.buckets():
-            probe = torch.empty(0, dtype=bucket.compute_dtype, device=self._terrazzo.axes.device)
+            probe = torch.empty(0, dtype=bucket.spec.compute_dtype, device=self._terrazzo.axes.device)
             changed = fn(probe)
             if (changed.dtype, changed.device) != (probe.dtype, probe.device):
                 raise Misuse(

@@ -1,6 +1,6 @@
 """One flat index space of a unit and its states on this rank: weight, gradient, master weight and moments.
 
-Which of them exist, and which share memory, its description says: see `BucketSpec`.
+`Bucket.spec` says which of them exist, and which share memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from terrazzo.errors import Misuse, listed
 __all__ = ["Bucket", "adopt_displaced"]
 
 
-class Bucket(BucketSpec):
-    """Parameters of one unit that share a flat index space, and their memory.
+class Bucket:
+    """Memory for what a `BucketSpec` describes: parameters of one unit that share a flat index space.
 
     Args:
         members: the parameters, in layout order.
@@ -41,6 +41,7 @@ class Bucket(BucketSpec):
         keep, tiers, packed: as for `BucketSpec`.
 
     Attributes:
+        spec: the description.
         gradient: of its parameters.
         moments: what the optimizer keeps for each element away from the device or in 8 bits, by its own names.
         changes: counts those of the weights.
@@ -65,7 +66,7 @@ class Bucket(BucketSpec):
     ) -> None:
         axes, first, align = sharding.axes, members[0].parameter, sharding.align(packed)
         layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), align)
-        super().__init__(
+        self.spec = BucketSpec(
             layout.numel,
             sharding.plan,
             sharding.precision,
@@ -81,7 +82,7 @@ class Bucket(BucketSpec):
             diloco=sharding.diloco,
         )
         self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, sharding, members, ledger, self)
+        self.gradient = Gradient(self.space, sharding, members, ledger, self.spec)
         self.moments: dict[str, Resting] = {}
         self.outer: list[Resting] = []
         self._boxes = {member.name: member.box for member in members}
@@ -108,17 +109,17 @@ class Bucket(BucketSpec):
     @property
     def is_primary(self) -> bool:
         """Whether this rank's copy stands for those of all stages that share it: the first of them has that one."""
-        return not self.stages or self.sharding.axes.stage == self.stages[0]
+        return not self.spec.stages or self.sharding.axes.stage == self.spec.stages[0]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def add_gradient(self, index: int, grad: Tensor, this_pass: Pass) -> None:
         """Take the gradient of the parameter `index`, which autograd has not brought."""
-        self.gradient.add(index, grad, self.pending_dtype(this_pass))
+        self.gradient.add(index, grad, self.spec.pending_dtype(this_pass))
 
     def begin_gradient(self, this_pass: Pass) -> None:
         """Allocate memory for gradients that will come."""
-        self.gradient.begin(self.pending_dtype(this_pass))
+        self.gradient.begin(self.spec.pending_dtype(this_pass))
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
@@ -132,25 +133,25 @@ class Bucket(BucketSpec):
 
     def build(self, store: StateStore) -> None:
         """Allocate the states, fill them from the parameters' values, and make the parameters views."""
-        precision, tiers = self.precision, self.tiers
-        if self.packed is None:
-            self.weight = store.state(self.space, self.weight_axes, self.weight_dtype, tiers.weight)
+        spec, tiers = self.spec, self.spec.tiers
+        if spec.packed is None:
+            self.weight = store.state(self.space, spec.weight_axes, spec.weight_dtype, tiers.weight)
         else:
-            blocks = self.packed.blocks
-            codes = store.state(self.space.as_bytes(blocks), self.weight_axes, torch.uint8, tiers.weight)
-            self.weight = CodedState(self.space, self.weight_axes, codes, blocks, torch.bfloat16)
-        if self.has_own_master:
-            self.master = store.state(self.space, self.optim_axes, precision.master, tiers.optim)
+            blocks = spec.packed.blocks
+            codes = store.state(self.space.as_bytes(blocks), spec.weight_axes, torch.uint8, tiers.weight)
+            self.weight = CodedState(self.space, spec.weight_axes, codes, blocks, torch.bfloat16)
+        if spec.has_own_master:
+            self.master = store.state(self.space, spec.optim_axes, spec.precision.master, tiers.optim)
         else:
-            self.master = self.weight.narrow(self.optim_axes) if isinstance(self.weight, Buffer) else self.weight
-        if self.trainable:
+            self.master = self.weight.narrow(spec.optim_axes) if isinstance(self.weight, Buffer) else self.weight
+        if spec.trainable:
             self.gradient.build(store)
-        for _ in range(self.outer_states):
-            self.outer.append(store.state(self.space, self.outer_axes, torch.float32, self.outer_tier))
+        for _ in range(spec.outer_states):
+            self.outer.append(store.state(self.space, spec.outer_axes, torch.float32, spec.outer_tier))
         for slot, member in zip(self.slots, self.members, strict=True):
             self._fill(slot, member.parameter.detach())
-        self.full = FullWeights(self.members, self, self.space, self.weight, self.ledger)
-        self._update = update_way(self, self.ledger)
+        self.full = FullWeights(self.members, spec, self.space, self.weight, self.ledger)
+        self._update = update_way(spec, self.ledger)
 
     def build_moments(self, store: StateStore, windows: Mapping[str, Range]) -> None:
         """Make room for what the optimizer will keep for each element away from the device or in 8 bits.
@@ -160,14 +161,15 @@ class Bucket(BucketSpec):
         Args:
             windows: for each state, by name, those of this rank's elements that have it.
         """
-        axes, tier, form, places = self.optim_axes, self.tiers.optim, self.precision.narrow, self._moment_places
+        axes, tier, precision = self.spec.optim_axes, self.spec.tiers.optim, self.spec.precision
+        form, places = precision.narrow, self._moment_places
         states: dict[str, Resting] = {}
         for name, room in self.rooms_left(windows).items():
             if room is None:
                 if form is None:
                     everything = windows[name] == self.space.range(axes)
                     space = self.space if everything else self.space.windowed(windows[name])
-                    place = store.state(space, axes, self.precision.shown_moments, tier)
+                    place = store.state(space, axes, precision.shown_moments, tier)
                 else:
                     place = store.state(self.space.as_bytes(form.blocks), axes, torch.uint8, tier)
                 places.append((windows[name], place))
@@ -192,18 +194,18 @@ class Bucket(BucketSpec):
 
     def states(self) -> list[Resting]:
         """The memories that hold the parameters' values: the weight, and the master where it is another one."""
-        return [self.master, self.weight] if self.has_own_master else [self.weight]
+        return [self.master, self.weight] if self.spec.has_own_master else [self.weight]
 
     def measured_at_rest(self) -> Iterator[StateBytes]:
         """Yield what `at_rest` promises of all states but the gradient, as they lie in memory or files."""
-        tiers = self.tiers
+        spec, tiers = self.spec, self.spec.tiers
         yield StateBytes("weight", tiers.weight, self.weight.nbytes)
-        if self.has_own_master:
+        if spec.has_own_master:
             yield StateBytes("master", tiers.optim, self.master.nbytes)
         yield from (StateBytes("moments", tiers.optim, state.nbytes) for state in self.moments.values())
-        yield from (StateBytes("outer", self.outer_tier, state.nbytes) for state in self.outer)
-        if self.trainable:
-            yield from (StateBytes("residuals", self.residual_tier, each.nbytes) for each in self.gradient.residuals)
+        yield from (StateBytes("outer", spec.outer_tier, state.nbytes) for state in self.outer)
+        if spec.trainable:
+            yield from (StateBytes("residuals", spec.residual_tier, each.nbytes) for each in self.gradient.residuals)
 
     def write(self, slot: Slot, value: Tensor) -> None:
         """Set one parameter from its full value: this rank keeps its own part of it."""
@@ -225,11 +227,11 @@ class Bucket(BucketSpec):
 
     def as_seen(self, values: Tensor) -> Tensor:
         """Return what ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""
-        return self.wire.as_seen(values, self.compute_dtype)
+        return self.spec.wire.as_seen(values, self.spec.compute_dtype)
 
     def _update_as_seen(self, values: Tensor) -> Tensor:
         """Return what new values become as weights at rest. `values` as for `as_seen`."""
-        return self.update_wire.as_seen(values, self.compute_dtype)
+        return self.spec.update_wire.as_seen(values, self.spec.compute_dtype)
 
     # -- what users write --------------------------------------------------------------------------------------
 
@@ -239,13 +241,14 @@ class Bucket(BucketSpec):
         A master weight is replaced only where the value it rounds to was changed, so that reading and writing back in a
         lower precision loses nothing.
         """
-        if self.packed is not None:
+        if self.spec.packed is not None:
             return  # `refuse_packed_edits` has seen to it that nothing was
         self.note_change()
         self.full.edits.forget_written()
-        if not self.resident:
-            copy_changed(self.weight, self.full.buffer, self.as_seen if self.weight_axes else lambda values: values)
-        if self.has_own_master:
+        if not self.spec.resident:
+            sent = bool(self.spec.weight_axes)
+            copy_changed(self.weight, self.full.buffer, self.as_seen if sent else lambda values: values)
+        if self.spec.has_own_master:
             copy_changed(self.master, self.weight, self._update_as_seen)
 
     def refuse_packed_edits(self) -> None:
@@ -254,13 +257,13 @@ class Bucket(BucketSpec):
         Raises:
             Misuse: there.
         """
-        if self.packed is None:
+        if self.spec.packed is None:
             return
         noticed = self.full.edits.take_written()
         if written := noticed or [slot.name for slot in self.slots if self._differs(slot)]:
             raise Misuse(
-                f"{listed([*map(repr, written)])} written to, and precision.frozen keeps it in {self.packed}, which "
-                "would round every element of its blocks again. Write before tz.shard, give new values to "
+                f"{listed([*map(repr, written)])} written to, and precision.frozen keeps it in {self.spec.packed}, "
+                "which would round every element of its blocks again. Write before tz.shard, give new values to "
                 "model.load_state_dict, which packs them anew, or leave precision.frozen out."
             )
 
@@ -275,9 +278,9 @@ class Bucket(BucketSpec):
 
     def adopt_edits(self) -> None:
         """Take over what has been written into whole weights, after `adopt_displaced`."""
-        if not (self.resident and self.full.present):
+        if not (self.spec.resident and self.full.present):
             return
-        has_master, edits = self.has_own_master, self.full.edits
+        has_master, edits = self.spec.has_own_master, self.full.edits
         if edits.take_written() or (
             has_master and edits.data_taken and differ(self.master, self.weight, self._update_as_seen)
         ):
@@ -294,14 +297,14 @@ class Bucket(BucketSpec):
             copied: whether this rank's own part of the weights has been brought in line already; see `own_weight`.
         """
         self.note_change()
-        if self.gathers_apart:
+        if self.spec.gathers_apart:
             with self.ledger.holding(self.weight.nbytes):
-                gathered = self.space.empty(self.weight_axes, self.weight_dtype)
+                gathered = self.space.empty(self.spec.weight_axes, self.spec.weight_dtype)
                 yield from self._bring_new(gathered, self.master)
                 self.weight.save(gathered)
         elif isinstance(self.weight, Buffer):
             yield from self._bring_new(self.weight, None if copied else self.master)
-        elif self.has_own_master and not copied:
+        elif self.spec.has_own_master and not copied:
             for part in self.weight.cuts(self.weight.range):
                 with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
                     weight.copy_(master)
@@ -314,16 +317,17 @@ class Bucket(BucketSpec):
         """
         if own is not None:
             yield from weight.take(own)
-        yield from self._update(weight, self.optim_axes)
+        yield from self._update(weight, self.spec.optim_axes)
 
     @property
     def own_weight(self) -> Resting | None:
         """Place for this rank's part of the new weights, if an update can put it there; None: `publish` has to."""
-        if not self.has_own_master:
+        spec = self.spec
+        if not spec.has_own_master:
             return None
         if isinstance(self.weight, Buffer):
-            return self.weight.narrow(self.optim_axes)
-        return self.weight if self.weight_axes == self.optim_axes and self.tiers.optim == "nvme" else None
+            return self.weight.narrow(spec.optim_axes)
+        return self.weight if spec.weight_axes == spec.optim_axes and spec.tiers.optim == "nvme" else None
 
 
 def adopt_displaced(buckets: Iterable[Bucket]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from terrazzo.engine.buckets.unit_weights import UnitWeights
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import title_of
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import Divisor, Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
@@ -63,6 +64,11 @@ class Unit:
         return self.buckets[0].sharding
 
     @property
+    def specs(self) -> Sequence[BucketSpec]:
+        """Descriptions of its buckets."""
+        return [bucket.spec for bucket in self.buckets]
+
+    @property
     def is_root(self) -> bool:
         return not self.name
 
@@ -93,12 +99,12 @@ class Unit:
 
     @property
     def has_gradients(self) -> bool:
-        return any(bucket.trainable for bucket in self.buckets)
+        return any(bucket.spec.trainable for bucket in self.buckets)
 
     def add_stages(self) -> None:
         for bucket in self.trainable():
-            if bucket.stages:
-                bucket.gradient.add_stages(bucket.stages, bucket.pending_dtype(Pass.ADDS))
+            if bucket.spec.stages:
+                bucket.gradient.add_stages(bucket.spec.stages, bucket.spec.pending_dtype(Pass.ADDS))
 
     @property
     def half_filled(self) -> bool:
@@ -106,11 +112,11 @@ class Unit:
 
     def trainable(self) -> Iterator[Bucket]:
         """Yield the buckets of parameters that are trained."""
-        return (bucket for bucket in self.buckets if bucket.trainable)
+        return (bucket for bucket in self.buckets if bucket.spec.trainable)
 
     def expect_gradients(self, this_pass: Pass) -> None:
         for bucket in self.trainable():
-            bucket.gradient.expect(bucket.pending_dtype(this_pass))
+            bucket.gradient.expect(bucket.spec.pending_dtype(this_pass))
 
     def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[list[Tensor]]:
         sums = []

@@ -35,7 +35,7 @@ class UnitWeights:
     """
 
     def __init__(self, names: tuple[str, ...], index: int, buckets: Sequence[Bucket]) -> None:
-        self._buckets, self._trainable = buckets, [bucket for bucket in buckets if bucket.trainable]
+        self._buckets, self._trainable = buckets, [bucket for bucket in buckets if bucket.spec.trainable]
         self._streams = buckets[0].sharding.axes.comm_streams
         self.updated = Label(Purpose.UPDATED, index, names=names)
         self._gathering: list[Transfer[object]] = []
@@ -46,11 +46,11 @@ class UnitWeights:
     @property
     def transient(self) -> bool:
         """Whether full weights come and go."""
-        return any(not bucket.resident for bucket in self._buckets)
+        return any(not bucket.spec.resident for bucket in self._buckets)
 
     @property
     def regathered(self) -> bool:
-        return any(bucket.regathered for bucket in self._buckets)
+        return any(bucket.spec.regathered for bucket in self._buckets)
 
     @property
     def generation(self) -> int:
@@ -64,7 +64,7 @@ class UnitWeights:
     @property
     def at_hand(self) -> bool:
         arriving = self._publishing is not None
-        readable = all(bucket.full.present or (bucket.resident and arriving) for bucket in self._buckets)
+        readable = all(bucket.full.present or (bucket.spec.resident and arriving) for bucket in self._buckets)
         return bool(self._gathering) or (readable and not self._updates)
 
     def gather(self, label: Label, from_rest: bool = False) -> None:
@@ -83,7 +83,7 @@ class UnitWeights:
 
     def _advance_from_drives(self) -> None:
         """Move a gather that begins with reading files one step on."""
-        if any(bucket.tiers.weight == "nvme" for bucket in self._buckets):
+        if any(bucket.spec.tiers.weight == "nvme" for bucket in self._buckets):
             for transfer in self._gathering:
                 if transfer.in_flight is not None:
                     transfer.advance()
@@ -168,7 +168,7 @@ class UnitWeights:
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             publishing.finish()
-            for bucket in (bucket for bucket in self._buckets if bucket.resident):
+            for bucket in (bucket for bucket in self._buckets if bucket.spec.resident):
                 bucket.full.install()
 
 
@@ -188,7 +188,7 @@ def _publish_written(buckets: Sequence[Bucket]) -> Moves[None]:
 
 
 def _gathers(buckets: Sequence[Bucket], from_rest: bool) -> list[Moves[Tensor]]:
-    return [bucket.full.gather(from_rest) for bucket in buckets if not bucket.resident]
+    return [bucket.full.gather(from_rest) for bucket in buckets if not bucket.spec.resident]
 
 
 def _then_gather(publish: Moves[None], updated: Label, buckets: Sequence[Bucket], from_rest: bool) -> Moves[None]:
@@ -202,7 +202,7 @@ def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[Non
         with buckets[0].sharding.axes.tally.traffic.times_of("", "update").waiting():
             updates[0].wait()
         updates.clear()
-        for bucket in (bucket for bucket in outlives_chain(lambda: buckets) if bucket.trainable):
+        for bucket in (bucket for bucket in outlives_chain(lambda: buckets) if bucket.spec.trainable):
             yield from bucket.publish(copied=bucket.own_weight is not None)
-            if bucket.resident:
+            if bucket.spec.resident:
                 bucket.full.install()

@@ -27,7 +27,7 @@ MEETING_NUMEL = 4
 
 def weights_are_split(units: Iterable[Unit]) -> bool:
     """Whether weights at rest are, so that a rank can need those of another in the middle of a pass."""
-    return any(bucket.weight_axes for unit in units for bucket in unit.buckets)
+    return any(bucket.spec.weight_axes for unit in units for bucket in unit.buckets)
 
 
 def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:

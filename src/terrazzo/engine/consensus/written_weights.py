@@ -58,18 +58,18 @@ def broadcast_first(buckets: Iterable[Bucket]) -> None:
 
 def _of_first_stage(axes: Axes, bucket: Bucket) -> Tensor | None:
     """The gathered weights of the first of the stages that share them; None there, and where none do. Collective."""
-    if not bucket.stages:
+    if not bucket.spec.stages:
         return None
     links = axes.along(axes.stages[0])
     if bucket.is_primary:
         for handle in [
             links.send(bucket.full.data, MessageRoute("tied", links.rank, stage), WRITTEN_WEIGHTS)
-            for stage in bucket.stages[1:]
+            for stage in bucket.spec.stages[1:]
         ]:
             handle.wait()
         return None
     received = torch.empty_like(bucket.full.data)
-    links.receive(received, MessageRoute("tied", bucket.stages[0], links.rank), WRITTEN_WEIGHTS).wait()
+    links.receive(received, MessageRoute("tied", bucket.spec.stages[0], links.rank), WRITTEN_WEIGHTS).wait()
     return received
 
 

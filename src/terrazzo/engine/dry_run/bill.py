@@ -84,12 +84,13 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
         offload: how states beside the device are kept.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    trainable = [bucket for bucket in buckets if bucket.trainable]
-    updated_here = [bucket for bucket in trainable if not bucket.updated_off_device]
+    specs = [bucket.spec for bucket in buckets]
+    updated_here = [each for each in buckets if each.spec.trainable and not each.spec.updated_off_device]
     need = need_of(buckets, templates, offload.cell_numel)
-    resting, reduces_each = resting_bytes(buckets), step.micro_batches > 1 and not step.local_sums
+    resting, reduces_each = resting_bytes(specs), step.micro_batches > 1 and not step.local_sums
+    summed_bytes = sum(host_sum_bytes(spec) for spec in specs if spec.trainable)
     tallies = [dry_run(units, step, templates), dry_run_outer_step(buckets)]
-    if offload.step != "synchronous" and any(map(publishes_late, buckets)):
+    if offload.step != "synchronous" and any(map(publishes_late, specs)):
         tallies.append(dry_run(units, replace(step, behind_updates=True), templates))
     return MemoryBill(
         weight_bytes=resting["weight"],
@@ -99,7 +100,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
         transient_bytes=max(tally.ledger.peak_bytes for tally in tallies),
         outer_bytes=resting["outer"],
         residual_bytes=resting["residuals"],
-        host_bytes=host_bytes(need, offload) + (sum(map(host_sum_bytes, trainable)) if reduces_each else 0),
+        host_bytes=host_bytes(need, offload) + summed_bytes * reduces_each,
         disk_bytes=disk_bytes(need),
     )
 
@@ -107,9 +108,10 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
 def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:
     total = 0
     for bucket in buckets:
-        moment_bytes = bucket.precision.moments.itemsize
-        if bucket.moments_apart:
-            total += len(moment_names(bucket, templates)) * round(bucket.numel(bucket.optim_axes) * moment_bytes)
+        own = bucket.spec
+        moment_bytes = own.precision.moments.itemsize
+        if own.moments_apart:
+            total += len(moment_names(bucket, templates)) * round(own.numel(own.optim_axes) * moment_bytes)
             moment_bytes = 0
         for first, last in runs(bucket):
             group, numel = bucket.members[first].group, held_range(bucket, first, last).numel

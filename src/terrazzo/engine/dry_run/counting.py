@@ -106,7 +106,7 @@ class CountingUnit:
         members = [(number, member) for number, bucket in enumerate(buckets) for member in bucket.members]
         self.last_position = max((member.position for _, member in members), default=math.inf)
         for number, member in members:
-            if buckets[number].trainable:
+            if buckets[number].spec.trainable:
                 position = math.inf if is_around and not member.is_table else member.position
                 self.gradients.append(ExpectedGradient(position, math.prod(member.shape), number))
 

@@ -22,24 +22,24 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
     Args:
         buckets: all of the model; they need not be built.
     """
-    tally, trained = Tally(), [bucket for bucket in buckets if bucket.outer_states]
+    tally, trained = Tally(), [bucket.spec for bucket in buckets if bucket.spec.outer_states]
     if not trained:
         return tally
-    axes, settings = trained[0].sharding.axes, trained[0].diloco
+    axes, settings = buckets[0].sharding.axes, trained[0].diloco
     assert settings is not None, "an outer step has settings"
     along, traffic, ledger = axes.along(axes.replicas[0]), tally.traffic, tally.ledger
     for axis in axes.live((*axes.replicas, *axes.with_stages)):  # whether the round began alike
         traffic.record("control", (2 if axis in axes.replicas else 1) * torch.int64.itemsize)
-    for numel in settings.messages(sum(bucket.numel(bucket.outer_axes) for bucket in trained)):
+    for numel in settings.messages(sum(spec.numel(spec.outer_axes) for spec in trained)):
         with ledger.holding(settings.held_bytes(numel, along.size, axes.device.type)):
             if along.size > 1 and settings.traffic == "int8":
                 traffic.record("all_gather", settings.sent_bytes(numel, along.size))
             elif along.size > 1:
                 with ledger.holding(along.receive_bytes(settings.message_numel(numel, along.size) * _ITEMSIZE)):
                     traffic.record("all_reduce", settings.sent_bytes(numel, along.size))
-    for bucket in trained:
-        with ledger.holding(bucket.outer_gathers_apart * bucket.numel(bucket.optim_axes) * _ITEMSIZE):
-            for move in bucket.outer_gathers:
+    for spec in trained:
+        with ledger.holding(spec.outer_gathers_apart * spec.numel(spec.optim_axes) * _ITEMSIZE):
+            for move in spec.outer_gathers:
                 traffic.record(move.kind, int(move.sent_bytes))
-        Transfer(CountingBucket(bucket, StepCounts(traffic, ledger, None)).publish()).finish()
+        Transfer(CountingBucket(spec, StepCounts(traffic, ledger, None)).publish()).finish()
     return tally

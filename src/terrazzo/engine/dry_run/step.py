@@ -76,10 +76,10 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     counting = []
     for unit in units:
         forward_only = unit.forward_only and unit.index not in step.reached
-        counting.append(CountingUnit(unit.name, unit.index, unit.buckets, unit.compiled, forward_only, counts))
+        counting.append(CountingUnit(unit.name, unit.index, unit.specs, unit.compiled, forward_only, counts))
     for unit, counting_unit, following in zip(units, counting, [*units[1:], None], strict=True):
         counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
-        if step.behind_updates and any(bucket.updated_off_device for bucket in unit.buckets):
+        if step.behind_updates and any(bucket.spec.updated_off_device for bucket in unit.buckets):
             counting_unit.weights.begin_update()
     meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
     if step.stages is None:
@@ -110,7 +110,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], matrix_needs(templates), tally)
     for unit, counting_unit in zip(units, counting, strict=True):
         for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
-            comes_in_forward = step.behind_updates and bucket.updated_off_device
+            comes_in_forward = step.behind_updates and bucket.spec.updated_off_device
             if any(member.group >= 0 for member in bucket.members) and not comes_in_forward:
                 Transfer(counting_bucket.publish()).finish()
     return tally

@@ -71,7 +71,7 @@ class BackwardHooks:
         """Register the hooks on the units' trainable parameters."""
         for unit in self.units:
             for number, bucket in enumerate(unit.buckets):
-                for index, member in enumerate(bucket.members if bucket.trainable else ()):
+                for index, member in enumerate(bucket.members if bucket.spec.trainable else ()):
                     method = BackwardHooks.accumulate_gradient
                     hook = weakly(self, method, unit.index, number, index, trains=repr(member.name))
                     register_accumulate_hook(member.parameter, hook)
@@ -151,7 +151,7 @@ class BackwardHooks:
         if not bucket.full.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
         self._progress.denominator.loss_scale.check_gradient(bucket.members[index].name)
-        dtype = bucket.pending_dtype(backward.this_pass)
+        dtype = bucket.spec.pending_dtype(backward.this_pass)
         bucket.gradient.accumulate(index, bucket.members[index].parameter, dtype)
         backward.gradient_came(unit)
 

@@ -34,5 +34,5 @@ def described(sharding: ShardingSpec, units: Sequence[Unit], why: str) -> str:
 
 def _elsewhere(unit: Unit) -> str:
     """Tiers of a unit's states that are not on the device."""
-    tiers = unit.buckets[0].tiers._asdict()
+    tiers = unit.buckets[0].spec.tiers._asdict()
     return "".join(f"  {state}@{tier}" for state, tier in tiers.items() if tier != "device")

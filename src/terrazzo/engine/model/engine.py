@@ -211,7 +211,7 @@ class Engine:
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     def trainable(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets() if bucket.trainable]
+        return [bucket for bucket in self.buckets() if bucket.spec.trainable]
 
     def settle(self) -> None:
         """Return once every state is at rest, the second level. Collective."""

@@ -107,7 +107,7 @@ class GatheredBlocks:
     @torch.no_grad()
     def _adopt_written(self, write: Literal[True, "first rank"]) -> None:
         self._agree_on_written(write)
-        packed = [bucket for bucket in self._buckets if bucket.packed is not None]
+        packed = [bucket for bucket in self._buckets if bucket.spec.packed is not None]
         if packed or self._axes.stages:  # of stages others may have some
             all_or_none(self._axes, functools.partial(_refuse_edits, packed))
         for bucket in self._buckets:

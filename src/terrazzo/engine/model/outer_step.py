@@ -149,7 +149,7 @@ class OuterSteps:
 
 def _messages(settings: DiLoCo, buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
     """Messages of an outer step: this rank's parts of the buckets, one behind the other."""
-    owned = [(bucket, bucket.space.range(bucket.outer_axes)) for bucket in buckets]
+    owned = [(bucket, bucket.space.range(bucket.spec.outer_axes)) for bucket in buckets]
     left = deque((bucket, own) for bucket, own in owned if own.numel)
     for numel in settings.messages(sum(own.numel for _, own in left)):
         parts, end = list[_Part](), 0
@@ -188,15 +188,15 @@ def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[No
 def _set_master(bucket: Bucket, label: Label) -> None:
     """Bring the new weights to where the optimizer's are; ranks that have more of these get the others' parts."""
     first, master = bucket.outer[0], bucket.master
-    if bucket.outer_axes == bucket.optim_axes:
+    if bucket.spec.outer_axes == bucket.spec.optim_axes:
         for cut in master.cuts(master.range):
             with master.opened(cut, "replace") as weights, first.opened(cut) as new:
                 weights.copy_(new)
-    elif not bucket.outer_gathers_apart:
+    elif not bucket.spec.outer_gathers_apart:
         assert isinstance(master, Buffer), "collectives write to it"
         Transfer(master.gather(first), label).finish()
     else:
         with bucket.ledger.holding(master.nbytes):
-            whole = bucket.space.empty(bucket.optim_axes, master.dtype)
+            whole = bucket.space.empty(bucket.spec.optim_axes, master.dtype)
             Transfer(whole.gather(first), label).finish()
             master.save(whole)

@@ -97,5 +97,5 @@ def _check_decay(decay: float) -> None:
 
 def _copy_of_master(bucket: Bucket) -> Buffer:
     master = bucket.master
-    device = bucket.sharding.axes.device if bucket.tiers.optim == "device" else torch.device("cpu")
-    return Buffer(bucket.space, bucket.optim_axes, master.copied(master.range, device))
+    device = bucket.sharding.axes.device if bucket.spec.tiers.optim == "device" else torch.device("cpu")
+    return Buffer(bucket.space, bucket.spec.optim_axes, master.copied(master.range, device))

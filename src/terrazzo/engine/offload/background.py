@@ -39,7 +39,7 @@ class BackgroundUpdates(OffDeviceUpdates):
     ) -> None:
         self.units, self.schedule, self.mode, self.steps_in_backward = units, schedule, mode, mode == "backward"
         self._updater, self._first, self._segments = updater, first, segments
-        self._off_device = [unit for unit in units if any(bucket.updated_off_device for bucket in unit.buckets)]
+        self._off_device = [unit for unit in units if any(bucket.spec.updated_off_device for bucket in unit.buckets)]
         self._early: Stepper | None = None
         self._begun: set[int] = set()
         self._torn = False
@@ -141,7 +141,7 @@ class BackgroundUpdates(OffDeviceUpdates):
 
     def _of(self, buckets: Sequence[Bucket]) -> list[Segment]:
         """The segments of some buckets that are stepped away from the device."""
-        away = [bucket for bucket in buckets if bucket.updated_off_device]
+        away = [bucket for bucket in buckets if bucket.spec.updated_off_device]
         return [segment for segment in self._segments() or () if segment.bucket in away]
 
     def _has_matrices(self, unit: Unit) -> bool:

@@ -74,17 +74,17 @@ def moment_windows(bucket: Bucket, templates: Templates, cell: int) -> dict[str,
     Members are ordered by their param groups, so what some groups alone keep takes no room for the others. States in 8
     bits have room for all.
     """
-    held, parts = bucket.space.range(bucket.optim_axes), dict[str, list[Range]]()
+    held, parts = bucket.space.range(bucket.spec.optim_axes), dict[str, list[Range]]()
     firsts = [first for first, _ in runs(bucket)]
     starts = [bucket.slots[first].offset for first in firsts]
-    for first, start, stop in zip(firsts, starts, [*starts[1:], bucket.full_numel], strict=True):
+    for first, start, stop in zip(firsts, starts, [*starts[1:], bucket.spec.full_numel], strict=True):
         group = bucket.members[first].group
         for name in templates[group].per_element if group >= 0 else ():
             parts.setdefault(name, []).append(held.intersect(Range(start, stop)))
-    if bucket.precision.narrow is not None:
+    if bucket.spec.precision.narrow is not None:
         return dict.fromkeys(parts, held)
     windows = {name: _hull(each) for name, each in parts.items()}
-    if bucket.tiers.optim != "nvme":
+    if bucket.spec.tiers.optim != "nvme":
         return windows
     return {name: in_cells(window, held, cell) for name, window in windows.items()}
 
@@ -109,10 +109,10 @@ def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> lis
     One entry for each state of a bucket.
     """
     sizes: list[int] = []
-    for bucket in (each for each in buckets if each.updated_off_device):
+    for bucket in (each for each in buckets if each.spec.updated_off_device):
         windows = moment_windows(bucket, templates, cell=1)
         new = [name for name, room in bucket.rooms_left(windows).items() if room is None]
-        sizes += [math.ceil(windows[name].numel * bucket.precision.moments.itemsize) for name in new]
+        sizes += [math.ceil(windows[name].numel * bucket.spec.precision.moments.itemsize) for name in new]
     return sizes
 
 
@@ -126,52 +126,52 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
     resting: list[StateBytes] = []
     staging = 0
     for bucket in buckets:
-        windows = moment_windows(bucket, templates, cell) if templates and bucket.updated_off_device else {}
-        itemsize = bucket.precision.moments.itemsize
-        resting += bucket.at_rest([each.numel * itemsize for each in windows.values()])
-        staging = max(staging, staging_bytes(bucket, [itemsize] * len(windows), cell))
+        windows = moment_windows(bucket, templates, cell) if templates and bucket.spec.updated_off_device else {}
+        itemsize = bucket.spec.precision.moments.itemsize
+        resting += bucket.spec.at_rest([each.numel * itemsize for each in windows.values()])
+        staging = max(staging, staging_bytes(bucket.spec, [itemsize] * len(windows), cell))
     return Need(
         cpu=tuple(state.nbytes for state in resting if state.tier == "cpu"),
         nvme=tuple(state.nbytes for state in resting if state.tier == "nvme"),
-        load_bytes=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
+        load_bytes=max((load_bytes(bucket.spec, cell) for bucket in buckets), default=0),
         staging_bytes=staging if templates else 0,
-        send_bytes=max((send_bytes(bucket) for bucket in buckets), default=0),
+        send_bytes=max((send_bytes(bucket.spec) for bucket in buckets), default=0),
     )
 
 
-def load_bytes(bucket: BucketSpec, cell: int) -> int:
+def load_bytes(spec: BucketSpec, cell: int) -> int:
     """One cell of weights that are gathered from `nvme`, to compute with them or to make new ones of master weights."""
-    if bucket.tiers.weight != "nvme":
+    if spec.tiers.weight != "nvme":
         return 0
-    weight_bytes = bucket.weight_bytes(min(cell, bucket.numel(bucket.weight_axes)))
-    if not (bucket.has_own_master and bucket.tiers.optim == "nvme" and bucket.gathers_apart):
+    weight_bytes = spec.weight_bytes(min(cell, spec.numel(spec.weight_axes)))
+    if not (spec.has_own_master and spec.tiers.optim == "nvme" and spec.gathers_apart):
         return weight_bytes
-    return max(weight_bytes, min(cell, bucket.numel(bucket.optim_axes)) * bucket.precision.master.itemsize)
+    return max(weight_bytes, min(cell, spec.numel(spec.optim_axes)) * spec.precision.master.itemsize)
 
 
-def staging_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
+def staging_bytes(spec: BucketSpec, moments: Sequence[float], cell: int) -> int:
     """One cell of everything that an update brings from `nvme` and back.
 
     Args:
         moments: bytes per element of each state that the optimizer keeps for every element.
     """
-    if not (bucket.trainable and bucket.tiers.optim == "nvme"):
+    if not (spec.trainable and spec.tiers.optim == "nvme"):
         return 0
-    precision, numel = bucket.precision, min(cell, bucket.numel(bucket.optim_axes))
+    precision, numel = spec.precision, min(cell, spec.numel(spec.optim_axes))
     sizes = [precision.master.itemsize, *moments]
-    if bucket.has_own_master and bucket.tiers.weight == "nvme":
-        sizes.append(bucket.weight_dtype.itemsize)
-    if bucket.tiers.grad == "nvme":
+    if spec.has_own_master and spec.tiers.weight == "nvme":
+        sizes.append(spec.weight_dtype.itemsize)
+    if spec.tiers.grad == "nvme":
         sizes.append(precision.accumulate.itemsize)
     return sum(padded_bytes(round(numel * size)) for size in sizes)
 
 
-def send_bytes(bucket: BucketSpec) -> int:
+def send_bytes(spec: BucketSpec) -> int:
     """One cell of new weights, cast in host memory before they cross to the device: fewer bytes than the masters."""
-    crosses = bucket.updated_off_device and bucket.tiers.weight == "device" and not bucket.on_host
-    if not crosses or bucket.weight_dtype == bucket.precision.master:
+    crosses = spec.updated_off_device and spec.tiers.weight == "device" and not spec.on_host
+    if not crosses or spec.weight_dtype == spec.precision.master:
         return 0
-    return min(SEND_NUMEL, bucket.numel(bucket.optim_axes)) * bucket.weight_dtype.itemsize
+    return min(SEND_NUMEL, spec.numel(spec.optim_axes)) * spec.weight_dtype.itemsize
 
 
 def staging_count(settings: Offload) -> int:

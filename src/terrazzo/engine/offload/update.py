@@ -196,7 +196,7 @@ class _UpdateThread:
         return True
 
     def _start_reading(self, task: _Task) -> None:
-        if task.bucket.tiers.optim != "nvme":
+        if task.bucket.spec.tiers.optim != "nvme":
             return
         for staging in self._ring:
             if staging.holds(task.bucket, task.window):
@@ -230,7 +230,7 @@ class _UpdateThread:
 
     def _finish_weights(self, bucket: Bucket) -> None:
         """New weights on `nvme` are complete before anyone reads them."""
-        if bucket.tiers.weight == "nvme":
+        if bucket.spec.tiers.weight == "nvme":
             for staging in self._ring:
                 staging.finish_writing()
 

@@ -38,7 +38,7 @@ class DeviceUpdates:
 
     def excludes(self, segment: Segment) -> bool:
         """Whether the optimizer's own step is to leave it alone."""
-        return self._moments_differ or segment.bucket.updated_off_device or self.matrices.has(segment)
+        return self._moments_differ or segment.bucket.spec.updated_off_device or self.matrices.has(segment)
 
     def begin(
         self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, SummedGradient]
@@ -48,7 +48,7 @@ class DeviceUpdates:
         Args:
             finished: the gradients of buckets.
         """
-        here = [segment for segment in segments if not segment.bucket.updated_off_device]
+        here = [segment for segment in segments if not segment.bucket.spec.updated_off_device]
         on_device = [segment for segment in here if not self.matrices.has(segment)]
         if self._moments_differ:
             self._step_one_by_one(optimizer, on_device, finished)

@@ -149,7 +149,7 @@ class OptimizerDriver:
 
     def state_bytes(self) -> int:
         """Bytes that the optimizer itself keeps on the device, as they lie in memory; not those of buckets."""
-        on_device = [segment.parameter for segment in self.segments if not segment.bucket.updated_off_device]
+        on_device = [segment.parameter for segment in self.segments if not segment.bucket.spec.updated_off_device]
         states = [value for parameter in on_device for value in self.optimizer.state.get(parameter, {}).values()]
         return sum(value.nbytes for value in states if isinstance(value, Tensor) and not value.is_meta)
 

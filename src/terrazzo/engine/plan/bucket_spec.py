@@ -15,7 +15,7 @@ from forward to backward; in their place stays what `between` keeps of the bytes
 On different tiers they are two memories. Away from the device so are a weight and a master of different dtypes, whose
 cast would cross over in the wider of the two, and in files those of different axes.
 
-A `Bucket` is a description with memory. The bill, the dry run and the planner ask the description alone.
+A `Bucket` is memory for one. The bill, the dry run and the planner ask the description alone.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     members = [member for bucket in engine.buckets() for member in bucket.members]
 
     def check() -> Templates:
-        if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
+        if any(bucket.spec.tiers.optim == "nvme" for bucket in engine.trainable()):
             raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
         check_optimizer(optimizer, axes.device)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision, engine.sharding.diloco)
@@ -81,9 +81,8 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     """
     first = engine.drivers.next_group
     groups = range(first, first + len(optimizer.param_groups))
-    away = [bucket for bucket in engine.trainable() if bucket.updated_off_device]
-    off_device = [bucket for bucket in away if any(member.group in groups for member in bucket.members)]
-    apart = [b for b in engine.trainable() if b.moments_apart and any(member.group in groups for member in b.members)]
+    stepped = [bucket for bucket in engine.trainable() if any(member.group in groups for member in bucket.members)]
+    off_device = any(bucket.spec.updated_off_device for bucket in stepped)
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
         templates = [
@@ -97,7 +96,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     }
     driver = OptimizerDriver(optimizer, engine, templates, first)
     of_all = [*engine.drivers.templates, *templates]
-    for bucket in apart:
+    for bucket in (bucket for bucket in stepped if bucket.spec.moments_apart):
         bucket.build_moments(engine.store, moment_windows(bucket, of_all, engine.store.settings.cell_numel))
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step

@@ -312,8 +312,8 @@ def check_several(count: int, buckets: Sequence[Bucket], precision: Precision, d
             f"{count} optimizers for one model with fp16: its loss scale follows the steps of one optimizer. Use "
             "precision='bf16', or one optimizer with several param groups."
         )
-    if any(tier != "device" for bucket in buckets for tier in (bucket.tiers.grad, bucket.tiers.optim)):
-        name = next(b.members[0].name for b in buckets if {b.tiers.grad, b.tiers.optim} != {"device"})
+    if any(tier != "device" for bucket in buckets for tier in (bucket.spec.tiers.grad, bucket.spec.tiers.optim)):
+        name = next(b.members[0].name for b in buckets if {b.spec.tiers.grad, b.spec.tiers.optim} != {"device"})
         raise BadInput(
             f"{count} optimizers for one model with gradients or optimizer state away from the device, such as those "
             f"of {name!r}: updates there follow the steps of one optimizer. Leave both on the device (weights may be "

@@ -26,7 +26,7 @@ def check_packed(units: Sequence[Unit], precision: Precision, axes: Axes, offloa
     form = precision.frozen
     if form is None:
         return
-    buckets = [bucket for unit in units for bucket in unit.buckets if bucket.packed is not None]
+    buckets = [bucket for unit in units for bucket in unit.buckets if bucket.spec.packed is not None]
     if not buckets and not axes.stages:  # whose other ranks may have some
         raise BadInput(
             f"precision: frozen is {form}, and no unit has a frozen weight of a linear layer that could be kept so. "
@@ -35,7 +35,7 @@ def check_packed(units: Sequence[Unit], precision: Precision, axes: Axes, offloa
         )
     members = [member for bucket in buckets for member in bucket.members]
     _check_cuts(members, form)
-    in_files = any(bucket.tiers.weight == "nvme" for bucket in buckets)
+    in_files = any(bucket.spec.tiers.weight == "nvme" for bucket in buckets)
     if in_files and form.blocks.size_bytes(offload.cell_numel) % PAGE_BYTES:
         raise BadInput(
             f"precision: frozen is {form} under a plan that keeps weights in files, whose pieces are whole pages, and "

@@ -188,7 +188,7 @@ def _lay_out(
     units = _units_of(arguments.specs, sharding, tally.ledger, owners)
     check_packed(units, arguments.precision, axes, options.offload)
     check_graphs(units, axes.device)
-    check_offload({tier for unit in units for tier in unit.buckets[0].tiers}, arguments.precision, options.offload)
+    check_offload({tier for unit in units for tier in unit.buckets[0].spec.tiers}, arguments.precision, options.offload)
     warn_of_unused(arguments.plan, options.offload, arguments.offloads_activations)
     warn_of_unused_formats(sharding, [bucket for unit in units for bucket in unit.buckets])
     trainable = [bucket for unit in units for bucket in unit.trainable()]

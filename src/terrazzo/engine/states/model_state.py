@@ -99,12 +99,13 @@ class ModelState:
         box = bucket.box(slot)
         numel = math.prod(box.shape)
         states: dict[str, tuple[int, torch.dtype | None]] | None = None
-        if bucket.trainable and group >= 0:
+        if bucket.spec.trainable and group >= 0:
+            shown = bucket.spec.precision.shown_moments
             states = {
-                kind: (numel, bucket.precision.shown_moments) if spec.per_element else (math.prod(spec.shape), None)
-                for kind, spec in self._engine.drivers.templates[group].items()
+                kind: (numel, shown) if state.per_element else (math.prod(state.shape), None)
+                for kind, state in self._engine.drivers.templates[group].items()
             }
-        dtype = bucket.master.dtype if bucket.trainable else bucket.weight.dtype
+        dtype = bucket.master.dtype if bucket.spec.trainable else bucket.weight.dtype
         return ParameterInfo(slot.names, box, dtype, group, states)
 
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:

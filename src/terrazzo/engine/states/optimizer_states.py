@@ -277,14 +277,14 @@ class OptimizerStates:
                 segment.adopt_states(state)
             if (at_rest := bucket.moments[kind]).space.window is None:
                 return at_rest
-        own = bucket.space.zeros(bucket.optim_axes, bucket.precision.shown_moments)
+        own = bucket.space.zeros(bucket.spec.optim_axes, bucket.spec.precision.shown_moments)
         if kind in bucket.moments:
             own.data[at_rest.range.within(own.range)] = at_rest.copied(at_rest.range, own.data.device)
             return own
         for segment, state in stepped:
             if kind in state:
                 own.data[segment.range.within(own.range)] = state[kind]
-        return Buffer(bucket.space, bucket.optim_axes, own.data)
+        return Buffer(bucket.space, bucket.spec.optim_axes, own.data)
 
     def _fixed(self) -> dict[str, list[tuple[str, Any]]]:
         """States that are not per element, of each parameter that has state, by name. Collective."""

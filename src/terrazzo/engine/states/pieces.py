@@ -136,7 +136,7 @@ def held_pieces(buckets: Sequence[Bucket], drivers: Sequence[OptimizerDriver]) -
 
 def _held_among(own: Sequence[Bucket], bucket: Bucket) -> Range:
     """Range that this rank holds of a bucket's moments, whoever else holds it too; empty for others than its `own`."""
-    return bucket.space.range(bucket.optim_axes) if bucket in own else Range(0, 0)
+    return bucket.space.range(bucket.spec.optim_axes) if bucket in own else Range(0, 0)
 
 
 def _pieces_of_resting(bucket: Bucket, slot: Slot, kind: str, elements: Range, state: Resting) -> Iterator[Piece]:

@@ -168,7 +168,7 @@ def _restore(state: Resting, slot: Slot, kind: str, wanted: Range, source: State
 
 def _read_moments(segment: Segment, kind: str, source: StateReader, before: Any) -> Tensor:
     """A state per element, in the memory of the one `before` it where that fits: fresh memory would cost its pages."""
-    dtype = segment.bucket.precision.shown_moments
+    dtype = segment.bucket.spec.precision.shown_moments
     if kind in segment.bucket.moments:
         return _read_off_device(segment, kind, source)
     if isinstance(before, Tensor) and (before.shape, before.dtype) == (segment.parameter.shape, dtype):

@@ -52,7 +52,7 @@ class SavedState:
 def saved_weights(buckets: Iterable[Bucket]) -> Iterator[SavedState]:
     """Yield the weights of buckets: master weights where there are any, which the others follow once published."""
     for bucket in buckets:
-        state = bucket.master if bucket.trainable else bucket.weight
+        state = bucket.master if bucket.spec.trainable else bucket.weight
         yield SavedState(bucket, "weight", state, _share(bucket), alike_along(bucket), bucket.note_change)
 
 
@@ -61,12 +61,12 @@ def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -
 
     The weights that outer steps go on from are the model's, between two rounds.
     """
-    trainable = [bucket for bucket in buckets if bucket.trainable]
+    trainable = [bucket for bucket in buckets if bucket.spec.trainable]
     for bucket in (bucket for bucket in trainable if bucket in averages):
         yield SavedState(bucket, "average", averages[bucket], _share(bucket), alike_along(bucket))
     for bucket in trainable:
         axes = bucket.sharding.axes
-        alike = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.outer_axes)
+        alike = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.spec.outer_axes)
         for momentum in bucket.outer[1:]:
             share = momentum.range if bucket.is_primary and not axes.replica else Range(0, 0)
             yield SavedState(bucket, OUTER_MOMENTUM, momentum, share, alike, _zeroing(momentum))
@@ -82,7 +82,7 @@ def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -
 def alike_along(bucket: Bucket) -> tuple[str, ...]:
     """The axes with more than one rank along which ranks hold the same weights and moments of a bucket."""
     axes = bucket.sharding.axes
-    return axes.live(axis for axis in axes.summed_over if axis not in bucket.optim_axes)
+    return axes.live(axis for axis in axes.summed_over if axis not in bucket.spec.optim_axes)
 
 
 def share_in_replica(bucket: Bucket) -> Range:
@@ -90,7 +90,7 @@ def share_in_replica(bucket: Bucket) -> Range:
     axes = bucket.sharding.axes
     if not bucket.is_primary:
         return Range(0, 0)
-    split = bucket.optim_axes
+    split = bucket.spec.optim_axes
     return bucket.space.range((*split, *(axis for axis in axes.summed_over if axis not in split)))
 
 

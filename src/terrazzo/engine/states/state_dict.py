@@ -24,12 +24,13 @@ def shows_all(model: nn.Module) -> bool:
     engine = engine_of(model)
     if engine.axes.stages or any(engine.axes.cut_along(bucket.sharding.family) for bucket in engine.buckets()):
         return False
-    return engine.blocks.is_open or all(bucket.resident and not _is_rounded(bucket) for bucket in engine.buckets())
+    return engine.blocks.is_open or all(bucket.spec.resident and not _is_rounded(bucket) for bucket in engine.buckets())
 
 
 def _is_rounded(bucket: Bucket) -> bool:
     """Whether weights have less than the master weights."""
-    return bucket.trainable and (bucket.weight_dtype != bucket.precision.master or bucket.update_wire.rounds)
+    spec = bucket.spec
+    return spec.trainable and (spec.weight_dtype != spec.precision.master or spec.update_wire.rounds)
 
 
 def whole_state_dict(

@@ -38,7 +38,7 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
     deltas = {name: value.to("cpu", copy=True) for name, value in whole_weights(model, pairs)}
     names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
     engine, state = engine_of(model), dict[str, Tensor]()
-    packed = {slot.name for bucket in engine.buckets() if bucket.packed is not None for slot in bucket.slots}
+    packed = {slot.name for bucket in engine.buckets() if bucket.spec.packed is not None for slot in bucket.slots}
     for name, value in whole_weights(model, names):
         if dist.get_rank() == 0:
             value = value.to("cpu", engine.precision.weight if name in packed else value.dtype, copy=True)

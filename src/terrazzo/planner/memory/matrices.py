@@ -67,7 +67,7 @@ def _updates(units: tuple[PlacedUnit, ...], spec: MatrixSpec) -> MatrixUpdates:
     sized = [bucket for unit, count, placement in units for bucket in _sized_buckets(unit, count, placement)]
     tally, along = Tally(), dict[str, Traffic]()
     dry_run_matrices(sized, {MATRICES: spec.needs}, tally, lambda axis: along.setdefault(axis, Traffic()))
-    sizes = {axis: bucket.coordinate(axis)[1] for bucket in sized for axis in (*bucket.ranks, CUT)}
+    sizes = {axis: bucket.coordinate(axis)[1] for bucket in sized for axis in (*bucket.spec.ranks, CUT)}
     exchanged = tuple(
         Exchanged(axis.removeprefix(_DEALT), sizes[axis], traffic.bytes["all_to_all"], traffic.count["all_to_all"])
         for axis, traffic in along.items()
@@ -103,14 +103,21 @@ class SizedMember(NamedTuple):
     boxes: tuple[Box, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class SizedBucket:
-    """What the first rank has of a bucket: a `GroupedBucket` without tensors."""
+class SizedSpec(NamedTuple):
+    """A `GroupedBucketSpec`."""
 
     precision: Precision
     updated_off_device: bool
     optim_axes: tuple[str, ...]
     ranks: Mapping[str, GroupedAxis]
+    full_numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class SizedBucket:
+    """What the first rank has of a bucket: a `GroupedBucket` without tensors."""
+
+    spec: SizedSpec
     tp: int
     layout: Layout
     members: Sequence[SizedMember]
@@ -121,26 +128,21 @@ class SizedBucket:
         dealt = _DEALT if bucket.dealt > 1 else ""
         ranks = {f"{dealt}{axis}": each for axis, each in bucket.ranks.items()}
         parts = [((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)]
+        layout = Layout(parts, math.prod(each.size for each in ranks.values()), bucket.align)
+        optim_axes = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
         return cls(
-            bucket.precision,
-            bucket.updated_off_device,
-            tuple(f"{dealt}{axis}" for axis in bucket.optim_axes),
-            ranks,
+            SizedSpec(bucket.precision, bucket.updated_off_device, optim_axes, ranks, layout.numel),
             bucket.tp,
-            Layout(parts, math.prod(each.size for each in ranks.values()), bucket.align),
+            layout,
             [SizedMember(bucket.group_of(each), _boxes(bucket, each)) for each in bucket.tensors],
         )
-
-    @property
-    def full_numel(self) -> int:
-        return self.layout.numel
 
     @property
     def slots(self) -> Sequence[Slot]:
         return self.layout.slots
 
     def coordinate(self, axis: str) -> tuple[int, int]:
-        return 0, self.ranks[axis].size if axis in self.ranks else self.tp
+        return 0, self.spec.ranks[axis].size if axis in self.spec.ranks else self.tp
 
     def part(self, axes: tuple[str, ...]) -> Range:
         return share(self.layout.whole, [self.coordinate(axis) for axis in axes])

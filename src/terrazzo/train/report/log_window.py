@@ -50,7 +50,7 @@ class LogWindow:
 
     def _optional_metrics(self) -> set[str]:
         session = self._session
-        tiers = {tier for unit in self._engine.units for tier in unit.buckets[0].tiers}
+        tiers = {tier for unit in self._engine.units for tier in unit.buckets[0].spec.tiers}
         has = {
             "mfu": self.peak_flops is not None,
             "tflops": self._on_cuda and self.peak_flops is None,

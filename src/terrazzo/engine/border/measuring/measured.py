@@ -58,7 +58,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
         return None
     engine.catch_up()
     part = bucket.as_seen(bucket.weight.copied(slot.range, engine.axes.device)).to(member.parameter.dtype)
-    over = (*bucket.weight_axes, *engine.axes.cut_along(member.family))
+    over = (*bucket.spec.weight_axes, *engine.axes.cut_along(member.family))
     spread = Spread(engine.axes, over, math.prod(member.shape))
     differentiable = member.trainable and func not in ALIASES
     values = SplitValues(member.name, member.name, len(member.shape), part, spread, _WEIGHTS_ARE_READ)

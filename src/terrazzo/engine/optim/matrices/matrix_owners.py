@@ -96,11 +96,11 @@ class Owners:
 
     @property
     def split(self) -> tuple[str, ...]:
-        return self._any.optim_axes
+        return self._any.spec.optim_axes
 
     @cached_property
     def copies(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self._any.ranks if axis not in self.split)
+        return tuple(axis for axis in self._any.spec.ranks if axis not in self.split)
 
     @property
     def cut(self) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class Owners:
         """What a rank has of it that has `index` along the axis of that depth, and along outer ones here."""
         cuts = [self.along(axis) for axis in self.split[:depth]]
         cuts[-1] = (index, cuts[-1][1])
-        held = share(Range(0, matrix.bucket.full_numel), cuts).intersect(matrix.range)
+        held = share(Range(0, matrix.bucket.spec.full_numel), cuts).intersect(matrix.range)
         if held.numel:
             yield MatrixPart(matrix, held)
 
@@ -186,9 +186,9 @@ def owners_of(buckets: Sequence[GroupedBucket], groups: Collection[int]) -> list
     owners: list[Owners] = []
     alike: dict[tuple[object, ...], list[GroupedBucket]] = {}
     for bucket in buckets:
-        alike.setdefault((bucket.optim_axes, tuple(bucket.ranks)), []).append(bucket)
+        alike.setdefault((bucket.spec.optim_axes, tuple(bucket.spec.ranks)), []).append(bucket)
     for among in alike.values():
-        sizes = {axis: along.size for axis, along in among[0].ranks.items()}
+        sizes = {axis: along.size for axis, along in among[0].spec.ranks.items()}
         load, batch = list[int](), list[Matrix]()
         for bucket in among:
             batch += _matrices(bucket, groups)

@@ -90,7 +90,7 @@ class MatrixSteps:
         for matrix in due:
             for segment in _segments_of(matrix, owners, own):
                 parts.setdefault(segment, []).append(MatrixPart(matrix, owners.held(matrix).intersect(segment.range)))
-        away = [segment for segment in parts if segment.bucket.updated_off_device]
+        away = [segment for segment in parts if segment.bucket.spec.updated_off_device]
         for segment, held in parts.items():
             sent = [part for part in held if owners.sends(part.matrix)]
             if segment in away:
@@ -129,7 +129,7 @@ class MatrixSteps:
         assert parameter.grad is not None
         needs = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes)
         states = SegmentStates(segment, StateMemory(segment))
-        with buffers.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
+        with buffers.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.spec.precision)):
             state = optimizer.state.get(parameter) or {}
             loaded = {key: states.load(key, value, parameter) for key, value in state.items()}
             update = optimizer.prepare(self._groups[segment.group], loaded, parameter.grad)
@@ -201,8 +201,8 @@ def dry_run_matrices(
             for first, last in runs(bucket):
                 own = held_range(bucket, first, last)
                 if bucket.members[first].group in groups and own.numel:
-                    here = not bucket.updated_off_device
-                    with tally.ledger.holding(needs.prepare_bytes(own.numel, bucket.precision) if here else 0):
+                    here = not bucket.spec.updated_off_device
+                    with tally.ledger.holding(needs.prepare_bytes(own.numel, bucket.spec.precision) if here else 0):
                         for matrix in (each for each in due if each.bucket is bucket and first <= each.number < last):
                             if owners.sends(matrix) and (part := owners.held(matrix)).numel:
                                 buffers.put(MatrixPart(matrix, part), room(buffers, part.numel))

@@ -37,12 +37,8 @@ class GroupedAxis(Protocol):
     def size(self) -> int: ...
 
 
-class GroupedBucket(Protocol):
-    """A bucket whose members have param groups, as one rank has it.
-
-    Attributes are those of `BucketSpec`, `Bucket` and `Layout`. Buckets are told apart by identity: equal units have
-    buckets of their own.
-    """
+class GroupedBucketSpec(Protocol):
+    """Description of such a bucket, with attributes of `BucketSpec`."""
 
     @property
     def precision(self) -> Precision: ...
@@ -54,6 +50,16 @@ class GroupedBucket(Protocol):
     def ranks(self) -> Mapping[str, GroupedAxis]: ...
     @property
     def full_numel(self) -> int: ...
+
+
+class GroupedBucket(Protocol):
+    """A bucket whose members have param groups, as one rank has it, with attributes of `Bucket`.
+
+    Buckets are told apart by identity: equal units have buckets of their own.
+    """
+
+    @property
+    def spec(self) -> GroupedBucketSpec: ...
     @property
     def slots(self) -> Sequence[Slot]: ...
     @property
@@ -78,4 +84,4 @@ def runs(bucket: GroupedBucket) -> Iterator[tuple[int, int]]:
 def held_range(bucket: GroupedBucket, first: int, last: int) -> Range:
     """The range that this rank holds of members `first` to `last` (exclusive), padding included."""
     run = Range(bucket.slots[first].offset, bucket.slots[last - 1].padded.stop)
-    return bucket.part(bucket.optim_axes).intersect(run)
+    return bucket.part(bucket.spec.optim_axes).intersect(run)

@@ -88,7 +88,7 @@ class Segment:
 
     def state_placeholder(self, key: str) -> StatePlaceholder | None:
         """The stand-in that `optimizer.state` has for a state of the bucket; None where it has the state itself."""
-        precision, numel = self.bucket.precision, self.range.numel
+        precision, numel = self.bucket.spec.precision, self.range.numel
         if precision.narrow is not None:
             return StateIn8Bits.of(numel, precision.shown_moments, key)
         return StateOnNvme.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None

@@ -28,7 +28,7 @@ def step_segment(stepper: Stepper, segment: Segment, parameter: nn.Parameter, me
     Args:
         memory: where states of the segment's bucket are.
     """
-    narrow = segment.bucket.precision.narrow is not None
+    narrow = segment.bucket.spec.precision.narrow is not None
     (_NarrowStates if narrow else SegmentStates)(segment, memory).step(stepper, parameter)
 
 
@@ -63,7 +63,7 @@ class SegmentStates:
         """The value that `optimizer.state` has from now on for `value`, as a step has left it."""
         segment = self.segment
         if key not in self._memory:
-            return value.to(segment.bucket.precision.shown_moments) if self._is_own(key, value) else value
+            return value.to(segment.bucket.spec.precision.shown_moments) if self._is_own(key, value) else value
         at_rest = self._memory.part(key, segment.range)
         if at_rest.data_ptr() != value.data_ptr():
             at_rest.copy_(value)
@@ -77,7 +77,7 @@ class SegmentStates:
 
     def _is_own(self, key: str, value: Any) -> bool:
         """Whether `optimizer.state` itself has it, in the dtype of moments; others stay as a step has left them."""
-        return not self.segment.bucket.moments_apart and self.segment.keeps_per_element(key, value)
+        return not self.segment.bucket.spec.moments_apart and self.segment.keeps_per_element(key, value)
 
 
 class _NarrowStates(SegmentStates):
@@ -116,7 +116,7 @@ class _NarrowStates(SegmentStates):
     def _round(self, stepped: Tensor, values: Tensor, tile: Range, after: Mapping[str, Any]) -> None:
         """Replace the `tile` of the segment's values by those in fp32 that a step has made of it."""
         segment = self.segment
-        if not segment.bucket.precision.stochastic:
+        if not segment.bucket.spec.precision.stochastic:
             values[tile.within(segment.range)] = stepped
             return
         size = -(-tile.numel // 8)  # numbers of elements and bits take 36 bytes for each
