@@ -212,15 +212,8 @@ class BucketSpec:
 
     @cached_property
     def _gradient_wire(self) -> GradientWire:
-        return GradientWire(
-            self.ranks,
-            self.precision.reduce,
-            self.precision.accumulate,
-            self.reduce_format,
-            self.block_axis,
-            bool(self.residuals),
-            self._device_kind,
-        )
+        precision, blocks = self.precision, (self.reduce_format, self.block_axis, bool(self.residuals))
+        return GradientWire(self.ranks, precision.reduce, precision.accumulate, *blocks, self._device_kind)
 
     @property
     def residual_tier(self) -> str:
