@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from terrazzo.files import GIB
@@ -40,6 +40,8 @@ class Anchor:
         return found / low - 1 if found < low else found / high - 1 if found > high else 0.0
 
 
+ASYNC_TP = "pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06; the share that async TP hides follows from these"
+
 TITAN = Request(
     "llama3-8b",
     8,
@@ -54,6 +56,12 @@ TITAN = Request(
 """torchtitan's Llama 3 8B recipe: FSDP2, per-operator selective checkpointing, two sequences of 8,192."""
 TITAN_8 = replace(TITAN, micro_batch=1, gpu="H100-SXM5-80GB")
 TITAN_405 = replace(TITAN, model="llama3-405b", gpus=512, tp=8, checkpointing="full")
+TITAN_TP = replace(TITAN, gpus=64, tp=8, micro_batch=12, loss="parts")
+"""torchtitan's runs with FSDP and tensor parallelism, with async TP and without."""
+TITAN_TP_70 = replace(TITAN_TP, model="llama3-70b", gpus=256, micro_batch=16, checkpointing="full")
+TITAN_CP = replace(TITAN_8, gpu="H100-SXM-96GB-HBM2e", cp=8, context="ring", sequence=262_144, checkpointing="full")
+"""torchtitan's longest sequence on 8 devices; its context parallelism sends keys and values as `ring` does."""
+FP8 = "fp8,weight=fp32,reduce=fp32"
 AO = replace(TITAN_8, sequence=4096, checkpointing="none", compile=False, loss="full")
 IBM = Request("llama2-7b", 128, gpu="A100-SXM4-80GB", sequence=4096, micro_batch=2, precision="fsdp2")
 """IBM's and PyTorch's FSDP run of Llama 2 7B: no checkpointing, two sequences of 4,096."""
@@ -90,6 +98,12 @@ def _reserved_gib(request: Request) -> float:
 
 def _upper_gib(request: Request) -> float:
     return _estimate(request).memory.upper_bytes / GIB
+
+
+def _fp8_gain(gpu: str, recipe: str = "fp8") -> float:
+    """Throughput of Llama 3 8B in fp8 over that in bf16, on 8 devices."""
+    base = replace(TITAN_8, gpu=gpu)
+    return _throughput(replace(base, precision=FP8.replace("fp8", recipe, 1))) / _throughput(base)
 
 
 def _checkpointing_cost() -> float:
@@ -137,6 +151,53 @@ ANCHORS = (
         (109, 109),
         lambda: _throughput(TITAN_405),
         "pytorch/torchtitan docs/performance.md, as corrected; layout assumed",
+    ),
+    *(
+        Anchor(name, "tokens/s/GPU", (published, published), partial(_throughput, request), ASYNC_TP)
+        for name, published, request in (
+            ("Llama 3 8B, FSDP 8 and tp 8, compiled, 12 sequences", 4378, TITAN_TP),
+            ("the same with async TP", 4809.4, replace(TITAN_TP, tensor_overlap="async")),
+            ("Llama 3 70B, FSDP 32 and tp 8, compiled, full checkpointing, 16 sequences", 597.3, TITAN_TP_70),
+            ("the same with async TP", 652.4, replace(TITAN_TP_70, tensor_overlap="async")),
+        )
+    ),
+    Anchor(
+        "Llama 3 8B, cp 8, compiled, fp8, full checkpointing, one sequence of 262,144; ring assumed",
+        "tokens/s/GPU",
+        (548, 548),
+        lambda: _throughput(replace(TITAN_CP, precision=FP8)),
+        "pytorch/torchtitan benchmarks/llama3_h100_202412",
+    ),
+    *(
+        Anchor(
+            f"Llama 3 8B, {name}: one sequence of 8,192, compiled",
+            "tokens/s/GPU",
+            (published, published),
+            partial(_throughput, replace(TITAN_8, gpu=gpu)),
+            "pytorch/ao docs, workflows/training",
+        )
+        for name, gpu, published in (
+            ("8 × B200, their power limited by an unknown cap", "B200", 8307.5),
+            ("8 × MI300X", "MI300X", 5376.5),
+        )
+    ),
+    *(
+        Anchor(
+            f"Llama 3 8B, 8 × {gpu}: {recipe} over bf16",
+            "ratio",
+            (published, published),
+            partial(_fp8_gain, gpu, recipe),
+            "pytorch/ao docs, workflows/training; the shares of recipes follow from these",
+        )
+        for gpu, recipe, published in (
+            ("H100", "fp8", 1.25),
+            ("H100", "fp8-rowwise", 1.101),
+            ("B200", "fp8", 1.254),
+            ("B200", "fp8-rowwise", 1.04),
+            ("B200", "mxfp8", 1.2),
+            ("MI300X", "fp8", 1.147),
+            ("MI300X", "fp8-rowwise", 1.096),
+        )
     ),
     Anchor(
         "Llama 3 8B, 8 × H100, one sequence of 8,192, selective, compiled: reserved, in two releases",

@@ -169,6 +169,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         loss="full" if family in ("hfds", "jzv100") or "DeepSpeed" in notes else "fused",
         accumulate_locally=family == "llama3",
         sequence_parallel="sequence-parallel=True" in notes or "+SP" in fields["ac"] or family == "llama3",
+        tensor_overlap="backward" if megatron else "none",
         context="ring",
         virtual_stages=_virtual_stages(family, fields),
         offload=Offload(step="synchronous"),  # DeepSpeed updates on the spot
@@ -344,6 +345,7 @@ def _vtrain(fields: Mapping[str, str]) -> Row:
         accumulate_locally=True,
         sequence_parallel=False,
         framework=Framework("megatron"),
+        tensor_overlap="backward",
     )
     return Row(fields["id"], "vtrain", setup, float(fields["iteration_ms"]) / 1e3, None, "allocated", None, "A", "")
 

@@ -309,6 +309,8 @@ def test_where_gradients_end_and_what_is_not_counted_of_frozen_weights_is_said()
         ("fp16,moments=bf16", "fp16,moments=bf16"),
         ("bf16,linears=fp8-tensorwise", "fp8"),
         ("fp8-rowwise,linears=compute", "bf16"),
+        ("mxfp8,gather=int8", "mxfp8,gather=int8"),
+        ("mxfp8,linears=fp8-rowwise", "fp8-rowwise"),
         ("fp8,linears=fp8-rowwise,gather=fp8", "fp8-rowwise,gather=fp8"),
         ("bf16,gather=compute,frozen=none", "bf16"),
     ],
@@ -317,7 +319,7 @@ def test_a_precision_has_the_keys_of_a_configuration_and_is_called_so(name: str,
     setup = setup_of(precision=name)
     assert precision_name(setup) == text
     again = setup_of(precision=text)
-    assert (again.precision, again.matmul, again.row_scales) == (setup.precision, setup.matmul, setup.row_scales)
+    assert (again.precision, again.matmul, again.recipe) == (setup.precision, setup.matmul, setup.recipe)
 
 
 def test_every_key_of_a_configurations_precision_can_be_asked_for() -> None:

@@ -152,7 +152,7 @@ def test_linear_layers_multiply_as_was_planned(precision: str, linears: Any, tmp
     config, _ = emitted(tmp_path, precision=precision)
     assert (config.precision.name, config.precision.linears) == ("bf16", linears)
     again = setup_of(config, 8, build_setup(Request(TINY, 8, gpu="h100", sequence=64)).cluster)
-    assert (again.matmul, again.row_scales) == ("fp8", linears == "fp8-rowwise")
+    assert (again.matmul, f"fp8-{again.recipe}") == ("fp8", linears)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -48,6 +48,15 @@ NARROW = {
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # rule: (framework and options that it is about, the sound neighbour's)
     "fp8 without the hardware": ("terrazzo", {"precision": "fp8", "gpu": "a100"}, "terrazzo", {"precision": "fp8"}),
+    "mxfp8 without the hardware": (
+        "fsdp2", {"precision": "mxfp8", "gpu": "h100"}, "fsdp2", {"precision": "mxfp8", "gpu": "b200"},
+    ),
+    "scales of 32 elements": (
+        "terrazzo", {"precision": "mxfp8", "gpu": "b200"}, "terrazzo", {"precision": "fp8-rowwise", "gpu": "b200"},
+    ),
+    "tensor-parallel exchanges beside products": (
+        "terrazzo", {"tp": 2, "tensor_overlap": "async"}, "fsdp2", {"tp": 2, "tensor_overlap": "async"},
+    ),
     "bf16 without the hardware": (
         "terrazzo", {"gpu": "v100", "precision": "bf16"}, "terrazzo", {"gpu": "v100"},
     ),

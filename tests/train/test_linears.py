@@ -59,7 +59,7 @@ def test_layers_are_chosen_by_globs(tmp_path: Path) -> None:
 
 def test_the_planner_is_told(tmp_path: Path) -> None:
     found = setup_of(run(tmp_path, precision=EIGHT), 1)
-    assert (found.matmul, found.row_scales) == ("fp8", True)
+    assert (found.matmul, found.recipe) == ("fp8", "rowwise")
 
 
 @pytest.mark.parametrize(

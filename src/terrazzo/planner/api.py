@@ -33,7 +33,7 @@ OF_SEARCHES = ("parallel", "rank")
 OF_ACTIVATIONS = ("sequence", "micro_batch", "checkpointing", "loss", "attention", "compile")
 """Options that mean something to a search alone, and beside a model whose blocks are known."""
 
-OF_AXES = {"context": "cp", "pipeline": "pp", "sequence_parallel": "tp"}
+OF_AXES = {"context": "cp", "pipeline": "pp", "sequence_parallel": "tp", "tensor_overlap": "tp"}
 """Options that say how ranks along an axis work together, with that axis."""
 
 

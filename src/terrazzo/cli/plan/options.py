@@ -248,6 +248,11 @@ class PlanArguments:
         "dp_replicate",
         beside=PARAMS,
     )
+    tensor_overlap: str | None = _splitting(
+        "--tensor-overlap KIND",
+        "exchanges along tp beside products: none (default), backward (of Megatron), or async",
+        "tensor_overlap",
+    )
     parallel: bool = _splitting("--parallel", "search tensor, pipeline, context and expert parallelism too", "parallel")
     pipeline: str | None = _splitting(
         "--pipeline KIND", "schedule: 1f1b, gpipe or zero_bubble; default: 1f1b, or searched", "pipeline"

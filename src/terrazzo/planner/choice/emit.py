@@ -247,7 +247,7 @@ def _precision(precision: Precision) -> dict[str, Any]:
 def _linears(setup: Setup) -> dict[str, str]:
     if setup.matmul != "fp8":
         return {}
-    return {"linears": "fp8-rowwise" if setup.row_scales else "fp8-tensorwise"}
+    return {"linears": f"fp8-{setup.recipe}"}
 
 
 def _optimizer(setup: Setup) -> dict[str, Any]:

@@ -61,6 +61,15 @@ RULES = (
         source="NVIDIA H100 and L4 data sheets; the table of devices",
     ),
     Rule(
+        name="mxfp8 without the hardware",
+        scope=(),
+        severity="refuse",
+        applies=lambda setup: setup.recipe == "mx" and setup.cluster.device.lacks("mx"),
+        reason=lambda it: f"{it.device} has no matrix units for scales of 32 elements; they came with Blackwell.",
+        alternative="Use precision fp8 or fp8-rowwise, or bf16.",
+        source="NVIDIA Blackwell and AMD CDNA4 white papers; OCP Microscaling Formats specification",
+    ),
+    Rule(
         name="bf16 without the hardware",
         scope=(),
         severity="warn",

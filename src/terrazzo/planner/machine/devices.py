@@ -40,6 +40,14 @@ __all__ = ["Cluster", "Device", "cpu_host", "device", "device_of_row", "devices"
 
 T = TypeVar("T")
 
+HOPPER_RECIPES: Mapping[str, float] = {"rowwise": 0.77}
+BLACKWELL_RECIPES: Mapping[str, float] = {"rowwise": 0.65, "mx": 0.90}
+CDNA_RECIPES: Mapping[str, float] = {"rowwise": 0.91}
+"""Rates of products in fp8 as shares of those with one scale for each matrix, so that steps of Llama 3 8B gain over
+bf16 what is published (pytorch/ao docs, workflows/training): on 8 H100 25.0 % with one scale for each matrix and 10.1 %
+by rows, on 8 B200 25.4, 4.0 and in blocks of 32 (`mx`) 20.0 %, on 8 MI300X 14.7 and 9.6 %. Other devices are given
+Hopper's, and CDNA4 in blocks Blackwell's."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -62,6 +70,8 @@ class Device:
         wide_warps: whether groups of warps multiply together, which faster attention kernels need (NVIDIA, from Hopper
             on, but for workstation parts).
         flash_share: of the largest rate of matrix products that its power keeps up, what FlashAttention-2 reaches.
+        recipe_shares: rates of products in fp8 by the recipe of their scales, as shares of the rate with one scale for
+            each matrix; `mx` only where there are matrix units for it.
         launch_s: host time for launching one eager block's kernels, forward and backward; None for the usual one.
         call_s, hop_s: time that a collective takes beside moving bytes, whatever its ranks, and for each; None for the
             usual time for each.
@@ -87,6 +97,7 @@ class Device:
     full_mesh: bool = False
     wide_warps: bool = False
     flash_share: float = 0.5
+    recipe_shares: Mapping[str, float] = field(default_factory=lambda: HOPPER_RECIPES)
     launch_s: float | None = None
     call_s: float = 0.0
     unit_s: float = 0.0
@@ -98,9 +109,11 @@ class Device:
     notes: str = ""
 
     def lacks(self, form: str) -> bool:
-        """Whether it is a GPU that is known to have no matrix units for a format, such as `bf16`."""
+        """Whether it is a GPU that is known to have no matrix units for a format, such as `bf16` or `mx`."""
         if self.kind != "cuda":
             return False
+        if form == "mx":
+            return bool(self.peak_flops) and "mx" not in self.recipe_shares
         if form == "bf16" and self.capability is not None:
             return self.capability < 8
         return bool(self.peak_flops) and form not in self.peak_flops
@@ -259,6 +272,7 @@ def device_of_row(row: Mapping[str, str]) -> Device:
         switch_sums=scaleup.switch_sums,
         wide_warps=architecture.wide_warps,
         flash_share=architecture.flash_share,
+        recipe_shares=architecture.recipe_shares,
         source=row["source"],
         notes=notes,
     )
@@ -278,6 +292,7 @@ class GpuArchitecture(NamedTuple):
 
     flash_share: float
     wide_warps: bool
+    recipe_shares: Mapping[str, float] = HOPPER_RECIPES
 
 
 ARCHITECTURES = {
@@ -287,14 +302,14 @@ ARCHITECTURES = {
     "Ampere GA102": GpuArchitecture(0.72, wide_warps=False),
     "Ada": GpuArchitecture(0.72, wide_warps=False),
     "Hopper": GpuArchitecture(0.5, wide_warps=True),
-    "Blackwell": GpuArchitecture(0.28, wide_warps=True),
-    "Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True),
-    "Blackwell GB202": GpuArchitecture(0.72, wide_warps=False),
-    "Grace Blackwell": GpuArchitecture(0.28, wide_warps=True),
-    "Grace Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True),
+    "Blackwell": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
+    "Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
+    "Blackwell GB202": GpuArchitecture(0.72, wide_warps=False, recipe_shares=BLACKWELL_RECIPES),
+    "Grace Blackwell": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
+    "Grace Blackwell Ultra": GpuArchitecture(0.28, wide_warps=True, recipe_shares=BLACKWELL_RECIPES),
     "CDNA2": GpuArchitecture(0.5, wide_warps=False),
-    "CDNA3": GpuArchitecture(0.5, wide_warps=False),
-    "CDNA4": GpuArchitecture(0.5, wide_warps=False),
+    "CDNA3": GpuArchitecture(0.5, wide_warps=False, recipe_shares=CDNA_RECIPES),
+    "CDNA4": GpuArchitecture(0.5, wide_warps=False, recipe_shares={**CDNA_RECIPES, "mx": BLACKWELL_RECIPES["mx"]}),
 }
 """Shares are of long causal sequences at 128 channels, forward and backward: 194 of 271 TFLOP/s on A100, 338 of 681 on
 H100, whose own instructions it does not use (Dao-AILab/flash-attention assets), 390 of 1,430 on GB200

@@ -85,6 +85,7 @@ class SetupReport(_Model):
     plan: Mapping[str, str] = Field(description="the four places: weight, between, grad, optim")
     mesh: Mapping[str, int] = Field(description="sizes of pp, dp_replicate, dp_shard, cp, tp, ep")
     context: str = Field("gather", description="of attention over cp: gather, ulysses or ring")
+    tensor_overlap: str = Field("none", description="exchanges over tp beside products: none, backward or async")
     pipeline: str = Field("1f1b", description="schedule of stages over pp: 1f1b, gpipe or zero_bubble")
     virtual_stages: int = Field(1, description="stages of each rank over pp")
     sequence: int = Field(description="tokens")

@@ -12,7 +12,7 @@ from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, UpdateKernel
+from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, TpOverlap, UpdateKernel
 
 __all__ = ["MOST_DEVICES", "checked", "count_range"]
 
@@ -37,6 +37,7 @@ CHOICES: Mapping[str, Any] = {
     "pipeline": PipelineOrder,
     "rank": Ranking,
     "context": Mode,
+    "tensor_overlap": TpOverlap,
 }
 """Fields by what they hold: whole numbers, numbers, how small these may be if not only above 0, yes or no, names, and
 one of a few words."""
@@ -48,6 +49,7 @@ ALSO_CALLED = {
     "rank": {"speed": "throughput", "fastest": "throughput", "cheapest": "cost", "price": "cost", "fewest": "gpus"},
     "loss": {"cross_entropy": "full", "linear_cross_entropy": "chunked", "cce": "chunked", "liger": "chunked"},
     "context": {"all_gather": "gather", "allgather": "gather", "a2a": "ulysses", "p2p": "ring"},
+    "tensor_overlap": {"async_tp": "async", "userbuffers": "async", "tp_comm_overlap": "async", "all": "async"},
 }  # fmt: skip
 """What else a choice is called by other tools, for the error that names it."""
 

@@ -12,6 +12,7 @@ import torch
 from terrazzo.engine import MOMENTS_NAMES, PLANS, PRECISIONS, FrozenFormat, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.optimizers import OptimizerSpec
+from terrazzo.planner.setup.setup import Fp8Recipe
 from terrazzo.words import CHECKPOINT_MODES, DTYPE_FIELDS, PRECISION_SPELLINGS, CheckpointMode, preset_named
 
 __all__ = [
@@ -31,11 +32,11 @@ _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
 class MatmulPrecision(NamedTuple):
-    """Dtypes of all states, the format of matrix products, and whether in fp8 each row of a matrix has its scale."""
+    """Dtypes of all states, the format of matrix products, and in fp8 the recipe of their scales."""
 
     states: Precision
     matmul: str
-    row_scales: bool = False
+    recipe: Fp8Recipe = "tensorwise"
 
 
 PRECISION_PRESETS = {
@@ -44,13 +45,14 @@ PRECISION_PRESETS = {
     "bf16-pure": MatmulPrecision(PRECISIONS["bf16-pure"], "bf16"),
     "fp16": MatmulPrecision(PRECISIONS["fp16"], "fp16"),
     "fp8": MatmulPrecision(PRECISIONS["bf16"], "fp8"),
-    "fp8-rowwise": MatmulPrecision(PRECISIONS["bf16"], "fp8", row_scales=True),
+    "fp8-rowwise": MatmulPrecision(PRECISIONS["bf16"], "fp8", "rowwise"),
+    "mxfp8": MatmulPrecision(PRECISIONS["bf16"], "fp8", "mx"),
     "fsdp2": MatmulPrecision(Precision(weight=_FP32, compute=_BF16, reduce=_FP32), "bf16"),
     "zero": MatmulPrecision(Precision(_BF16, _BF16, _BF16, _BF16, _FP32, _FP32), "bf16"),
 }
-"""The precisions that have a name. `fp8`, with one scale for each matrix or for each row of one, keeps the states of
-`bf16`; `fsdp2` shards fp32 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's
-2 + 2 + 12 bytes (arXiv 1910.02054)."""
+"""The precisions that have a name. `fp8`, with one scale for each matrix or for each row of one, and `mxfp8`, with one
+for each 32 elements, keep the states of `bf16`; `fsdp2` shards fp32 weights and computes in bf16, as FSDP2 and
+torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv 1910.02054)."""
 
 PRECISION_FIELDS = (*DTYPE_FIELDS, "rounding", "frozen", "gather", "quantized_reduce", "error_feedback")
 """Fields of a `Precision` by which it may differ from the one of a name."""
@@ -143,8 +145,8 @@ def names_base(name: str) -> bool:
 
 def precision_text(chosen: MatmulPrecision) -> str:
     """A name of `precision` that means this: of those with the fewest keys behind them, the first."""
-    in_fp8, presets = (chosen.matmul == "fp8", chosen.row_scales), PRECISION_PRESETS.items()
-    alike = [name for name, preset in presets if (preset.matmul == "fp8", preset.row_scales) == in_fp8]
+    in_fp8, presets = (chosen.matmul == "fp8", chosen.recipe), PRECISION_PRESETS.items()
+    alike = [name for name, preset in presets if (preset.matmul == "fp8", preset.recipe) == in_fp8]
     scales = bool(chosen.states.loss_scaling)
     scaled = [name for name in alike if bool(PRECISION_PRESETS[name].states.loss_scaling) == scales]
     texts = (",".join([name, *_own(chosen.states, PRECISION_PRESETS[name].states)]) for name in scaled or alike)

@@ -24,7 +24,7 @@ from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.framework import TERRAZZO, Framework
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import optimizer
-from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, Setup, UpdateKernel
+from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, Setup, TpOverlap, UpdateKernel
 
 __all__ = [
     "CONTEXT",
@@ -80,6 +80,8 @@ class Request:
         optimizer: name in `optimizers`, by default `adamw`.
         attention: `flash` by default, or `math` of a model whose scores have a soft cap.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
+        tensor_overlap: which exchanges along tp run beside products: `none` does by default, and those of `backward` in
+            Megatron-core; `async` means all, in parts, as torch's async TP.
         context: how ranks along cp compute attention together: `gather` (default), `ulysses` or `ring`.
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
@@ -120,6 +122,7 @@ class Request:
     virtual_stages: int | None = None
     pipeline: PipelineOrder | None = None
     sequence_parallel: bool = True
+    tensor_overlap: TpOverlap | None = None
     compile: bool = False
     attention: AttentionKernel | None = None
     loss: Loss | None = None
@@ -197,7 +200,7 @@ def build_setup(request: Request) -> Setup:
         micro_batches=_micro_batches(request, mesh, micro_batch),
         precision=precision.states,
         matmul=precision.matmul,
-        row_scales=precision.row_scales,
+        recipe=precision.recipe,
         optimizer=spec,
         checkpointing=checkpointing.mode,
         every=checkpointing.every,
@@ -207,6 +210,7 @@ def build_setup(request: Request) -> Setup:
         prefetch=request.prefetch,
         accumulate_locally=bool(request.accumulate_locally),
         sequence_parallel=request.sequence_parallel,
+        tensor_overlap=request.tensor_overlap or ("backward" if request.as_megatron else "none"),
         context=request.context or CONTEXT,
         virtual_stages=request.virtual_stages or 1,
         pipeline=request.pipeline or "1f1b",

@@ -21,6 +21,8 @@ __all__ = ["Setup"]
 AttentionKernel = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
 PipelineOrder = Literal["1f1b", "gpipe", "zero_bubble"]
+TpOverlap = Literal["none", "backward", "async"]
+Fp8Recipe = Literal["tensorwise", "rowwise", "mx"]
 UpdateKernel = Literal["fused", "foreach", "loop"]
 Ranking = Literal["throughput", "gpus", "cost"]
 
@@ -33,7 +35,7 @@ class Setup:
         sequence: tokens per sequence. `micro_batch`: sequences per forward pass of one data rank.
         micro_batches: forward passes per optimizer step and data rank.
         precision: dtypes of the states; `matmul` is the format that matrix products run in (`bf16`, `fp8`, ...).
-        row_scales: in fp8 each row of a matrix has a scale of its own, rather than each matrix one.
+        recipe: what shares a scale in fp8: a matrix (`tensorwise`), a row of one (`rowwise`), or 32 elements (`mx`).
         checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
             products and of attention, under `math` attention all but the scores; `selective_half` of every second
             product and of attention, as torchtitan. With `every` n > 1, one block in n.
@@ -44,6 +46,9 @@ class Setup:
             `terrazzo.parallel.VocabularyLoss`, where each tensor-parallel rank has its part of the vocabulary.
         accumulate_locally: micro-batches before the last send nothing, and whole gradients are kept.
         sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
+        tensor_overlap: which of their exchanges run beside products: `none` does; those of `backward` beside the
+            products of weight gradients, as in Megatron-LM; or all, in parts, beside the products that need or make
+            what is exchanged (`async`), as torch's async TP and Transformer Engine's.
         context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`. balance: how
             sequences are cut for them; times are those of `head_tail`.
         virtual_stages: stages of each rank along pp (interleaved schedule).
@@ -68,7 +73,7 @@ class Setup:
     micro_batches: int = 1
     precision: Precision = field(default_factory=Precision)
     matmul: str = "fp32"
-    row_scales: bool = False
+    recipe: Fp8Recipe = "tensorwise"
     optimizer: OptimizerSpec = OPTIMIZERS["adamw"]
     checkpointing: CheckpointMode = "none"
     every: int = 1
@@ -78,6 +83,7 @@ class Setup:
     prefetch: int = 1
     accumulate_locally: bool = False
     sequence_parallel: bool = True
+    tensor_overlap: TpOverlap = "none"
     context: Mode = "gather"
     balance: Balance = "head_tail"
     virtual_stages: int = 1

@@ -99,7 +99,7 @@ def axes_text(setup: Setup) -> str:
 
 def precision_name(setup: Setup) -> str:
     """The name that `--precision` knows it by: `bf16`, `bf16,moments=int8`."""
-    return precision_text(MatmulPrecision(setup.precision, setup.matmul, setup.row_scales))
+    return precision_text(MatmulPrecision(setup.precision, setup.matmul, setup.recipe))
 
 
 def checkpointing_text(setup: Setup) -> str:
@@ -137,6 +137,9 @@ def setup_text(setup: Setup) -> str:
     options += ["compiled"] if setup.compile else []
     options += [f"attention {setup.attention}"] if setup.attention != "flash" else []
     options += [f"{setup.loss} loss"] if setup.loss != "full" else []
+    options += (
+        [f"tensor overlap {setup.tensor_overlap}"] if setup.mesh.tp > 1 and setup.tensor_overlap != "none" else []
+    )
     return (
         f"{setup.model.name}, {parameters_text(setup.model)}, {count} × {device.name}, "
         f"{setup.plan.name} on {axes_text(setup)}\n"

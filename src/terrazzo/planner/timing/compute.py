@@ -206,7 +206,7 @@ def _products(setup: Setup, unit: UnitShape, block: BlockShape) -> _Products:
     mesh, tokens = setup.mesh, setup.rank_tokens
     own = tokens / mesh.tp if setup.whole_experts and setup.sequence_parallel else tokens
     shares = Shares(tokens, own, mesh.tp, mesh.ep, setup.whole_experts)
-    rate *= ROW_SCALES_SHARE if setup.row_scales else 1.0
+    rate *= setup.cluster.device.recipe_shares.get(setup.recipe, 1.0)
     in_tiles = setup.cluster.device.kind != "cpu"
     work = block_products(unit.tensors, block, shares, in_tiles)
     whole = block_products(_all_trained(unit.tensors), block, shares, in_tiles)
@@ -238,9 +238,6 @@ def _decoded_bytes(setup: Setup, unit: UnitShape) -> float:
     return DECODED_BYTES * sum(each.numel / parts_along_tp(each, unit.block, tp, whole_experts) for each in packed)
 
 
-ROW_SCALES_SHARE = 0.83
-"""Share of the rate with one scale for each matrix: torchao's recipes on Llama 3 8B and 8 H100 gain 10.5 % against
-19.5 % over bf16 (pytorch/ao#1793); products alone are at 90 to 100 % (pytorch/pytorch#147971)."""
 DECODED_BYTES = 22.5
 """Bytes read and written per element to decode 4 bits to 16, in plain operators: a code and an index of four bytes for
 each two elements (0.5 + 2 + 2), levels in fp32 (4), times the scale (8), cast (6)."""

@@ -59,9 +59,9 @@ FORMULAS = {
         "the host cannot launch kernels faster; set on vTrain's runs of small GPTs",
     ),
     "time.tensor": Formula(
-        "micro_batches * layers * waits_s; seconds of a layer's collectives; half of those of tp in backward hidden "
-        "where it is Megatron-core's, and of what goes round a ring what attention hides",
-        "arXiv 2205.05198 section 4; ring attention, arXiv 2310.01889",
+        "micro_batches * layers * waits_s; seconds of a layer's collectives; hidden are half of those of tp in "
+        "backward under tensor overlap backward, 0.4 of all of tp under async, and of a ring what attention hides",
+        "arXiv 2205.05198 section 4; pytorch/torchtitan benchmarks; ring attention, arXiv 2310.01889",
     ),
     "time.data": Formula(
         "total_s - hidden_s; exposed of a block are max(0, gather - forward) and max(0, gather + reduction - backward),"

@@ -64,7 +64,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         micro_batches=micro_batches,
         precision=precision,
         matmul=matmul_format(config),
-        row_scales=config.precision.recipe == "rowwise",
+        recipe="rowwise" if config.precision.recipe == "rowwise" else "tensorwise",
         optimizer=optimizer_spec(config),
         optimizer_kernel=_kernel(config.optimizer.options),
         checkpointing=mode,
