@@ -124,7 +124,7 @@ class DeferredWeights:
             with torch.autocast(grad.device.type, enabled=False):
                 rows, grads = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
                 product = grads.t() @ rows if float8 is None else float8.of_weight(rows, grads)
-            product = product.to(bucket.compute_dtype)
+            product = product.to(bucket.spec.compute_dtype)
             bucket.add_gradient(place, product, self._engine.schedule.this_pass)
 
 
