@@ -83,17 +83,17 @@ class TerrazzoTensor(Counted):
 
         super().__init__(model, case)
         mesh = tz.mesh(tp=case.sharing)
-        heads = tz.parallel.Column(heads=case.shape.width // HEAD_WIDTH)
+        heads = tz.parallel.Colwise(heads=case.shape.width // HEAD_WIDTH)
         styles: dict[str, Any] = {
-            "embedding": "embedding",
+            "embedding": "embedding_rowwise",
             "blocks.*": "sequence",
             "blocks.*.attention": "enter",
             **{f"blocks.*.attention.{name}": heads for name in ("query", "key", "value")},
-            "blocks.*.attention.out": "row",
+            "blocks.*.attention.out": "rowwise",
             "blocks.*.mlp": "enter",
-            "blocks.*.mlp.0": "column",
-            "blocks.*.mlp.2": "row",
-            "head": "column",
+            "blocks.*.mlp.0": "colwise",
+            "blocks.*.mlp.2": "rowwise",
+            "head": "colwise",
         }
         tz.parallelize(model, mesh, tensor=styles)
         optimizer = adamw(model.parameters())

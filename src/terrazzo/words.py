@@ -131,7 +131,10 @@ def _share(text: str, tier: str) -> float:
 
 # -- what ranks share beside data ----------------------------------------------------------------------------------
 
-STYLE_NAMES = ("column", "column_gathered", "row", "row_splits", "embedding", "enter", "sequence", "uncut")
+STYLE_NAMES = (
+    *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "embedding_rowwise", "replicate"),
+    *("enter", "sequence"),
+)
 """Styles of tensor parallelism in a plan, which `parallel.tensor.styles` has."""
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble")

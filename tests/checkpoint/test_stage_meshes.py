@@ -197,7 +197,7 @@ def test_every_mesh_resumes_every_other_to_the_bit(target: Mesh, saved: dict[Mes
     assert run_in_threads(target.ranks, body) == [[]] * target.ranks
 
 
-SPLIT = {"layers.0": "column", "layers.1": "row", "layers.[234]": "uncut", "layers.5": "column_gathered"}
+SPLIT = {"layers.0": "colwise", "layers.1": "rowwise", "layers.[234]": "replicate", "layers.5": "colwise_gather_output"}
 
 
 @pytest.mark.parametrize(("ranks", "pp", "tp"), [(4, 2, 2), (8, 2, 2), (2, 1, 2)])

@@ -80,7 +80,7 @@ OTHER: dict[str, Any] = {
     "plan.mesh.tp": 2,
     "plan.mesh.ep": 2,
     "plan.mesh.pp": 2,
-    "parallel.tensor.plan": {"up": "column", "down": "row"},
+    "parallel.tensor.plan": {"up": "colwise", "down": "rowwise"},
     "parallel.tensor.sequence": False,
     "parallel.context.mode": "ring",
     "parallel.context.balance": "none",

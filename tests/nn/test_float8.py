@@ -324,7 +324,7 @@ def test_a_split_weight_is_scaled_as_the_whole_one(plan: str, recipe: str) -> No
         assert all(map(torch.equal, rank, wanted))
 
 
-PLAN = {"blocks.*": "enter", "blocks.*.up": "column", "blocks.*.down": "row"}
+PLAN = {"blocks.*": "enter", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
 def outlying() -> Model:
@@ -377,7 +377,7 @@ def test_a_part_that_does_not_fit_is_refused() -> None:
         model = nn.ModuleList([block])
         tz.nn.float8(model)
         with pytest.raises(BadInput) as error:
-            tz.parallelize(model, tz.mesh(tp=2, device="cpu"), tensor={"0.up": "column"}, sequence=False)
+            tz.parallelize(model, tz.mesh(tp=2, device="cpu"), tensor={"0.up": "colwise"}, sequence=False)
         return str(error.value)
 
     assert all("24 x 16" in each for each in run_in_threads(2, cut))

@@ -214,7 +214,7 @@ def test_a_model_is_sharded_on_the_mesh_that_its_experts_are_shared_on() -> None
 
 
 def test_experts_among_ranks_that_have_the_same_tokens_are_refused() -> None:
-    plan = {"stacks.0": "uncut"}
+    plan = {"stacks.0": "replicate"}
     refused(
         r"same tokens for the experts of .*stacks.0",
         lambda _: tz.parallelize(Several(), tz.mesh(ep=2, tp=2), tensor=plan),

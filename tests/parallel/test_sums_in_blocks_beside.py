@@ -172,7 +172,7 @@ def residuals_of_shared(
     model: Any = Beside()
     mesh = tz.mesh(**axes, device="cpu")  # type: ignore[arg-type]
     if "tp" in axes:
-        styles = {"parts": "enter", "parts.0": "column", "parts.2": "row"}
+        styles = {"parts": "enter", "parts.0": "colwise", "parts.2": "rowwise"}
         tz.parallelize(model, mesh, tensor=styles, sequence=False)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     precision = replace(tz.Precision.named("fp32"), quantized_reduce=WireFormat.INT4, error_feedback=True)

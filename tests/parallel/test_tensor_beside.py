@@ -129,9 +129,9 @@ class Two(nn.Module):
         return self.cross(self.decoder(x), torch.tanh(self.encoder(x)))
 
 
-MLP = {"blocks.*.mlp": "enter", "blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
-SPLIT = {"blocks.*": "sequence", "blocks.*.beside": "uncut", **MLP}
-MATRICES = {"cross.q": "column", "cross.k": "column", "cross.v": "column", "cross.o": "row"}
+MLP = {"blocks.*.mlp": "enter", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+SPLIT = {"blocks.*": "sequence", "blocks.*.beside": "replicate", **MLP}
+MATRICES = {"cross.q": "colwise", "cross.k": "colwise", "cross.v": "colwise", "cross.o": "rowwise"}
 X = [torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of, record_of
-from terrazzo.parallel import Column, VocabularyLoss
-from terrazzo.parallel.tensor.styles import Enter, Logits, Row, Style
+from terrazzo.parallel import Colwise, VocabularyLoss
+from terrazzo.parallel.tensor.styles import Enter, Logits, Rowwise, Style
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 
@@ -57,12 +57,12 @@ class Net(nn.Module):
 
 
 PLAN = {
-    "table": "embedding",
+    "table": "embedding_rowwise",
     "layers.*": "sequence",
     "layers.*.inner": "enter",
-    "layers.*.inner.both": Column(parts=(12, 12)),
-    "layers.*.inner.down": "row",
-    "head": "column_gathered",
+    "layers.*.inner.both": Colwise(parts=(12, 12)),
+    "layers.*.inner.down": "rowwise",
+    "head": "colwise_gather_output",
 }
 NO_SEQUENCE = {glob: style for glob, style in PLAN.items() if style != "sequence"}
 
@@ -141,7 +141,7 @@ def test_parts_may_differ_in_size() -> None:
 def test_columns_without_an_enter_put_their_own_input_together() -> None:
     mlp = seeded(lambda: nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)))
     data = [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    check(mlp, data, lambda model, x: model(x).square().mean(), 2, tensor={"0": "column", "2": "row"}, world=4)
+    check(mlp, data, lambda model, x: model(x).square().mean(), 2, tensor={"0": "colwise", "2": "rowwise"}, world=4)
 
 
 @pytest.mark.parametrize(("precision", "within"), [("bf16", 0.06), ("fp16", 0.03), ("bf16-pure", 0.06)])
@@ -206,12 +206,14 @@ def test_a_loss_of_routers_is_not_computed_of_a_part_of_each_sequence() -> None:
     refused(base, "split around model.layers.0.mlp.experts, .*Set output_router_logits=False in the model's config")
 
 
-@pytest.mark.parametrize("style", [Column(), Row(), Enter(), Logits(8), Style()])
+@pytest.mark.parametrize("style", [Colwise(), Rowwise(), Enter(), Logits(8), Style()])
 def test_a_style_of_another_class_is_refused(style):
     """Nothing would be exchanged of it: what is cut and exchanged goes by the class."""
     own = style if type(style) is Style else type("Own", (type(style),), {})(**vars(style))
     base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    refused(base, f"'0' is of the class {type(own).__name__}, which.* not know: give one of Column,", tensor={"0": own})
+    refused(
+        base, f"'0' is of the class {type(own).__name__}, which.* not know: give one of Colwise,", tensor={"0": own}
+    )
 
 
 def refused(base, match, tp=2, error=tz.BadInput, **options):
@@ -225,25 +227,33 @@ def refused(base, match, tp=2, error=tz.BadInput, **options):
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
-        ({"layers.*.inner.both": "columns"}, "style of 'layers.*.inner.both' is 'columns'.*Did you mean 'column'"),
+        ({"layers.*.inner.both": "columns"}, "style of 'layers.*.inner.both' is 'columns'.*Did you mean 'colwise'"),
         ({"layer.*": "enter"}, "'layer.*', which matches no module of Net"),
-        ({"layers.*.inner": "enter"}, "no 'column' and 'row' inside"),
-        ({"layers.*.norm": "row"}, "is a LayerNorm, and the style row knows torch.nn.Linear"),
-        ({**PLAN, "layers.0.inner.both": "column"}, "two styles"),
-        ({**PLAN, "layers.*.inner.both": Column(heads=3)}, "has 3 heads in 24 outputs, which tp 2 does not divide"),
-        ({**PLAN, "layers.*.inner.both": Column(parts=(12, 13))}, "parts that add up to 24"),
+        ({"layers.*.inner": "enter"}, "no 'colwise' and 'rowwise' inside"),
+        ({"layers.*.norm": "rowwise"}, "is a LayerNorm, and the style row knows torch.nn.Linear"),
+        ({**PLAN, "layers.0.inner.both": "colwise"}, "two styles"),
+        ({**PLAN, "layers.*.inner.both": Colwise(heads=3)}, "has 3 heads in 24 outputs, which tp 2 does not divide"),
+        ({**PLAN, "layers.*.inner.both": Colwise(parts=(12, 13))}, "parts that add up to 24"),
         ({"layers.*": "sequence"}, "is neither cut nor inside of a module of style 'enter'"),
         (
-            {"layers.*": "enter", "layers.*.inner.both": "column_gathered", "layers.*.inner.down": "row_splits"},
+            {
+                "layers.*": "enter",
+                "layers.*.inner.both": "colwise_gather_output",
+                "layers.*.inner.down": "rowwise_split_input",
+            },
             r"'layers.0.inner.both' together again inside of 'layers.0': whether layers.0.norm",
         ),
         (
-            {"layers.*": "sequence", "layers.*.inner.both": "row_splits", "layers.*.inner.down": "uncut"},
-            "'layers.0.inner.both' as 'row_splits' where sequences are split",
+            {"layers.*": "sequence", "layers.*.inner.both": "rowwise_split_input", "layers.*.inner.down": "replicate"},
+            "'layers.0.inner.both' as 'rowwise_split_input' where sequences are split",
         ),
         (
-            {"layers.*": "sequence", "layers.*.inner.both": "uncut", "layers.*.inner.down": "column_gathered"},
-            "'layers.0.inner.down' as 'column_gathered' where sequences are split",
+            {
+                "layers.*": "sequence",
+                "layers.*.inner.both": "replicate",
+                "layers.*.inner.down": "colwise_gather_output",
+            },
+            "'layers.0.inner.down' as 'colwise_gather_output' where sequences are split",
         ),
         ({}, "give 'auto', or a dict"),
         ("fast", "give 'auto'"),
@@ -282,7 +292,7 @@ def test_a_row_whose_forward_would_not_be_summed_is_refused(layer, match: str) -
 def test_a_forward_that_would_be_lost_with_fewer_heads_than_ranks_is_refused(layer) -> None:
     net = Net()
     net.layers[1].inner.both = layer()
-    refused(net, "has 1 heads, fewer than tp 2, and its forward", tensor={**PLAN, "layers.*.inner.both": Column(1)})
+    refused(net, "has 1 heads, fewer than tp 2, and its forward", tensor={**PLAN, "layers.*.inner.both": Colwise(1)})
 
 
 class Code(nn.Module):
@@ -297,7 +307,7 @@ class Code(nn.Module):
 
 
 def test_a_table_is_not_looked_up_by_parts_of_sequences() -> None:
-    plan = {"0": "sequence", "0.up": "column", "0.down": "row", "0.codes": "embedding"}
+    plan = {"0": "sequence", "0.up": "colwise", "0.down": "rowwise", "0.codes": "embedding_rowwise"}
     refused(nn.Sequential(Code()), "'0.codes' as 'embedding' where sequences are split", tensor=plan)
 
 
@@ -322,12 +332,16 @@ class Stack(nn.Module):
                 return y + self.back(F.relu(self.wide(x)))
 
 
-STACK = {"1": "enter", "1.up": "column", "1.down": "row", "1.wide": "column", "1.back": "row"}
+STACK = {"1": "enter", "1.up": "colwise", "1.down": "rowwise", "1.wide": "colwise", "1.back": "rowwise"}
 MIXED = [
     ("chain", STACK, r"\(linear\) with '1.wide.\w+'"),
     ("norm", STACK, r"\(layer_norm\) with '1.norm.\w+'"),
     ("residual", STACK, r"\(add\) with a tensor that is computed from a module's input of style 'enter'"),
-    ("beside", {**STACK, "1.back": "row_splits", "1.wide": "uncut"}, "'1.back', of style 'row_splits'"),
+    (
+        "beside",
+        {**STACK, "1.back": "rowwise_split_input", "1.wide": "replicate"},
+        "'1.back', of style 'rowwise_split_input'",
+    ),
 ]
 
 
@@ -356,7 +370,7 @@ def test_pairs_of_matrices_may_stand_beside_each_other_in_one_module() -> None:
 def test_a_tied_parameter_is_cut_one_way() -> None:
     net = Net()
     net.head.weight = net.table.weight
-    refused(net, "'table.weight' and 'head.weight' are one parameter", tensor={"table": "embedding"})
+    refused(net, "'table.weight' and 'head.weight' are one parameter", tensor={"table": "embedding_rowwise"})
 
 
 def test_heads_that_tp_does_not_divide_are_refused() -> None:
@@ -409,12 +423,12 @@ def test_a_loss_of_parts_of_the_vocabulary_is_that_of_the_whole() -> None:
 
     def body(rank):
         mesh = tz.mesh(tp=3, device="cpu")
-        model = tz.parallelize(copy.deepcopy(base), mesh, tensor={**NO_SEQUENCE, "head": "column"})
+        model = tz.parallelize(copy.deepcopy(base), mesh, tensor={**NO_SEQUENCE, "head": "colwise"})
         loss_of = VocabularyLoss(mesh, 13)
         model, _ = tz.shard(model, None, "zero3", mesh=mesh)
         loss = loss_of(model(batch), targets)
         loss.backward()
-        with pytest.raises(tz.BadInput, match=r"logits of width 13.*style 'column'"):
+        with pytest.raises(tz.BadInput, match=r"logits of width 13.*style 'colwise'"):
             loss_of(torch.zeros(2, 8, 13), targets)
         with pytest.raises(tz.BadInput, match="reduction 'mean'; it has 'sum' and 'none'"):
             loss_of(model(batch).detach(), targets, "mean")
@@ -461,10 +475,10 @@ class Named(nn.Embedding):
 def test_a_table_may_be_called_by_name() -> None:
     base = seeded(Net)
     base.table.__class__ = Named
-    check(base, TOKENS[:1], lm_loss, 2, tensor={"table": "embedding"})
+    check(base, TOKENS[:1], lm_loss, 2, tensor={"table": "embedding_rowwise"})
 
     def nothing(rank: int) -> None:
-        model = tz.parallelize(copy.deepcopy(base), tz.mesh(tp=2, device="cpu"), tensor={"table": "embedding"})
+        model = tz.parallelize(copy.deepcopy(base), tz.mesh(tp=2, device="cpu"), tensor={"table": "embedding_rowwise"})
         with pytest.raises(tz.Misuse, match="without a tensor of indices"):
             model.table(None)
 
@@ -490,7 +504,7 @@ class Choosing(nn.Module):
         return torch.cat([x.argmax(-1).flatten(), torch.tensor([31_999])])
 
 
-MIXING = {"0": "sequence", "0.up": "column", "0.down": "row"}
+MIXING = {"0": "sequence", "0.up": "colwise", "0.down": "rowwise"}
 
 
 def test_numbers_of_tokens_are_compared_exactly() -> None:
@@ -523,9 +537,9 @@ def test_a_plan_is_checked_by_what_the_model_returns() -> None:
             else:
                 tz.parallel.check(model, mesh, {"input": x}, tensor=MIXING)
             with pytest.raises(tz.BadInput, match="the model raises RuntimeError: The size of tensor a"):
-                tz.parallel.check(model, mesh, [x], tensor={"0.down": "column"})
+                tz.parallel.check(model, mesh, [x], tensor={"0.down": "colwise"})
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        tz.parallel.check(base, mesh, [TOKENS[0]], tensor={**PLAN, "head": "column"})
+        tz.parallel.check(base, mesh, [TOKENS[0]], tensor={**PLAN, "head": "colwise"})
         with pytest.raises(tz.BadInput, match="meta device"):
             tz.parallel.check(nn.Linear(8, 8, device="meta"), mesh, [x])
         with pytest.raises(tz.RanksApart, match="was given other inputs on ranks along tp"):
@@ -550,7 +564,7 @@ def test_a_plan_under_which_the_model_returns_another_number_of_outputs() -> Non
     base = nn.Sequential(Splitting())
 
     def body(rank: int) -> None:
-        mesh, plan = tz.mesh(tp=2, device="cpu"), {"0.up": "column", "0.down": "row"}
+        mesh, plan = tz.mesh(tp=2, device="cpu"), {"0.up": "colwise", "0.down": "rowwise"}
         with pytest.raises(tz.BadInput, match="the model returns 2 outputs, and whole 3"):
             tz.parallel.check(base, mesh, ACTIVATIONS, tensor=plan, sequence=False)
 
@@ -580,8 +594,8 @@ class Flat(nn.Module):
         return x + self.down(F.relu(self.up(self.norm(x))))
 
 
-SCALED = {"1.up": "column", "1.down": "row"}
-FLAT = {"1.up": "column", "1.down": "row", "1.norm": "uncut"}
+SCALED = {"1.up": "colwise", "1.down": "rowwise"}
+FLAT = {"1.up": "colwise", "1.down": "rowwise", "1.norm": "replicate"}
 
 
 @pytest.mark.parametrize(("module", "plan"), [(Scaled, {**SCALED, "1": "enter"}), (Flat, FLAT)])
@@ -593,8 +607,8 @@ def test_parameters_beside_matrices_have_the_gradients_of_one_process(module, pl
 @pytest.mark.parametrize(
     ("module", "plan", "match"),
     [
-        (Scaled, SCALED, "a 'row' in '1', outside of a module of style 'enter', and does not say where 1, 1.act"),
-        (Flat, {"1.up": "column", "1.down": "row"}, "does not say where 1.norm computes.*style 'uncut'"),
+        (Scaled, SCALED, "a 'rowwise' in '1', outside of a module of style 'enter', and does not say where 1, 1.act"),
+        (Flat, {"1.up": "colwise", "1.down": "rowwise"}, "does not say where 1.norm computes.*style 'replicate'"),
     ],
 )
 def test_a_parameter_that_may_be_between_matrices_is_refused(module, plan, match: str) -> None:
@@ -604,7 +618,7 @@ def test_a_parameter_that_may_be_between_matrices_is_refused(module, plan, match
 @pytest.mark.parametrize(
     ("module", "plan", "match"),
     [
-        (Scaled, {**SCALED, "1": "uncut", "1.act": "uncut"}, "another gradient of '1.gate'"),
+        (Scaled, {**SCALED, "1": "replicate", "1.act": "replicate"}, "another gradient of '1.gate'"),
         (Scaled, {**SCALED, "1": "enter"}, None),
         (Flat, FLAT, None),
     ],

@@ -146,7 +146,7 @@ class Dropping(nn.Module):
 def dropped_as_a_function(share: float, seeds_differ: bool) -> str:
     mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
     torch.manual_seed(3)
-    model = tz.parallelize(Dropping(share), mesh, tensor={"up": "column", "down": "row"})
+    model = tz.parallelize(Dropping(share), mesh, tensor={"up": "colwise", "down": "rowwise"})
     model, _ = tz.shard(model, None, "zero0", mesh=mesh)
     torch.manual_seed(11 + rank * seeds_differ)
     try:
@@ -168,7 +168,7 @@ def test_dropout_that_no_attribute_shows_is_seen(pool: Pool, share: float, seeds
 def given(rows: int, values: float, by_name: bool) -> str:
     mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
     torch.manual_seed(3)
-    model = tz.parallelize(Dropping(0.0), mesh, tensor={"up": "column", "down": "row"})
+    model = tz.parallelize(Dropping(0.0), mesh, tensor={"up": "colwise", "down": "rowwise"})
     model, _ = tz.shard(model, None, "zero0", mesh=mesh)
     x = torch.full((rows if rank else 2, 4, 8), values if rank else 1.0)
     try:

@@ -346,7 +346,7 @@ def test_a_forward_that_takes_a_part_for_the_whole_is_refused(way: str, match: s
     base = Direct(way)
 
     def body(rank):
-        model, _ = sharded(base, plan="zero1", tensor={"up": "column", "down": "row"}, build=None)
+        model, _ = sharded(base, plan="zero1", tensor={"up": "colwise", "down": "rowwise"}, build=None)
         for _ in range(2):  # a cell of a notebook that is run again
             with pytest.raises(tz.Misuse, match=match):
                 model.train(training)(torch.ones(2, 3, 8))

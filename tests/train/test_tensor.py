@@ -267,11 +267,11 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 GLOBS = {
-    "model.embed_tokens": "embedding",
+    "model.embed_tokens": "embedding_rowwise",
     "model.layers.*.self_attn": "enter",
-    "model.layers.*.self_attn.[qkv]_proj": "column",
-    "model.layers.*.self_attn.o_proj": "row",
-    "lm_head": "column",
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "lm_head": "colwise",
 }
 
 
@@ -341,8 +341,8 @@ def test_what_adapters_send_is_promised_to_the_byte(
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"lm_heed": "column"}, r"parallel\.tensor\.plan: .*'lm_heed', which matches no module.*you mean 'lm_head'"),
-        ({"model.layers.*.self_attn": "enter"}, r"parallel\.tensor\.plan: .*no 'column' and 'row' inside"),
+        ({"lm_heed": "colwise"}, r"parallel\.tensor\.plan: .*'lm_heed', which matches no module.*you mean 'lm_head'"),
+        ({"model.layers.*.self_attn": "enter"}, r"parallel\.tensor\.plan: .*no 'colwise' and 'rowwise' inside"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_built(
@@ -354,7 +354,7 @@ def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_built(
 
 
 def test_styles_and_key_heads_of_a_plan_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"the style 'colum'\. Did you mean 'column'\?"):
+    with pytest.raises(BadInput, match=r"the style 'colum'\. Did you mean 'colwise'\?"):
         config_from_dict(of_transformers(tmp_path, 2, {"tp": 2}, {"lm_head": "colum"}))
     with pytest.raises(BadInput, match=r"the 2 key heads do not divide by plan\.mesh\.tp 4.*plan=auto"):
         check(config_from_dict(of_transformers(tmp_path, 4, {"tp": 4}, GLOBS)), 4)

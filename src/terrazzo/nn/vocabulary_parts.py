@@ -22,10 +22,10 @@ class VocabularyParts(Protocol):
     start: int
     vocabulary: int
 
-    def highest(self, values: Tensor) -> Tensor:
+    def maximum(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks. Collective."""
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The elementwise sum over the ranks, in rank order. Collective."""
 
 
@@ -76,10 +76,10 @@ def softmax_terms(
     chosen = logits.gather(-1, places.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
     spread = logits.sum(dim=-1) if with_spread else None
     highest = logits.amax(dim=-1)
-    highest = parts.highest(highest) if parts else highest
+    highest = parts.maximum(highest) if parts else highest
     total = logits.sub_(highest.unsqueeze(-1)).exp_().sum(dim=-1)
     if parts:
         own = [total, chosen] if spread is None else [total, chosen, spread]
-        total, chosen, *spreads = parts.total(torch.stack(own))
+        total, chosen, *spreads = parts.all_reduce(torch.stack(own))
         spread = spreads[0] if spreads else None
     return SoftmaxTerms(logits, highest, total, chosen, spread)

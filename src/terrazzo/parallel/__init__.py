@@ -53,7 +53,17 @@ from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.compare_with_whole import check
 from terrazzo.parallel.tensor.model_plans import check_styles, own_plan
 from terrazzo.parallel.tensor.read_plan import TensorPlan, style_of
-from terrazzo.parallel.tensor.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
+from terrazzo.parallel.tensor.styles import (
+    STYLES,
+    Colwise,
+    Embedding,
+    Enter,
+    Logits,
+    Replicate,
+    Rowwise,
+    SplitSequence,
+    Style,
+)
 from terrazzo.parallel.tensor.vocabulary_loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 
 __all__ = [
@@ -63,7 +73,7 @@ __all__ = [
     "AttentionMask",
     "Balance",
     "Chunks",
-    "Column",
+    "Colwise",
     "Context",
     "Embedding",
     "Enter",
@@ -72,13 +82,13 @@ __all__ = [
     "Logits",
     "Mode",
     "Pipeline",
-    "Row",
+    "Replicate",
     "RowOrder",
+    "Rowwise",
     "SplitSequence",
     "Style",
     "TensorPlan",
     "TensorRanks",
-    "Uncut",
     "VocabularyLoss",
     "attention_heads",
     "check",

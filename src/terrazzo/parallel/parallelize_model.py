@@ -63,11 +63,12 @@ def parallelize(  # structure: signature fixed by the design
         mesh: that of `tz.mesh`; give `tz.shard` the same. Without `tp`, `cp`, `ep` and `pp` the model stays as it is.
         tensor: the plan of tensor parallelism. `"auto"` is the model's own: its `tensor_plan()`, or the
             `base_model_tp_plan` of transformers. Else a dict of globs over names of modules and styles, such as
-            `{"layers.*.mlp": "enter", "layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}`; or None.
-            Styles: `column` and `row` for linear layers, `column_gathered` for one whose outputs are gathered,
-            `row_splits` for one whose inputs are whole, `embedding` for a table by rows, `enter` for a module that
-            holds columns and rows, `sequence` for blocks that compute a part of each sequence, `uncut` for modules
-            that stay whole, and `tz.parallel.Column` with heads or fused parts.
+            `{"layers.*.mlp": "enter", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}`; or None.
+            Styles, most under the names that transformers has for them: `colwise` and `rowwise` for linear layers,
+            `colwise_gather_output` for one whose outputs are gathered, `rowwise_split_input` for one whose inputs are
+            whole, `embedding_rowwise` for a table by rows, `replicate` for modules that stay whole, `enter` for one
+            that holds colwise and rowwise layers, `sequence` for blocks that compute a part of each sequence, and
+            `tz.parallel.Colwise` with heads or fused parts.
         sequence: whether blocks of style `sequence` compute a part of each sequence. That sends as much, and keeps
             fewer activations. The length of sequences must divide by tp in training.
         context: how attention over shared sequences is computed: `gather`, `ulysses` or `ring`.

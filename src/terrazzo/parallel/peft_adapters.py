@@ -1,7 +1,7 @@
 """LoRA adapters of `peft` on modules that are cut: which of their matrices are cut too.
 
-LoRA adds `B (A x)` to a linear layer's output. On a layer of style column, a rank has a part of B's outputs and all of
-A. On a layer of style row, it has a part of A's inputs, whose outputs ranks sum, and all of B.
+LoRA adds `B (A x)` to a linear layer's output. On a layer of style colwise, a rank has a part of B's outputs and all of
+A. On a layer of style rowwise, it has a part of A's inputs, whose outputs ranks sum, and all of B.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.tensor.styles import Column, Row, Style, Uncut
+from terrazzo.parallel.tensor.styles import Colwise, Replicate, Rowwise, Style
 
 __all__ = ["adapted", "base_of", "with_adapters"]
 
@@ -49,7 +49,7 @@ def with_adapters(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, St
         if not _is_adapted(layer):
             moved[name] = style
             continue
-        if not _is_plain(layer) or not isinstance(style, Column | Row):
+        if not _is_plain(layer) or not isinstance(style, Colwise | Rowwise):
             raise BadInput(
                 f"{name!r} is a {type(layer).__name__} of peft, which the style {type(style).__name__.lower()} does "
                 "not know: ranks can share linear layers with plain LoRA adapters. Leave it out of the adapter's "
@@ -57,9 +57,9 @@ def with_adapters(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, St
             )
         moved[f"{name}.base_layer"] = style
         for adapter in layer.lora_A:
-            cut, whole = ("lora_B", "lora_A") if isinstance(style, Column) else ("lora_A", "lora_B")
+            cut, whole = ("lora_B", "lora_A") if isinstance(style, Colwise) else ("lora_A", "lora_B")
             moved[f"{name}.{cut}.{adapter}"] = replace(style)
-            moved[f"{name}.{whole}.{adapter}"] = Uncut(after_sum=isinstance(style, Row))
+            moved[f"{name}.{whole}.{adapter}"] = Replicate(after_sum=isinstance(style, Rowwise))
     return moved
 
 

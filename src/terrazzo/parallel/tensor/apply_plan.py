@@ -22,7 +22,7 @@ from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
 from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs
 from terrazzo.parallel.tensor.same_inputs import SameInputs, SameRandomStates
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit, split_between
-from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Style
+from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Logits, Rowwise, Style
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["cut_matrices"]
@@ -75,14 +75,14 @@ def _add_exchanges(cuts: TensorCuts) -> None:
     watch_first_forwards(cuts.model, _watches(cuts))
 
 
-def _of_column(cuts: TensorCuts, name: str, module: Any, style: Column, split: SequenceSplit) -> None:
+def _of_column(cuts: TensorCuts, name: str, module: Any, style: Colwise, split: SequenceSplit) -> None:
     if name in cuts.rows:
         compute_rows(module, cuts.rows[name])
     elif style.completes:
         gather_outputs(module, cuts.ranks, module.out_features)
 
 
-def _of_row(cuts: TensorCuts, name: str, module: Any, style: Row, split: SequenceSplit) -> None:
+def _of_row(cuts: TensorCuts, name: str, module: Any, style: Rowwise, split: SequenceSplit) -> None:
     if style.takes_part:
         split_inputs(module, cuts.ranks)
     sum_outputs(module, split, cuts.splits(name))
@@ -105,8 +105,8 @@ def _of_enter(cuts: TensorCuts, name: str, module: Any, style: Enter, split: Seq
 
 
 _EXCHANGES: dict[type[Style], Callable[[TensorCuts, str, Any, Any, SequenceSplit], None]] = {
-    Column: _of_column,
-    Row: _of_row,
+    Colwise: _of_column,
+    Rowwise: _of_row,
     Embedding: _of_embedding,
     Logits: _of_logits,
     Enter: _of_enter,

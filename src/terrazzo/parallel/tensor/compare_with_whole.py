@@ -175,7 +175,8 @@ def _form(value: Any) -> str:
 
 _HELP = (
     "See which module does what its style does not say: one that mixes tokens beside attention (a mean over positions, "
-    "a shift) may not be inside of style 'sequence', which sequence=False leaves out; what a matrix of style 'column' "
-    "computes must go to one of style 'row', or take 'column_gathered'; what has parameters and computes between the "
-    "two must be inside of a module of style 'enter', in which nothing may go around them, as x + down(up(x)) does."
+    "a shift) may not be inside of style 'sequence', which sequence=False leaves out; what a matrix of style 'colwise' "
+    "computes must go to one of style 'rowwise', or take 'colwise_gather_output'; what has parameters and computes "
+    "between the two must be inside of a module of style 'enter', in which nothing may go around them, as "
+    "x + down(up(x)) does."
 )

@@ -1,9 +1,9 @@
 """Finds plans under which an operation mixes tensors with parts of a gradient and tensors with all of it.
 
 Inside of a module of style `enter` each rank has a part of a tensor's gradient: what its own columns make of it. The
-parts are summed where the input enters. Behind the sum of a `row` each rank has all of the gradient. An operation that
-takes a tensor of each kind gives one of them a gradient that is wrong by a factor, without an error: as where a column
-follows a row, or a residual is added, inside of one module of style `enter`. First forwards are watched.
+parts are summed where the input enters. Behind the sum of a `rowwise` each rank has all of the gradient. An operation
+that takes a tensor of each kind gives one of them a gradient that is wrong by a factor, without an error: as where a
+column follows a row, or a residual is added, inside of one module of style `enter`. First forwards are watched.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class _Shares(FunctionWatch):
         self.after(module, lambda output: self._note(output, "all"))
 
     def add_split(self, name: str, module: nn.Module) -> None:
-        self.before(module, lambda args, kwargs: self._refuse_part(name, "row_splits", args, kwargs), first=True)
+        self.before(
+            module, lambda args, kwargs: self._refuse_part(name, "rowwise_split_input", args, kwargs), first=True
+        )
 
     def _note(self, values: Any, share: Share) -> None:
         for each in tree_leaves(values):
@@ -108,9 +110,9 @@ class _Shares(FunctionWatch):
             raise Misuse(
                 f"The model's forward computes ({function_name(func)}) with {what}, of whose gradient each rank along "
                 "tp has a part, and with what ranks have summed, of whose gradient each has all: one of them would be "
-                "wrong. Nothing may follow the sum of a 'row' inside of the same module of style 'enter', such as a "
-                "'column' or a norm, and no residual go around it. Give that style to a module around these matrices "
-                "alone, or to none, each 'column' then exchanging its own input."
+                "wrong. Nothing may follow the sum of a 'rowwise' inside of the same module of style 'enter', such as "
+                "a 'colwise' or a norm, and no residual go around it. Give that style to a module around these "
+                "matrices alone, or to none, each 'colwise' then exchanging its own input."
             )
         for share in by_share:
             self._note(result, share)

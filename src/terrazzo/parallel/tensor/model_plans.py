@@ -12,21 +12,16 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.peft_adapters import base_of
 from terrazzo.parallel.sharing_rules import shares_heads
 from terrazzo.parallel.tensor.read_plan import TensorPlan, matching
-from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
+from terrazzo.parallel.tensor.styles import STYLES, Colwise, Enter, Replicate, Rowwise, SplitSequence, Style
 
 __all__ = ["check_styles", "own_plan"]
 
 _TRANSFORMERS: dict[str, Style] = {
-    "colwise": Column(),
-    "colwise_gather_output": Column(gathered=True),
-    "rowwise": Row(),
-    "rowwise_split_input": Row(splits=True),
-    "embedding_rowwise": Embedding(),
-    "replicated_with_grad_allreduce": Uncut(),
-    "sequence_parallel": Uncut(),
-    "replicate": Uncut(),
+    **{name: style for name, style in STYLES.items() if name not in ("enter", "sequence")},
+    "replicated_with_grad_allreduce": Replicate(),
+    "sequence_parallel": Replicate(),
 }
-"""Styles of `base_model_tp_plan`."""
+"""Styles of `base_model_tp_plan`. Those of the last two have their gradients summed where blocks split sequences."""
 
 _EXPERTS = "moe_tp_experts"
 """Their style of a mixture's experts, which stay whole: a rank computes its own tokens, or shares along `ep`."""
@@ -54,8 +49,8 @@ def _own_plan(model: nn.Module, size: int) -> TensorPlan:
     if not transformers_plan:
         raise BadInput(
             f"{type(model).__name__} has no plan of tensor parallelism, neither tensor_plan() nor transformers' "
-            "base_model_tp_plan. Give one, as in tensor={'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', "
-            "'layers.*.mlp.down': 'row'}."
+            "base_model_tp_plan. Give one, as in tensor={'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'colwise', "
+            "'layers.*.mlp.down': 'rowwise'}."
         )
     return _of_transformers(model, transformers_plan, size)
 
@@ -80,10 +75,10 @@ def _of_transformers(model: Any, transformers_plan: Mapping[str, str], size: int
         width = getattr(parent, "head_dim", None)
         counts = {count * width: count for count in (heads, key_heads)} if isinstance(width, int) else {}
         module = model.get_submodule(name)
-        if isinstance(style, Column) and getattr(module, "out_features", None) in counts:
+        if isinstance(style, Colwise) and getattr(module, "out_features", None) in counts:
             style = replace(style, heads=counts[module.out_features])
         plan[name] = style
-        if isinstance(style, Column | Row) and parent is not model and "." in name and _is_region(styles, name):
+        if isinstance(style, Colwise | Rowwise) and parent is not model and "." in name and _is_region(styles, name):
             plan[name.rpartition(".")[0]] = _region(parent, _siblings(styles, name), heads // size, key_heads < size)
     runs = {glob.partition(".*")[0] for glob in transformers_plan if ".*" in glob}
     blocks = [name for run in runs if len(runs) == 1 for name in matching(model, f"{run}.*")]
@@ -101,7 +96,7 @@ def _routed(model: nn.Module, experts: str, plan: TensorPlan, blocks: Collection
     uncut = [
         name for name in with_parameters if name not in plan and not any(name.startswith(each) for each in entered)
     ]
-    return dict.fromkeys([experts, *uncut], Uncut())
+    return dict.fromkeys([experts, *uncut], Replicate())
 
 
 def _without_experts(theirs: Mapping[str, str]) -> dict[str, str]:
@@ -116,13 +111,13 @@ def _without_experts(theirs: Mapping[str, str]) -> dict[str, str]:
 
 def _region(parent: nn.Module, inside: list[Style], heads: int, one_key_head: bool) -> Enter:
     """A rank whose own query heads share one key head has a group of all of them; not where heads are put together."""
-    groups, gathered = "num_key_value_groups", any(isinstance(style, Column) and style.gathered for style in inside)
+    groups, gathered = "num_key_value_groups", any(isinstance(style, Colwise) and style.gathered for style in inside)
     return Enter(((groups, heads),) if one_key_head and not gathered and hasattr(parent, groups) else ())
 
 
 def _is_region(styles: Mapping[str, Style], name: str) -> bool:
     """Whether there are a matrix that is cut by columns and one by rows side by side."""
-    return all(any(isinstance(style, kind) for style in _siblings(styles, name)) for kind in (Column, Row))
+    return all(any(isinstance(style, kind) for style in _siblings(styles, name)) for kind in (Colwise, Rowwise))
 
 
 def _siblings(styles: Mapping[str, Style], name: str) -> list[Style]:
@@ -160,12 +155,7 @@ def _example(theirs: Mapping[str, str]) -> dict[str, str]:
     for glob, style in theirs.items():
         around = glob.rpartition(".")[0]
         siblings = {each: one for each, one in theirs.items() if each.rpartition(".")[0] == around}
-        if (
-            style == "rowwise"
-            and around
-            and "colwise" in siblings.values()
-            and {*siblings.values()} <= {*_TRANSFORMERS}
-        ):
-            names = {"colwise": "column", "rowwise": "row"}
-            return {around: "enter"} | {each: names[one] for each, one in siblings.items() if one in names}
-    return {"layers.*.mlp": "enter", "layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
+        cut = {each: one for each, one in siblings.items() if one in ("colwise", "rowwise")}
+        if style == "rowwise" and around and "colwise" in cut.values() and {*siblings.values()} <= {*_TRANSFORMERS}:
+            return {around: "enter", **cut}
+    return {"layers.*.mlp": "enter", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}

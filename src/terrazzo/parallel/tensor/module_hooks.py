@@ -49,7 +49,7 @@ class _Enter:
             raise Misuse(
                 f"{self.name!r}, a {type(module).__name__}, was given a second tensor that needs gradients, and ranks "
                 "exchange the first alone: each would have a part of the other's gradient. Do not give this module the "
-                "style 'enter' but its matrices theirs, each 'column' then exchanging its own input, and pass "
+                "style 'enter' but its matrices theirs, each 'colwise' then exchanging its own input, and pass "
                 "sequence=False to tz.parallelize where that tensor has another sequence."
             )
         return args, kwargs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from terrazzo.errors import BadInput, listed
-from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Uncut
+from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Logits, Replicate, Rowwise
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["check_regions"]
@@ -28,19 +28,19 @@ def _check_entered(cuts: TensorCuts) -> None:
     """Check the modules of style `enter`."""
     for name, _, _ in cuts.named(Enter):
         inner = {each: style for each, style in cuts.styles.items() if each.startswith(f"{name}.")}
-        if not all(any(isinstance(style, kind) for style in inner.values()) for kind in (Column, Row)):
+        if not all(any(isinstance(style, kind) for style in inner.values()) for kind in (Colwise, Rowwise)):
             raise BadInput(
-                f"The tensor-parallel plan has {name!r} as 'enter', but no 'column' and 'row' inside of it: its ranks' "
-                "parts would never be summed. Give the matrices inside their styles."
+                f"The tensor-parallel plan has {name!r} as 'enter', but no 'colwise' and 'rowwise' inside of it: its "
+                "ranks' parts would never be summed. Give the matrices inside their styles."
             )
-        whole = [each for each, style in inner.items() if isinstance(style, Column) and style.gathered]
+        whole = [each for each, style in inner.items() if isinstance(style, Colwise) and style.gathered]
         with_parameters = _with_parameters(cuts.model, name)
-        uncut = [each for each in with_parameters if not isinstance(cuts.styles.get(each), Column | Row)]
+        uncut = [each for each in with_parameters if not isinstance(cuts.styles.get(each), Colwise | Rowwise)]
         if whole and uncut:
             raise BadInput(
                 f"The tensor-parallel plan puts the outputs of {whole[0]!r} together again inside of {name!r}: whether "
                 f"{listed(uncut)} there gets a part of its gradient on each rank, or all of it, is not known. Give its "
-                "matrices 'column' and 'row', or give none inside of that module a style."
+                "matrices 'colwise' and 'rowwise', or give none inside of that module a style."
             )
 
 
@@ -48,26 +48,26 @@ def _check_between(cuts: TensorCuts) -> None:
     """Check matrices outside of `enter`: parameters between a column and a row see other activations on each rank."""
     outside = [
         (name, style)
-        for name, _, style in cuts.named(Column, Row)
+        for name, _, style in cuts.named(Colwise, Rowwise)
         if not cuts.inside(name, Enter) and not cuts.splits(name)
     ]
-    columns = [name for name, style in outside if isinstance(style, Column) and not style.completes]
-    rows = [name for name, style in outside if isinstance(style, Row) and not style.takes_part]
+    columns = [name for name, style in outside if isinstance(style, Colwise) and not style.completes]
+    rows = [name for name, style in outside if isinstance(style, Rowwise) and not style.takes_part]
     for region in dict.fromkeys(_around(row, columns) for row in rows if columns):
         unknown = [
             name
             for name in _with_parameters(cuts.model, region)
-            if not isinstance(cuts.styles.get(name), Column | Row | Embedding | Logits | Uncut)
+            if not isinstance(cuts.styles.get(name), Colwise | Rowwise | Embedding | Logits | Replicate)
             and not cuts.inside(name, Enter)
         ]
         if unknown:
             where = f"in {region!r}" if region else "in the model itself"
             raise BadInput(
-                f"The tensor-parallel plan has a 'column' and a 'row' {where}, outside of a module of style 'enter', "
-                f"and does not say where {listed([name or type(cuts.model).__name__ for name in unknown])} computes: "
-                "between the two each rank would have a part of its gradient, elsewhere all of it. Put what computes "
-                "between into one module with these matrices and give that the style 'enter'; and what has "
-                "parameters and computes before the one or behind the other the style 'uncut'."
+                f"The tensor-parallel plan has a 'colwise' and a 'rowwise' {where}, outside of a module of style "
+                f"'enter', and does not say where {listed([name or type(cuts.model).__name__ for name in unknown])} "
+                "computes: between the two each rank would have a part of its gradient, elsewhere all of it. Put what "
+                "computes between into one module with these matrices and give that the style 'enter'; and what has "
+                "parameters and computes before the one or behind the other the style 'replicate'."
             )
 
 
@@ -85,9 +85,9 @@ def _check_split(cuts: TensorCuts) -> None:
             continue
         if wrong := style.wrong_where_split:
             raise BadInput(
-                f"The tensor-parallel plan has {name!r} as {wrong}. Give it no part of its own ('uncut'), or the "
-                "module around it, with a 'column' and a 'row' inside, the style 'enter'; or pass sequence=False to "
-                "tz.parallelize."
+                f"The tensor-parallel plan has {name!r} as {wrong}. Give it no part of its own ('replicate'), or the "
+                "module around it, with a 'colwise' and a 'rowwise' inside, the style 'enter'; or pass sequence=False "
+                "to tz.parallelize."
             )
     for name, module in cuts.model.named_modules():
         if not cuts.splits(name) or cuts.inside(name, Enter) or name in cuts.styles:
@@ -95,8 +95,8 @@ def _check_split(cuts: TensorCuts) -> None:
         if next(module.parameters(recurse=False), None) is not None and not type(module).__name__.endswith("Norm"):
             raise BadInput(
                 f"{name!r}, a {type(module).__name__}, is neither cut nor inside of a module of style 'enter', but "
-                "would see a part of each sequence alone. Give it a style ('uncut', if it computes each position by "
-                "itself), or pass sequence=False to tz.parallelize."
+                "would see a part of each sequence alone. Give it a style ('replicate', if it computes each position "
+                "by itself), or pass sequence=False to tz.parallelize."
             )
 
 

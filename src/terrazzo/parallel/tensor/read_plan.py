@@ -21,7 +21,7 @@ from terrazzo.parallel.sharing_rules import shares_heads, shares_key_heads
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, runs_of
 from terrazzo.parallel.tensor.float8_scales import check_scales
 from terrazzo.parallel.tensor.plan_rules import check_regions
-from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, Style, Uncut, style_named
+from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Replicate, Rowwise, Style, style_named
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["TensorPlan", "cuts_of", "matching", "style_of"]
@@ -63,7 +63,7 @@ def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
     if not isinstance(plan, Mapping) or not plan:
         raise BadInput(
             f"tensor is {plan!r}; give 'auto', or a dict of globs over names of modules and styles, such as "
-            "{'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', 'layers.*.mlp.down': 'row'}."
+            "{'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}."
         )
     styles: dict[str, Style] = {}
     for glob, value in plan.items():
@@ -95,7 +95,7 @@ def _read_cuts(cuts: TensorCuts) -> None:
     """
     for name, module, style in cuts.named(*_READS):
         wanted = nn.Embedding if isinstance(style, Embedding) else nn.Linear
-        if not isinstance(module, wanted) or (isinstance(style, Row) and not _has_torchs_forward(module)):
+        if not isinstance(module, wanted) or (isinstance(style, Rowwise) and not _has_torchs_forward(module)):
             replaced = ", whose forward has been replaced," * ("forward" in vars(module))
             raise BadInput(
                 f"{name!r} is a {type(module).__name__}{replaced or ','} and the style {type(style).__name__.lower()} "
@@ -112,7 +112,7 @@ def _has_torchs_forward(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Float8Linear.forward) and "forward" not in vars(module)
 
 
-def _read_row(cuts: TensorCuts, name: str, module: Any, style: Row) -> None:
+def _read_row(cuts: TensorCuts, name: str, module: Any, style: Rowwise) -> None:
     runs = [[run] for run in _parts(cuts, name, module.weight.shape[1], "inputs")]
     cuts.records[name, "weight"] = _cut(cuts, module.weight, 1, runs)
 
@@ -127,7 +127,7 @@ def _read_embedding(cuts: TensorCuts, name: str, module: Any, style: Embedding) 
     cuts.records[name, "weight"] = _cut(cuts, module.weight, 0, runs)
 
 
-def _read_column(cuts: TensorCuts, name: str, module: Any, style: Column) -> None:
+def _read_column(cuts: TensorCuts, name: str, module: Any, style: Colwise) -> None:
     numel, size = module.weight.shape[0], cuts.ranks.size
     parts = style.parts or (numel,)
     heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
@@ -167,8 +167,8 @@ def _read_column(cuts: TensorCuts, name: str, module: Any, style: Column) -> Non
 
 
 _READS: dict[type[Style], Callable[[TensorCuts, str, Any, Any], None]] = {
-    Column: _read_column,
-    Row: _read_row,
+    Colwise: _read_column,
+    Rowwise: _read_row,
     Embedding: _read_embedding,
 }
 """What is recorded of a module of each style whose matrix is cut."""
@@ -197,14 +197,15 @@ def _record_uncut(cuts: TensorCuts) -> None:
             if record != known:
                 raise BadInput(
                     f"{before!r} and '{name}.{attribute}' are one parameter, which the plan cuts in two ways: give "
-                    "both of their modules styles that cut alike, such as 'embedding' and 'column_gathered', or none."
+                    "both of their modules styles that cut alike, such as 'embedding_rowwise' and "
+                    "'colwise_gather_output', or none."
                 )
 
 
 def _uncut(cuts: TensorCuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
     """The record of a parameter that all ranks have whole. Gradients are summed where ranks see other activations."""
     style = cuts.styles.get(name)
-    after_sum = style.after_sum if isinstance(style, Uncut) else attribute == "bias" and isinstance(style, Row)
+    after_sum = style.after_sum if isinstance(style, Replicate) else attribute == "bias" and isinstance(style, Rowwise)
     within = cuts.inside(name, Enter) and not after_sum
     partial = cuts.splits(name) or within or name in cuts.rows
     return Record(Family.SHARED, Box.all_of(parameter.shape), replicated=not partial)

@@ -12,7 +12,18 @@ from typing import ClassVar, Literal
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["STYLES", "Column", "Embedding", "Enter", "Logits", "Row", "SplitSequence", "Style", "Uncut", "style_named"]
+__all__ = [
+    "STYLES",
+    "Colwise",
+    "Embedding",
+    "Enter",
+    "Logits",
+    "Replicate",
+    "Rowwise",
+    "SplitSequence",
+    "Style",
+    "style_named",
+]
 
 
 Where = Literal["always", "alone", "never"]
@@ -45,7 +56,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Column(Style):
+class Colwise(Style):
     """A linear map of which each rank has a part of the outputs.
 
     Attributes:
@@ -68,12 +79,12 @@ class Column(Style):
 
     @property
     def wrong_where_split(self) -> str:
-        wrong = "'column_gathered' where sequences are split: it would hand on whole ones in the place of a part"
+        wrong = "'colwise_gather_output' where sequences are split: it would hand on whole ones in the place of a part"
         return wrong if self.gathered else ""
 
 
 @dataclass(frozen=True)
-class Row(Style):
+class Rowwise(Style):
     """A linear map of which each rank has a part of the inputs; its outputs are summed.
 
     Attributes:
@@ -90,7 +101,9 @@ class Row(Style):
 
     @property
     def wrong_where_split(self) -> str:
-        wrong = "'row_splits' where sequences are split: it would add up channels of other positions of each rank"
+        wrong = (
+            "'rowwise_split_input' where sequences are split: it would add up channels of other positions of each rank"
+        )
         return wrong if self.splits else ""
 
 
@@ -100,7 +113,7 @@ class Embedding(Style):
 
     completes: ClassVar[bool] = True
     wrong_where_split: ClassVar[str] = (
-        "'embedding' where sequences are split: it would add up rows for other positions of each rank"
+        "'embedding_rowwise' where sequences are split: it would add up rows for other positions of each rank"
     )
 
 
@@ -145,7 +158,7 @@ class SplitSequence(Style):
 
 
 @dataclass(frozen=True)
-class Uncut(Style):
+class Replicate(Style):
     """A module that every rank has whole, and of which nothing is changed.
 
     Attributes:
@@ -155,19 +168,19 @@ class Uncut(Style):
     after_sum: bool = False
 
 
-_KINDS = (Column, Row, Embedding, Logits, Enter, SplitSequence, Uncut)
+_KINDS = (Colwise, Rowwise, Embedding, Logits, Enter, SplitSequence, Replicate)
 
 STYLES: dict[str, Style] = {
-    "column": Column(),
-    "column_gathered": Column(gathered=True),
-    "row": Row(),
-    "row_splits": Row(splits=True),
-    "embedding": Embedding(),
+    "colwise": Colwise(),
+    "colwise_gather_output": Colwise(gathered=True),
+    "rowwise": Rowwise(),
+    "rowwise_split_input": Rowwise(splits=True),
+    "embedding_rowwise": Embedding(),
+    "replicate": Replicate(),
     "enter": Enter(),
     "sequence": SplitSequence(),
-    "uncut": Uncut(),
 }
-"""Names of styles in a plan."""
+"""Names of styles in a plan: those of transformers' `base_model_tp_plan`, where it has them, and two of our own."""
 
 
 def style_named(name: object, glob: str) -> Style:
@@ -187,6 +200,6 @@ def style_named(name: object, glob: str) -> Style:
         near = did_you_mean(name, STYLES) if isinstance(name, str) else ""
         raise BadInput(
             f"The tensor-parallel style of {glob!r} is {name!r}, which this version does not know.{near} Styles are "
-            f"{', '.join(STYLES)}, and terrazzo.parallel.Column with heads or parts."
+            f"{', '.join(STYLES)}, and terrazzo.parallel.Colwise with heads or parts."
         )
     return STYLES[name]

@@ -24,7 +24,7 @@ _VOCABULARY = Mark["VocabularyLoss"]("terrazzo_vocabulary")
 class VocabularyLoss:
     """The cross-entropy of the whole logits, of which each rank has a part, as `torch.nn.functional` has it.
 
-    For a head of style `column`. Ranks along `tp` exchange three numbers for each position. Collective.
+    For a head of style `colwise`. Ranks along `tp` exchange three numbers for each position. Collective.
 
     Args:
         mesh: that the model was cut for; or its ranks along `tp`.
@@ -61,7 +61,7 @@ class VocabularyLoss:
         if logits.shape[-1] != self._stop - self.start:
             raise BadInput(
                 f"VocabularyLoss was given logits of width {logits.shape[-1]}, and this rank's part of a vocabulary of "
-                f"{self.vocabulary} is {self._stop - self.start}: give the head the style 'column', which leaves "
+                f"{self.vocabulary} is {self._stop - self.start}: give the head the style 'colwise', which leaves "
                 "them apart."
             )
         places, elsewhere = self._places(targets)
@@ -80,15 +80,15 @@ class VocabularyLoss:
         if weight.shape[0] != self._stop - self.start:
             raise BadInput(
                 f"VocabularyLoss was given a weight of {weight.shape[0]} rows, and this rank's part of a vocabulary of "
-                f"{self.vocabulary} has {self._stop - self.start}: cut the head with the style 'column'."
+                f"{self.vocabulary} has {self._stop - self.start}: cut the head with the style 'colwise'."
             )
         return linear_cross_entropy(hidden, weight, targets, ignore_index=self._ignored, parts=self)
 
-    def highest(self, values: Tensor) -> Tensor:
+    def maximum(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks along `tp`, without a gradient. Collective."""
         return self._ranks.maximum(values)
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The elementwise sum over the ranks along `tp`, in their order. Collective."""
         return self._ranks.all_reduce(values)
 

@@ -258,12 +258,12 @@ def _feed_forward_plan(experts: MixtureConfig | None) -> dict[str, Style]:
     prefix = "blocks.*.feed_forward"
     if experts is not None:
         whole = ["router", "experts", *(f"shared.{matrix}" for matrix in ("gate", "up", "down") if experts.shared)]
-        return {f"{prefix}.{each}": parallel.Uncut() for each in whole}
+        return {f"{prefix}.{each}": parallel.Replicate() for each in whole}
     plan: dict[str, Style] = {prefix: parallel.Enter()}
     return plan | {
-        f"{prefix}.gate": parallel.Column(),
-        f"{prefix}.up": parallel.Column(),
-        f"{prefix}.down": parallel.Row(),
+        f"{prefix}.gate": parallel.Colwise(),
+        f"{prefix}.up": parallel.Colwise(),
+        f"{prefix}.down": parallel.Rowwise(),
     }
 
 
@@ -365,14 +365,14 @@ class Decoder(nn.Module):
         heads, kv_heads = self.config.heads, self.config.kv_heads
         plan: dict[str, Style] = {"embedding": parallel.Embedding(), "blocks.*": parallel.SplitSequence()}
         plan["blocks.*.attention"] = parallel.Enter()
-        plan["blocks.*.attention.query"] = parallel.Column(heads)
+        plan["blocks.*.attention.query"] = parallel.Colwise(heads)
         for matrix in ("key", "value"):
-            plan[f"blocks.*.attention.{matrix}"] = parallel.Column(kv_heads)
-        plan["blocks.*.attention.output"] = parallel.Row()
+            plan[f"blocks.*.attention.{matrix}"] = parallel.Colwise(kv_heads)
+        plan["blocks.*.attention.output"] = parallel.Rowwise()
         plan |= _feed_forward_plan(self.config.experts)
         if self.head is None:
             return plan | {"tied_head": parallel.Logits(self.config.vocab_size, gathered)}
-        return plan | {"head": parallel.Column(gathered=gathered)}
+        return plan | {"head": parallel.Colwise(gathered=gathered)}
 
     def num_flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations of forward and backward for one token: `6 N + 12 × layers × dim × T`.

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
 from terrazzo.config import Config
-from terrazzo.parallel import Column, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, style_of
+from terrazzo.parallel import Colwise, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, style_of
 from terrazzo.train.model.decoder import Decoder
 
 __all__ = ["leaves_logits_apart", "name_of_head", "parallelize_model", "pipeline_of", "plan_of", "vocabulary_apart"]
@@ -59,7 +59,7 @@ def plan_of(model: nn.Module, config: Config) -> TensorPlan:
     plan = own_plan(model, config.plan.mesh.tp)
     head = name_of_head(model)
     style = plan.get(head)
-    return {**plan, head: replace(style, gathered=False)} if isinstance(style, Column) else plan
+    return {**plan, head: replace(style, gathered=False)} if isinstance(style, Colwise) else plan
 
 
 def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
@@ -72,7 +72,7 @@ def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
     style = style_of(model, plan, head)
     if isinstance(style, Logits):
         return 0 if style.gathered else style.numel
-    stays = isinstance(style, Column) and not style.gathered
+    stays = isinstance(style, Colwise) and not style.gathered
     return int(getattr(model.get_submodule(head), "out_features", 0)) if stays else 0
 
 
@@ -81,7 +81,7 @@ def leaves_logits_apart(config: Config) -> bool:
     other module.
     """
     plan = config.parallel.tensor.plan
-    named = plan == "auto" or any(style == "column" for glob, style in plan.items() if "." not in glob)
+    named = plan == "auto" or any(style == "colwise" for glob, style in plan.items() if "." not in glob)
     return config.plan.mesh.tp > 1 and named
 
 
