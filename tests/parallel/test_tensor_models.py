@@ -227,10 +227,10 @@ def refused(base, match, tp=2, error=tz.BadInput, **options):
 @pytest.mark.parametrize(
     ("tensor", "match"),
     [
-        ({"layers.*.inner.both": "columns"}, "style of 'layers.*.inner.both' is 'columns'.*Did you mean 'colwise'"),
+        ({"layers.*.inner.both": "colwises"}, "style of 'layers.*.inner.both' is 'colwises'.*Did you mean 'colwise'"),
         ({"layer.*": "enter"}, "'layer.*', which matches no module of Net"),
         ({"layers.*.inner": "enter"}, "no 'colwise' and 'rowwise' inside"),
-        ({"layers.*.norm": "rowwise"}, "is a LayerNorm, and the style row knows torch.nn.Linear"),
+        ({"layers.*.norm": "rowwise"}, "is a LayerNorm, and the style rowwise knows torch.nn.Linear"),
         ({**PLAN, "layers.0.inner.both": "colwise"}, "two styles"),
         ({**PLAN, "layers.*.inner.both": Colwise(heads=3)}, "has 3 heads in 24 outputs, which tp 2 does not divide"),
         ({**PLAN, "layers.*.inner.both": Colwise(parts=(12, 13))}, "parts that add up to 24"),
@@ -308,7 +308,7 @@ class Code(nn.Module):
 
 def test_a_table_is_not_looked_up_by_parts_of_sequences() -> None:
     plan = {"0": "sequence", "0.up": "colwise", "0.down": "rowwise", "0.codes": "embedding_rowwise"}
-    refused(nn.Sequential(Code()), "'0.codes' as 'embedding' where sequences are split", tensor=plan)
+    refused(nn.Sequential(Code()), "'0.codes' as 'embedding_rowwise' where sequences are split", tensor=plan)
 
 
 class Stack(nn.Module):

@@ -23,7 +23,7 @@ from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
-from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.model.prepare import ModelOnPaper, prepare_model
 from terrazzo.train.planning.as_setup import optimizer_spec, setup_of
 from terrazzo.train.preflight.offload_room import check_folders
 from terrazzo.train.preflight.shared_axes import check_axes
@@ -306,7 +306,7 @@ def test_a_plan_on_all_axes_is_read_back_by_train_as_it_was(
     asked = {"gpu": "cpu", "precision": "fp32", "sequence": 256, "global_batch": 64, **axes}
     config, _ = emitted(tmp_path, model, gpus=ranks, **asked)
     planned = build_setup(Request(model, ranks, **asked))
-    check_axes(config)
+    check_axes(config, ModelOnPaper(config))
     read = setup_of(config, ranks, planned.cluster)
     assert read.mesh == planned.mesh
     assert (read.pipeline, read.virtual_stages) == (planned.pipeline, planned.virtual_stages)

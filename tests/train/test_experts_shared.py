@@ -16,7 +16,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.text.words import count_text, setup_text
 from terrazzo.train.model.decoder import Decoder
-from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.model.prepare import ModelOnPaper, prepare_model
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.summary import summary_lines
 from terrazzo.train.preflight import check
@@ -257,5 +257,6 @@ def test_experts_of_transformers_that_ranks_cannot_share_are_refused_before_work
 ) -> None:
     pytest.importorskip("transformers")
     values = of_transformers(tmp_path, {"ep": 2}, **changes) | more
+    config = config_from_dict(values)
     with pytest.raises(BadInput, match=message):
-        check_axes(config_from_dict(values))
+        check_axes(config, ModelOnPaper(config))

@@ -57,7 +57,7 @@ def spawn_rank(rank: int, work: Callable[[], int], claims: Path | None = None) -
 
     def claim_and_work(process: RankProcess) -> int:
         if claims is not None:
-            process.announce_claim(claims, lambda: 7)
+            process.note_end_in(claims, lambda: 7)
         return work()
 
     def body() -> None:
@@ -288,7 +288,7 @@ def test_the_first_failure_is_noted_in_the_runs_own_folder(attempts: Callable[[i
 def test_a_rank_that_nobody_has_started_notes_its_own_interruption(tmp_path: Path) -> None:
     def body() -> None:
         process = RankProcess(0)
-        process.announce_claim(tmp_path, lambda: 7)
+        process.note_end_in(tmp_path, lambda: 7)
         process.note_interrupted()
         os._exit(INTERRUPTED)
 

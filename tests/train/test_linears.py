@@ -13,7 +13,7 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.nn.float8_linear import FLOAT8
 from terrazzo.train.model.linears import try_linears
-from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.model.prepare import ModelOnPaper, prepare_model
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight.shared_axes import check_axes
 from tests.train.test_session import config_in, trained
@@ -83,11 +83,13 @@ def test_a_glob_that_matches_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_parts_of_matrices_that_do_not_fit_are_refused_before_a_process_starts(tmp_path: Path) -> None:
     sharing = {"plan": {"mesh": {"tp": 2}}, "precision": EIGHT}
-    check_axes(run(tmp_path, **sharing, model={**MODEL, "ffn_dim": 64}))
+    config = run(tmp_path, **sharing, model={**MODEL, "ffn_dim": 64})
+    check_axes(config, ModelOnPaper(config))
+    config = run(tmp_path, **sharing)
     with pytest.raises(
         BadInput, match=r"precision.linears is .*feed_forward.down.* has 32 x 24, whose sizes are no multiples of 16"
     ):
-        check_axes(run(tmp_path, **sharing))
+        check_axes(config, ModelOnPaper(config))
 
 
 def test_what_comes_back_in_bf16_needs_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
+from terrazzo.train.model.prepare import ModelOnPaper
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.report.mesh_picture import mesh_picture
@@ -196,5 +197,6 @@ def test_stages_of_a_model_of_transformers_train_as_one_rank_does(
 @pytest.mark.parametrize("kind", ["gpt2", "stablelm"])
 def test_models_of_transformers_without_stages_are_refused_before_anything_is_built(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers")
+    config = config_from_dict(of_transformers(tmp_path, {"pp": 2}, 2, model_type=kind))
     with pytest.raises(BadInput, match=r"plan\.mesh\.pp 2: Nothing says how values go through a "):
-        check_axes(config_from_dict(of_transformers(tmp_path, {"pp": 2}, 2, model_type=kind)))
+        check_axes(config, ModelOnPaper(config))

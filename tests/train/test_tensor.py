@@ -354,8 +354,8 @@ def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_built(
 
 
 def test_styles_and_key_heads_of_a_plan_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"the style 'colum'\. Did you mean 'colwise'\?"):
-        config_from_dict(of_transformers(tmp_path, 2, {"tp": 2}, {"lm_head": "colum"}))
+    with pytest.raises(BadInput, match=r"the style 'colwis'\. Did you mean 'colwise'\?"):
+        config_from_dict(of_transformers(tmp_path, 2, {"tp": 2}, {"lm_head": "colwis"}))
     with pytest.raises(BadInput, match=r"the 2 key heads do not divide by plan\.mesh\.tp 4.*plan=auto"):
         check(config_from_dict(of_transformers(tmp_path, 4, {"tp": 4}, GLOBS)), 4)
 
