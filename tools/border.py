@@ -85,7 +85,7 @@ ACTS: Mapping[str, Act] = {
     "measure": Act(
         "p.norm(), p.isnan().any()", "dddddd", "dddddd", "border/measuring/measured", _REFUSED, "Collective."
     ),
-    "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameters/parameter", _REFUSED, _WAITS),
+    "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameters/at_rest", _REFUSED, _WAITS),
     "write": Act(
         "p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "buckets/parameters/edits", _REFUSED, _LEAVES_TRACES
     ),

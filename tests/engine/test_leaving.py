@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine.buckets.parameters.parameter import AtRest
+from terrazzo.engine.buckets.parameters.at_rest import AtRest
 from tests.engine.toys import (
     Net,
     adamw,

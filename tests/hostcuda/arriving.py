@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
-from terrazzo.engine.buckets.parameters.parameter import Arriving
+from terrazzo.engine.buckets.parameters.at_rest import Arriving
 from tests.hostcuda.cases import STEPS, Case, sharded, step
 
 __all__ = ["TOUCHES", "touched"]

@@ -51,9 +51,9 @@ Four ways through it, each from its first call to its last:
     A step of what is on `nvme`: the docstring of `offload`, and of all else that of `optim`
 
     `p.data.copy_(new)` by a user
-        buckets/parameters/parameter  AtRest._answer             values not here: `.data` is a Measured,
+        buckets/parameters/at_rest    AtRest._answer             values not here: `.data` is a Measured,
         border/measuring/measured               Measured._answer           and `copy_` of that raises
-        buckets/parameters/parameter  `data` in _linked          values here: noted, or an alias that counts versions
+        buckets/parameters/at_rest    `data` in _linked          values here: noted, or an alias that counts versions
         buckets/parameters/edits      Edits.take_written         gathered for reading: raises as they are released
         model/gathered_blocks         GatheredBlocks.block       `tz.gathered(model, write=True)`: taken over
         hooks/forward_hooks           ForwardHooks.before_model  whole weights: compared as the next pass begins,
@@ -76,7 +76,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     sharding.mesh_checks                        whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     consensus.equal_values                      tensors that all ranks have alike before a model is cut
-    buckets.parameters.parameter                what a forward does with a weight, and what replaces one
+    buckets.parameters.note                     whose hooks are on a weight, and what replaces one
 
 `python -m tools.lint` checks both.
 """
@@ -86,7 +86,7 @@ from terrazzo.engine.border.forward_methods import register_forward_method
 from terrazzo.engine.border.sharded_module import ShardedModule
 from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.border.unattached_optimizers import on_unattached_step
-from terrazzo.engine.buckets.parameters.parameter import Zeros
+from terrazzo.engine.buckets.parameters.placeholder import Zeros
 from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, WireFormat

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, record_of
-from terrazzo.engine.buckets.parameters.parameter import has_hooks, note_of, successor
+from terrazzo.engine.buckets.parameters.note import has_hooks, note_of, successor
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["check_replaceable", "replaced_by_part", "watch_states"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine.autograd.outputs import leaves_of, map_tensors
-from terrazzo.engine.buckets.parameters.parameter import Placeholder
+from terrazzo.engine.buckets.parameters.placeholder import Placeholder
 from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.errors import Misuse
 

@@ -6,7 +6,7 @@ What a user does is intercepted in one of three ways. Which one follows from wha
     calls a method of the model or an optimizer:    a subclass: that one object's        sharded_module,
     model.state_dict(), optimizer.zero_grad()       `__class__` is replaced              sharded_optimizer
 
-    calls a function of torch with a tensor whose   a `Placeholder`: its                 buckets/parameters/parameter,
+    calls a function of torch with a tensor whose   a `Placeholder`: its                 buckets/parameters/at_rest,
     values are not here: p.norm(), p.grad.mul_(2)   `__torch_function__` answers         measuring/, gradients/
 
     begins or ends a forward, backward or step      a hook that torch calls              hooks/, gradients/,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.border.collective_calls import on_every_rank
-from terrazzo.engine.buckets.parameters.parameter import sharded_name
+from terrazzo.engine.buckets.parameters.note import sharded_name
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.states.optimizer_states import OptimizerStates

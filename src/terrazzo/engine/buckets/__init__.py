@@ -19,7 +19,7 @@ Who has what, from a unit down to memory:
         FullWeights          what modules compute with; parameters are views of it              weights/full
           FullMemory         its memory, which comes and goes                                   weights/full_memory
           WeightGather       the way that it comes, by what is sent: a dtype, blocks, codes     weights/weight_gathers
-          Guard              parameters whose values are not here refuse to be read             parameters/parameter
+          Guard              parameters whose values are not here refuse to be read             parameters/at_rest
           Edits              what users have written into them                                  parameters/edits
         Gradient             from autograd to the optimizer                                     gradients/gradient
           UnreducedGradient  as autograd brings it                                              gradients/unreduced

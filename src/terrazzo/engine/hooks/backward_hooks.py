@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameters.parameter import register_accumulate_hook
+from terrazzo.engine.buckets.parameters.note import register_accumulate_hook
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.consensus.agreement import Agreement

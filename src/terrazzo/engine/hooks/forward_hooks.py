@@ -16,7 +16,7 @@ from terrazzo.engine.autograd.listeners import eager, inside_backward, on_backwa
 from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
 from terrazzo.engine.autograd.saved import SavedWeights
-from terrazzo.engine.buckets.parameters.parameter import note_of
+from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.engine.comm.label import Purpose

@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import nn
 
-from terrazzo.engine.buckets.parameters.parameter import note_of
+from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.errors import Misuse, listed, warn
 
 __all__ = ["ModuleTree"]

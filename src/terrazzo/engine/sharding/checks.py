@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.aliases import check_views
-from terrazzo.engine.buckets.parameters.parameter import note_of
+from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes

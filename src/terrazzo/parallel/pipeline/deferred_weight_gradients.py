@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from terrazzo.engine import Engine
-from terrazzo.engine.buckets.parameters.parameter import has_hooks
+from terrazzo.engine.buckets.parameters.note import has_hooks
 from terrazzo.engine.runtime.private_torch import will_run
 from terrazzo.nn.float8_linear import Float8Linear, product_of
 from terrazzo.nn.float8_products import Float8

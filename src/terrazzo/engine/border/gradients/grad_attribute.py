@@ -16,7 +16,7 @@ from terrazzo.engine.autograd.listeners import eager, inside_backward
 from terrazzo.engine.border.gradients.grad_edits import adopt_dropped, refuse_set_before, refuse_unused
 from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers
 from terrazzo.engine.border.gradients.shown_gradients import ShownGradients
-from terrazzo.engine.buckets.parameters.parameter import register_gradient_hook
+from terrazzo.engine.buckets.parameters.note import register_gradient_hook
 from terrazzo.engine.hooks.backward_hooks import GradientListener
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.runtime.private_torch import plainly

@@ -24,7 +24,8 @@ from terrazzo.engine.border.measuring.measures import (
     can_be_measured,
 )
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameters.parameter import Placeholder, note_of
+from terrazzo.engine.buckets.parameters.note import note_of
+from terrazzo.engine.buckets.parameters.placeholder import Placeholder
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.runtime.overrides import arguments_text, by_torch_names, function_name
 from terrazzo.engine.runtime.weak import weakly

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from terrazzo.engine.buckets.parameters.aliases import leave_memory
-from terrazzo.engine.buckets.parameters.parameter import note_of, plain_data
+from terrazzo.engine.buckets.parameters.at_rest import plain_data
+from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.runtime.private_torch import set_versions
 from terrazzo.errors import Misuse
 

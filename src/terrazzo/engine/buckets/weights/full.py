@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from terrazzo.engine.buckets.parameters.at_rest import Guard
 from terrazzo.engine.buckets.parameters.edits import Edits, Watched
-from terrazzo.engine.buckets.parameters.parameter import Guard, Note
+from terrazzo.engine.buckets.parameters.note import Note
 from terrazzo.engine.buckets.resting.buffer import Resting, Space, view
 from terrazzo.engine.buckets.weights.full_memory import FullMemory, Storages
 from terrazzo.engine.buckets.weights.weight_gathers import weight_gather

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.buckets.parameters.parameter import StateIn8Bits, StateOnNvme, StatePlaceholder
 from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.optim.segments.group_runs import held_range, runs
+from terrazzo.engine.optim.segments.state_placeholder import StateIn8Bits, StateOnNvme, StatePlaceholder
 from terrazzo.engine.optim.stock.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 
