@@ -285,10 +285,14 @@ def exposed_along_tp(**changes: Any) -> float:
 
 
 def test_products_hide_the_exchanges_along_tp_that_run_beside_them() -> None:
-    """Half of those of backward, which are as long as forward's; under async two fifths of all."""
+    """Two fifths of all under async; half of backward's: two gathers and two sums of each of 32 layers, and what the
+    embeddings and the head exchange, which is less than a layer.
+    """
     none = exposed_along_tp(checkpointing="none")
-    assert exposed_along_tp(checkpointing="none", tensor_overlap="backward") == pytest.approx(0.75 * none)
     assert exposed_along_tp(checkpointing="none", tensor_overlap="async") == pytest.approx(0.6 * none)
+    around_s = 4 * (8192 * 4096 * 2 * 3 / 4 / (0.8 * 450e9) + 8.4e-6 + 3 * 3.4e-6)
+    hidden = none - exposed_along_tp(checkpointing="none", tensor_overlap="backward")
+    assert 0.5 * 32 * around_s < hidden < 0.5 * 33 * around_s
 
 
 @pytest.mark.parametrize(("framework", "usual"), [("megatron", "backward"), ("terrazzo", "none"), ("fsdp2", "none")])
