@@ -1,4 +1,4 @@
-"""What the tests of dialects share: the inventory of keys, documents from dotted keys, and round trips."""
+"""What the tests of dialects share: the inventory of keys, documents from dotted keys, and what writers promise."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten, split
+from terrazzo.dialects.core.agreement import agree_on
+from terrazzo.dialects.core.description import Description, asks_for_nothing
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document
 
 __all__ = [
-    "assert_lossless",
+    "assert_agrees_or_says",
+    "assert_each_agrees_or_says",
     "converted",
     "described",
     "findings_by_key",
@@ -78,29 +80,24 @@ def precision(name: str, document: dict[str, Any], **context: Any) -> list[str]:
     return [description.value(f"precision.{column}") for column in COLUMNS]
 
 
-def assert_lossless(name: str, document: dict[str, Any], **context: Any) -> dict[str, Any]:
-    """Written and read again it means the same, and what was applied stands there as it stood."""
-    before = reading(name, document, **context)
-    written = dialect(name).write(before.description, ReadingContext(**context)).document
-    after = described(name, written, **context)
-    for path, setting in before.description.items():
-        assert (path, after[path].value) == (path, setting.value)
-    flat = flatten(written)
-    for verdict in before.verdicts:
-        if verdict.kind == "applied":
-            assert _at(written, flat, verdict.key) == verdict.value, verdict
-    known = {verdict.key for verdict in before.verdicts} | set(flatten(document))
-    if not any(verdict.kind == "renamed" for verdict in before.verdicts):
-        assert set(flat) <= known
-    return written
+KEPT = ("applied", "renamed", "defaulted")
 
 
-def _at(document: dict[str, Any], flat: dict[str, Any], key: str) -> Any:
-    if key in flat:
-        return flat[key]
-    place: Any = document
-    for name in split(key):
-        assert isinstance(place, dict), key
-        assert name in place, key
-        place = place[name]
-    return place
+def assert_agrees_or_says(name: str, document: dict[str, Any], **context: Any) -> None:
+    """A dialect's writer, held against its reader: see `assert_each_agrees_or_says`."""
+    before = described(name, document, **context)
+    writing = dialect(name).write(before, ReadingContext(**context))
+    assert_each_agrees_or_says(before, writing, described(name, writing.document, **context))
+
+
+def assert_each_agrees_or_says(before: Description, writing: Writing, after: Description) -> None:
+    """What a writer calls kept is kept: the document, read back as `after`, says it too, or the writer says why not."""
+    for verdict in writing.verdicts:
+        path = verdict.key
+        if verdict.kind not in KEPT or verdict.why:
+            assert verdict.why, (path, verdict)
+            continue
+        assert agree_on(path, before, after), (path, before.value(path), after.value(path), verdict)
+        counts = before[path].origin in ("file", "auto") and not asks_for_nothing(path, before.value(path))
+        if counts and before.dialect != after.dialect:
+            assert after[path].is_set or not verdict.target, (path, verdict)

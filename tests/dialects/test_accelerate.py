@@ -15,8 +15,9 @@ from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from terrazzo.dialects.formats.accelerate.launch_environment import launched_document
 from terrazzo.dialects.registry import recognise
+from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.errors import BadInput
-from tests.dialects.peers import assert_lossless, converted, described
+from tests.dialects.peers import assert_agrees_or_says, converted, described
 from tests.helpers.launched import launched, plugin
 
 COMMON = {"compute_environment": "LOCAL_MACHINE", "num_processes": 8, "num_machines": 1, "mixed_precision": "bf16"}
@@ -133,20 +134,14 @@ PROFILES = {
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_profiles_are_read_and_written_again(name: str, tmp_path: Path) -> None:
+def test_profiles_are_read_and_written_again(name: str) -> None:
     engine, row = PROFILES[name]
     document = {**_PROFILE, **engine}
     assert DIALECT.recognises(document)
     reading = DIALECT.read(document)
     assert not [each for each in reading.verdicts if each.kind == "refused"]
     assert reading.description.row == row
-    written = json.loads(json.dumps(DIALECT.write(reading.description).document))
-    for key, value in document.items():
-        if not isinstance(value, dict):
-            assert written[key] == value
-    if name != "zero1":  # its zero3_init_flag has no effect
-        assert written == document
-    assert launched(written, tmp_path) == launched(document, tmp_path)
+    assert_agrees_or_says("accelerate", document)
 
 
 # -- FSDP ----------------------------------------------------------------------------------------------------------
@@ -168,7 +163,7 @@ def test_hybrid_sharding_on_a_single_node_is_full_sharding(strategy: str | int, 
     assert verdict(document, "fsdp_config.fsdp_sharding_strategy").kind == "renamed"
     assert read({**document, "num_machines": 2}).row == f"hybrid_shard{'_zero2' * (row == 'shard_grad_op')}"
     assert described("accelerate", document).value("mesh.dp_replicate") == 1
-    assert assert_lossless("accelerate", document)["fsdp_config"]["fsdp_sharding_strategy"] == strategy
+    assert converted("accelerate", "accelerate", document).document == document
     conversion = converted("accelerate", "terrazzo", document)
     assert conversion.document["plan"]["name"] == row
     assert "refused" not in {each.kind for each in conversion.verdicts}
@@ -307,7 +302,6 @@ def test_dropped_keys_name_what_was_meant(document: dict[str, Any], key: str, me
 def test_a_key_counts_with_and_without_its_prefix() -> None:
     document = {**COMMON, "distributed_type": "FSDP", "fsdp_config": {"version": 2, "offload_params": True}}
     assert values(read(document), "offload", "weight", "grad", "optim") == ["cpu", "cpu", "cpu"]
-    assert DIALECT.write(read(document)).document["fsdp_config"] == document["fsdp_config"]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +344,8 @@ def test_a_deepspeed_file_is_read_in_its_place(tmp_path: Path) -> None:
     kinds = {each.key: each for each in reading.verdicts}
     assert kinds["deepspeed_config.zero_stage"].kind == "refused"
     assert "zero_quantized_nontrainable_weights" in kinds["deepspeed_config.deepspeed_config_file"].why
-    assert DIALECT.write(reading.description).document["deepspeed_config"] == {"deepspeed_config_file": "ds.json"}
+    conversion = convert_reading(DIALECT, reading, DIALECT, context)
+    assert conversion.document["deepspeed_config"] == {"deepspeed_config_file": "ds.json"}  # without what is refused
 
 
 @pytest.mark.parametrize("name", ["absent.json", "../../../../etc/hostname", ""])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from terrazzo.dialects.formats.accelerate.keys import SECTIONS, TOP
 from tests.helpers.launched import has_plugin, launched, plugin
@@ -106,31 +103,6 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 
 
 # -- tests ---------------------------------------------------------------------------------------------------------
-
-
-@FUZZ
-@given(document=documents())
-def test_what_is_read_is_written_so_that_ranks_start_in_the_same_environment(
-    document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("launch")
-    reading = DIALECT.read(document)
-    written = json.loads(json.dumps(DIALECT.write(reading.description).document))
-    flat = flatten(written)
-    for verdict in reading.verdicts:
-        if verdict.kind == "applied":
-            assert flat.get(verdict.key, ...) == verdict.value, verdict
-    again = DIALECT.read(written).description
-    for path in PATHS:
-        assert again.value(path) == reading.description.value(path), path
-    if not refusals(document):
-        assert _told(launched(written, folder)) == _told(launched(document, folder))
-
-
-def _told(environment: dict[str, str]) -> dict[str, str]:
-    """Without the mere list of the keys that stood in the file, whose order means nothing."""
-    listed = set(environment.pop("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))
-    return {**environment, "fields": " ".join(sorted(listed))}
 
 
 @FUZZ

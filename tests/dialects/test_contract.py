@@ -136,9 +136,7 @@ def test_whatever_is_in_a_document(name: str, data: st.DataObject) -> None:
     spoken = {verdict.key for verdict in target.write(reading.description, context).verdicts}
     assert spoken == {path for path, setting in reading.description.items() if setting.is_set}
     if target.name == name and not conversion.refused:
-        again = read_document(target, conversion.document, context)
-        for path, setting in reading.description.items():
-            assert again.description[path].value == setting.value, path
+        assert conversion.document == document
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])

@@ -132,6 +132,63 @@ def test_the_same_dialect_keeps_what_only_it_has() -> None:
     assert set(kinds(conversion).values()) == {"applied"}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "# mine\nplan:  zero2   # small\ntrain: {steps: 8}\n"),
+        ("a.json", '{"zero_optimization": {"stage": 2}, // small\n "train_micro_batch_size_per_gpu": 1,}'),
+        ("a.toml", "# mine\n[training]\nsteps = 8\n"),
+        ("a.sh", "#!/bin/bash\n# mine\nLR=1e-4\ntorchrun pretrain_gpt.py --lr $LR --micro-batch-size 1\n"),
+    ],
+)
+def test_a_file_in_its_own_dialect_is_the_file(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    read = understand(tmp_path / name)
+    conversion = convert_reading(read.dialect, read.reading, read.dialect, read.context)
+    assert to_text(conversion.document, read.loaded.format, read.loaded, conversion.verdicts) == text
+
+
+def test_what_a_library_refuses_is_left_out_of_its_own_document() -> None:
+    document = {
+        "zero_optimization": {"stage": 3, "max_live_parameters": 10, "stag": 1},
+        "bfloat16": {"enabled": True},
+        "elasticity": {"enabled": False},
+        "gradient_clipping": "much",
+    }
+    conversion = converted(document, dialect("deepspeed"), dialect("deepspeed"))
+    assert conversion.document == {
+        "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10},
+        "bf16": {"enabled": True},
+    }
+    assert {verdict.key for verdict in conversion.refused} == {"zero_optimization.stag", "gradient_clipping"}
+
+
+@pytest.mark.parametrize(
+    ("target", "place"), [("trainer", ("deepspeed",)), ("lightning", ("trainer", "strategy", "init_args", "config"))]
+)
+def test_a_deepspeed_document_is_carried_as_it_stands(target: str, place: tuple[str, ...]) -> None:
+    """With what DeepSpeed alone knows; what the other says in its own words is left to it."""
+    zero = {"stage": 2, "reduce_bucket_size": 7, "offload_optimizer": {"device": "none"}}
+    document = {"zero_optimization": zero, "bfloat16": {"enabled": True}, "aio": {"queue_depth": 3}}
+    inner: Any = converted(document, dialect("deepspeed"), dialect(target)).document
+    assert inner.get("bf16", inner.get("trainer", {}).get("precision")) in (True, "bf16-true")
+    for name in place:
+        inner = inner[name]
+    assert inner["zero_optimization"] == zero
+    assert inner["aio"] == {"queue_depth": 3}
+
+
+def test_a_value_that_auto_stands_for_is_written_and_an_open_one_is_not() -> None:
+    inner = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": "auto"}}}
+    fields = {"output_dir": "x", "learning_rate": 1e-4, "deepspeed": inner}
+    written = converted(fields, dialect("trainer"), dialect("deepspeed")).document
+    assert (written["optimizer"]["params"]["lr"], written["optimizer"]["params"]["eps"]) == (1e-4, 1e-8)
+    batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    conversion = converted({**batch, "zero_optimization": {"stage": 3}}, dialect("deepspeed"), dialect("torchtitan"))
+    assert None not in flatten(conversion.document).values()
+    assert {kinds(conversion)[key] for key in batch} == {"lossy"}
+
+
 def test_a_loss_that_the_writer_hides_is_found_by_reading_back() -> None:
     conversion = converted({"optimizer": {"lr": 0.1}}, OURS, CARELESS)
     (verdict,) = conversion.verdicts
@@ -268,16 +325,6 @@ def test_choices_find_their_neighbour() -> None:
     why = {verdict.key: verdict.why for verdict in reader.finish("toy", {}, ["a", "b", "c", "d"]).verdicts}
     assert "one of FULL, NONE. Did you mean 'FULL'?" in why["a"]
     assert why["b"] == ""
-
-
-def test_sections_are_taken_whole() -> None:
-    reader = Reader({"a": {"b": 1, "c": {"d": 2}}, "e": 3}, "Toy")
-    section = reader.section("a")
-    assert section.value == {"b": 1, "c": {"d": 2}}
-    assert section.keys == ("a.b", "a.c.d")
-    assert reader.section("e", {"x": 1}).value == {"x": 1}
-    assert reader.unread() == []
-    assert reader.verdicts["e"].kind == "refused"
 
 
 def test_derived_settings_name_all_their_keys() -> None:

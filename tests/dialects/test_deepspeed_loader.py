@@ -13,12 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from terrazzo.dialects.core.description import PATHS
-from terrazzo.dialects.core.dialect import Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, STRICT, TABLE
+from tests.dialects.peers import assert_agrees_or_says
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
 
@@ -206,31 +205,6 @@ def test_the_loader_refuses_only_what_is_reported(document: dict[str, Any]) -> N
     assert found, f"DeepSpeed refuses it, the reader does not: {message}"
 
 
-@FUZZ
-@given(documents())
-def test_what_is_read_is_written_so_that_the_loader_makes_the_same_of_it(document: dict[str, Any]) -> None:
-    try:
-        before = effective(document)
-    except Exception:
-        return
-    reading = DIALECT.read(document)
-    written = DIALECT.write(reading.description).document
-    assert effective(json.loads(json.dumps(written))) == before
-    _same_reading(reading, DIALECT.read(written))
-    flat = flatten(written, ("optimizer.params.betas",))
-    for verdict in reading.verdicts:
-        if verdict.kind == "applied":
-            assert flat.get(verdict.key, ...) == verdict.value, verdict
-
-
-def _same_reading(before: Reading, after: Reading) -> None:
-    for path in PATHS:
-        assert after.description.value(path) == before.description.value(path), path
-    assert {(each.key, str(each.value)) for each in before.description.extras} == {
-        (each.key, str(each.value)) for each in after.description.extras
-    }
-
-
 def test_sections_refuse_or_ignore_strangers_as_the_reader_says() -> None:
     for section in _CLOSED:
         assert_a_stranger_fares_as_the_reader_says(section)
@@ -296,4 +270,4 @@ def test_shipped_templates_are_read_and_written(stage: int) -> None:
     reading = DIALECT.read(template)
     assert {verdict.kind for verdict in reading.verdicts} == {"applied"}
     assert reading.description.row == f"zero{stage}"
-    assert DIALECT.write(reading.description).document == template
+    assert_agrees_or_says("deepspeed", template)

@@ -76,9 +76,6 @@ def test_a_removed_key_that_is_switched_off_costs_nothing() -> None:
     document = SIZE | {"elasticity": {"enabled": False, "max_train_batch_size": 2000}}
     outcome = verdict(document, "elasticity.max_train_batch_size")
     assert (outcome.kind, "It is switched off" in outcome.why) == ("defaulted", True)
-    assert "elasticity" not in DIALECT.write(read(document)).document
-    before = ReadingContext(versions={"deepspeed": "0.18.0"})
-    assert "elasticity" in DIALECT.write(read(document, before), before).document
 
 
 # -- typing errors -------------------------------------------------------------------------------------------------
@@ -191,7 +188,6 @@ def test_auto_that_nobody_fills_stays_open_and_is_reported() -> None:
     assert (description["optimizer.lr"].value, description["optimizer.lr"].origin) == (None, "auto")
     assert "not known here" in verdict(_AUTO, "train_batch_size").why
     assert findings(_AUTO)["train_batch_size"] == "warning"
-    assert DIALECT.write(description).document == _AUTO
     assert verdict({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown").kind == "refused"
     pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle")
     from deepspeed.runtime.config import DeepSpeedConfig

@@ -16,7 +16,15 @@ from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, M
 from terrazzo.dialects.formats.lightning.precision import WORDS
 from terrazzo.dialects.formats.lightning.read_strategy import strategy_document
 from terrazzo.dialects.registry import dialect
-from tests.dialects.peers import assert_lossless, converted, described, findings_by_key, inventory, precision, verdicts
+from tests.dialects.peers import (
+    assert_agrees_or_says,
+    converted,
+    described,
+    findings_by_key,
+    inventory,
+    precision,
+    verdicts,
+)
 
 CLASSES = "lightning.pytorch.strategies"
 
@@ -70,8 +78,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("label", DOCUMENTS)
-def test_round_trip(label: str) -> None:
-    assert_lossless("lightning", DOCUMENTS[label])
+def test_the_writer_says_what_the_reader_reads(label: str) -> None:
+    assert_agrees_or_says("lightning", DOCUMENTS[label])
 
 
 @pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"])
@@ -183,7 +191,7 @@ def test_a_configuration_in_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     document = {"strategy": strategy("DeepSpeedStrategy", config="ds.json"), "accumulate_grad_batches": 2}
     assert described("lightning", document, folder=tmp_path).row == "zero1"
-    assert assert_lossless("lightning", document, folder=tmp_path) == document
+    assert_agrees_or_says("lightning", document, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput
 from terrazzo.train.settings.plan import build_plan, build_precision
+from tests.dialects.peers import assert_agrees_or_says
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
@@ -238,16 +239,16 @@ def test_every_key_has_another_value_here_and_a_meaning() -> None:
 
 
 def assert_the_same_run(document: dict[str, Any]) -> Description:
-    """Read and written again, the document is as it was, and so is the run in the trainer's eyes."""
+    """Each key is a setting, or kept beside them, with its value; and what settings say is written as they say it."""
     reading = OURS.read(document)
     assert [verdict for verdict in reading.verdicts if verdict.kind != "applied"] == []
-    assert {verdict.key for verdict in reading.verdicts} == set(flatten(document, HUB_OPAQUE))
-    writing = OURS.write(reading.description)
-    assert {v.kind for v in writing.verdicts} <= {"applied"}
-    assert writing.document == document
-    assert {verdict.key for verdict in writing.verdicts} == {
-        path for path, setting in reading.description.items() if setting.is_set
-    }
+    flat = flatten(document, HUB_OPAQUE)
+    assert {verdict.key: verdict.value for verdict in reading.verdicts} == flat
+    kept = {extra.key: extra.value for extra in reading.description.extras}
+    assert kept == {key: flat[key] for key in kept}
+    told = {key for _, setting in reading.description.items() for key in setting.keys}
+    assert set(flat) == told | set(kept)
+    assert_agrees_or_says(OURS.name, document)
     config_from_dict(document)
     return reading.description
 

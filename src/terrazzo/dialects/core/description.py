@@ -77,7 +77,7 @@ PARAMETER_DTYPES = tuple(name for name in EVERY_DTYPE if name not in ("buffers",
 
 @dataclass(frozen=True)
 class Extra:
-    """A setting of the source with no neutral meaning, kept as it is so that the same dialect can be written again.
+    """A setting of the source with no neutral meaning, kept as it stands.
 
     Attributes:
         key: dotted, as in the source.
@@ -100,6 +100,7 @@ class Description:
     Attributes:
         dialect: the dialect it was read from.
         extras: what the source says beyond the sections.
+        document: the source itself, as its own library takes it: without keys that are refused.
     """
 
     dialect: str = ""
@@ -118,6 +119,7 @@ class Description:
     loading: LoadingSection = field(default_factory=LoadingSection)
     saving: SavingSection = field(default_factory=SavingSection)
     extras: tuple[Extra, ...] = ()
+    document: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, path: str) -> Setting[Any]:
         """The setting at `section.name`."""
@@ -162,9 +164,14 @@ class Description:
         return replace(self, **sections, extras=self.extras if extras is None else extras)
 
 
-def build(dialect: str, settings: Mapping[str, Setting[Any]], extras: tuple[Extra, ...] = ()) -> Description:
+def build(
+    dialect: str,
+    settings: Mapping[str, Setting[Any]],
+    extras: tuple[Extra, ...] = (),
+    document: Mapping[str, Any] | None = None,
+) -> Description:
     """The description with these settings by path, and all others unset."""
-    return Description(dialect).replace(settings, extras)
+    return Description(dialect, document=document or {}).replace(settings, extras)
 
 
 def asks_for_nothing(path: str, value: Any) -> bool:
@@ -201,7 +208,7 @@ def _rows() -> dict[tuple[str | None, ...], str]:
 
 
 _ROWS = _rows()
-_SECTIONS = tuple(each.name for each in fields(Description) if each.name not in ("dialect", "extras"))
+_SECTIONS = tuple(each.name for each in fields(Description) if each.name not in ("dialect", "extras", "document"))
 _TYPES = {name: get_type_hints(type(getattr(Description(), name)), include_extras=True) for name in _SECTIONS}
 MEANING: dict[str, str] = {
     f"{section}.{name}": hint.__metadata__[0] for section, hints in _TYPES.items() for name, hint in hints.items()

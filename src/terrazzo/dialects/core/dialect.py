@@ -158,6 +158,14 @@ class Dialect:
     meaning_by: Callable[[str], str] | None = None
     program: str = ""
 
+    def written(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
+        """A description as a document of this dialect; the very document where it was read from one."""
+        if description.dialect != self.name:
+            return self.write(description, context)
+        told = [(path, setting) for path, setting in description.items() if setting.is_set]
+        verdicts = (KeyVerdict(path, setting.value, "applied", setting.key) for path, setting in told)
+        return Writing(dict(description.document), tuple(verdicts))
+
     def meaning(self, key: str) -> str:
         """What a key does, in a few words of its row; empty where it has none."""
         return meaning_of(self.keys, key) if self.meaning_by is None else self.meaning_by(key)

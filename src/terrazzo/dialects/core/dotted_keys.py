@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["flatten", "join", "keys_in", "split"]
+__all__ = ["flatten", "join", "keys_in", "put", "split", "without"]
 
 
 def flatten(document: Mapping[str, Any], opaque: Iterable[str] = ()) -> dict[str, Any]:
@@ -34,6 +34,28 @@ def join(prefix: str, name: str) -> str:
 def split(key: str) -> list[str]:
     """The names that `join` put together."""
     return [part.strip('"') for part in re.findall(r'"[^"]*"|[^.]+', key)]
+
+
+def put(document: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key in place, and make the sections that it is in."""
+    *parents, last = split(key)
+    for name in parents:
+        document = document.setdefault(name, {})
+    document[last] = value
+
+
+def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """A copy of a document that lacks some keys, and the sections that then hold nothing."""
+
+    def lacking(section: Mapping[str, Any], name: str, *below: str) -> dict[str, Any]:
+        inner = section.get(name)
+        rest = inner if not below or not isinstance(inner, Mapping) else lacking(inner, *below)
+        return {**section, name: rest} if below and rest else {each: section[each] for each in section if each != name}
+
+    rest = dict(document)
+    for key in keys:
+        rest = lacking(rest, *split(key))
+    return rest
 
 
 def keys_in(text: str) -> tuple[str, ...]:

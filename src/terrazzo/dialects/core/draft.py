@@ -1,12 +1,11 @@
 """Writing a document setting by setting, so that none is dropped in silence.
 
-    draft = Draft(description, "FSDP2", "fsdp2")
+    draft = Draft(description, "FSDP2")
     draft.put("precision.reduce", "mp_policy.reduce_dtype", "bfloat16")
     draft.implied("prefetch.backward")
     return draft.finish()
 
 What nobody has spoken of when the draft finishes is lossy, unless its value asks for nothing or follows from others.
-A `TerseDraft` is a draft that also leaves out what the target does without being told.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from typing import Any
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import Description, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Writing
-from terrazzo.dialects.core.dotted_keys import split
+from terrazzo.dialects.core.dotted_keys import put, split
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
+from terrazzo.dialects.core.keys import Key
 
-__all__ = ["Draft", "TerseDraft"]
+__all__ = ["Draft"]
 
 
 class Draft:
@@ -29,16 +29,14 @@ class Draft:
     Args:
         description: what is to be said.
         library: the target's name in messages.
-        dialect: the target's name.
+        keys: rows of what the target knows.
 
     Attributes:
         document: nested, so far.
-        own: the description was read from this very dialect.
     """
 
-    def __init__(self, description: Description, library: str, dialect: str) -> None:
-        self.description, self.library = description, library
-        self.own = description.dialect == dialect
+    def __init__(self, description: Description, library: str, keys: Mapping[str, Key] | None = None) -> None:
+        self.description, self.library, self.keys = description, library, keys or {}
         self.document: dict[str, Any] = {}
         self._verdicts: dict[str, KeyVerdict] = {}
         self._missing: list[KeyVerdict] = []
@@ -70,6 +68,17 @@ class Draft:
         else:
             self.implied(path)
 
+    def option(self, path: str, key: str, words: Mapping[Any, Any] | None = None) -> None:
+        """Write a setting that one key says, in the target's words, unless the key's default says the same."""
+        value = self.value(path)
+        if words is not None and value is not None and value not in words:
+            self.lossy(path, f"{self.library} cannot say {value!r}: {_listed(words)}")
+        elif value is None or value == self.keys[key].neutral:
+            self.implied(path)
+        else:
+            value = words[value] if words is not None else value
+            self.put(path, key, list(value) if isinstance(value, tuple) else value)
+
     def implied(self, paths: str | Iterable[str], why: str = "", key: str = "") -> None:
         """The target does so without a key, or by `key`, already written."""
         self._mark(paths, "applied", key, why)
@@ -87,11 +96,7 @@ class Draft:
 
     def write(self, key: str, value: Any) -> None:
         """Write a dotted key that no setting stands behind."""
-        *parents, last = split(key)
-        place = self.document
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
+        put(self.document, key, value)
 
     def has(self, key: str) -> bool:
         place: Any = self.document
@@ -115,72 +120,16 @@ class Draft:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> Writing:
-        """The document, with a verdict for every setting that is set.
-
-        A source of this very dialect gets its extras back, and loses nothing of what nobody has spoken of: its keys
-        stand there again, and its defaults hold.
-        """
-        for extra in self.description.extras if self.own else ():
-            if not self.has(extra.key):
-                self.write(extra.key, extra.value)
+        """The document, with a verdict for every setting that is set."""
         for path, setting in self.description.items():
             if not setting.is_set or path in self._verdicts:
                 continue
             follows = setting.origin == "derived" or has_no_effect(self.description, path)
-            if self.own or asks_for_nothing(path, setting.value) or follows:
+            if asks_for_nothing(path, setting.value) or follows:
                 self.implied(path)
             else:
                 self.lossy(path, f"{self.library} has nothing for {path} = {as_text(setting.value)}")
         return Writing(self.document, tuple(self._verdicts.values()), tuple(self._missing))
-
-
-class TerseDraft(Draft):
-    """A draft that leaves out what the target does by itself.
-
-    Written for the dialect that the description was read from, it repeats exactly the keys that stood there.
-    """
-
-    def needs_key(self, path: str, default: Any, key: str = "") -> bool:
-        """Whether a setting needs its key.
-
-        In this very dialect: if the file gave it, by `key` or one beside it where one is named. Else: if its value is
-        not what the target does without being told.
-        """
-        setting = self.setting(path)
-        if not setting.is_set:
-            return False
-        if self.own and setting.origin in ("default", "derived"):
-            return bool(key) and setting.origin == "derived" and key in setting.keys
-        if self.own and setting.keys:
-            return not key or any(_beside(source_key, key) for source_key in setting.keys)
-        return bool(setting.value != default)
-
-    def is_extra(self, key: str) -> bool:
-        """Whether the source says this very key beyond the sections, so that it comes back by itself."""
-        return self.own and any(extra.key == key for extra in self.description.extras)
-
-    def own_key(self, path: str, key: str) -> str:
-        """The key that the setting came from in this very dialect, if it was one, else `key`."""
-        keys = self.setting(path).keys
-        return keys[0] if self.own and len(keys) == 1 and _beside(keys[0], key) else key
-
-    def option(self, path: str, key: str, default: Any, words: Mapping[Any, Any] | None = None, why: str = "") -> None:
-        """Write a setting that one key says, in the target's words, unless its default says the same."""
-        setting = self.setting(path)
-        if words is not None and setting.value is not None and setting.value not in words:
-            self.lossy(path, f"{self.library} cannot say {setting.value!r}: {_listed(words)}")
-        elif self.needs_key(path, default, key) and not self.is_extra(self.own_key(path, key)):
-            value = words[setting.value] if words is not None and setting.value is not None else setting.value
-            self.put(path, self.own_key(path, key), list(value) if isinstance(value, tuple) else value, why)
-        else:
-            self.implied(path, why)
-
-
-def _beside(source_key: str, key: str) -> bool:
-    """Whether two keys are one, or one is a part of the other, or both are forms of one argument."""
-    if source_key.startswith(f"{key}.") or key.startswith(f"{source_key}.") or source_key == key:
-        return True
-    return source_key.partition(".")[0] == key.partition(".")[0] == "auto_wrap_policy"
 
 
 def _listed(words: Mapping[Any, Any]) -> str:

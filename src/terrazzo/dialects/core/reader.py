@@ -12,13 +12,13 @@ known one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
-from terrazzo.dialects.core.dotted_keys import flatten, split
+from terrazzo.dialects.core.dotted_keys import flatten, without
 from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind, worst
 from terrazzo.dialects.core.keys import (
     MISSING,
@@ -46,16 +46,17 @@ class Reader:
 
     Attributes:
         spelling: the document's keys by today's, where they are others.
+        extras: what is kept beside the settings.
     """
 
     def __init__(
         self, document: ConfigDocument, library: str, opaque: Iterable[str] = (), keys: Mapping[str, Key] | None = None
     ) -> None:
-        self.library, self.keys = library, keys or {}
+        self.document, self.library, self.keys = document, library, keys or {}
         self.spelling: dict[str, str] = {}
         self.flat = flatten(document, opaque)
         self.verdicts: dict[str, KeyVerdict] = {}
-        self._extras: list[Extra] = []
+        self.extras: list[Extra] = []
         self._parsed: dict[str, Any] = {}
 
     def __contains__(self, key: str) -> bool:
@@ -94,22 +95,6 @@ class Reader:
             return Setting(default, "default", "")
         self.mark(key, "applied")
         return Setting(self.flat[key], "file", key)
-
-    def section(self, key: str, default: Mapping[str, Any] | None = None) -> Setting[Any]:
-        """Everything below a key, as a mapping; each of its leaves is taken."""
-        below = {name: value for name, value in self.flat.items() if name.startswith(f"{key}.")}
-        whole = self.flat.get(key)
-        if isinstance(whole, Mapping):
-            return self.take_raw(key)
-        if key in self.flat and whole is not None:
-            self.refuse(key, f"it is {_shown(whole)}, expected a section of keys")
-        if not below:
-            return Setting(dict(default or {}), "default", "")
-        nested: dict[str, Any] = {}
-        for name, value in below.items():
-            self.mark(name, "applied")
-            _put(nested, split(name.removeprefix(f"{key}.")), value)
-        return Setting(nested, "file", ", ".join(below))
 
     def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
         key = self.spelled(key)
@@ -157,19 +142,10 @@ class Reader:
         """Keep a key, or all below it, as it is: it means something to this library alone. See `Extra`."""
         for name in [name for name in self.flat if name == key or name.startswith(f"{key}.")]:
             self.mark(name, "applied")
-            self._extras.append(Extra(name, self.flat[name], why, loss))
-
-    def keep_as(self, key: str, value: Any, why: str = "another way to write the same") -> None:
-        """Keep a value beside the neutral setting that it gave, where writing that would not give it back."""
-        self._extras = [extra for extra in self._extras if extra.key != key]
-        self._extras.append(Extra(key, value, why, loss="harmless"))
-
-    def extra_keys(self) -> frozenset[str]:
-        """Keys of which a value is kept as an extra."""
-        return frozenset(extra.key for extra in self._extras)
+            self.extras.append(Extra(name, self.flat[name], why, loss))
 
     def keep_nulls(self) -> None:
-        """Keep known keys that say nothing, so that the same document can be written again."""
+        """Keep known keys that say nothing."""
         for key in [key for key, value in self.flat.items() if value is None or value == {}]:
             if row_of(self.keys, key) is not None:
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
@@ -220,8 +196,22 @@ class Reader:
             near = _nearest(key, names)
             self.refuse(key, f"{self.library} has no such key and {unknown}.{near}")
         self._name_targets(settings)
+        self._keep_idle(settings)
         ordered = tuple(self.verdicts[key] for key in self.flat)
-        return Reading(build(dialect, settings, tuple(self._extras)), ordered, self._values())
+        description = build(dialect, settings, tuple(self.extras), self._without_refused())
+        return Reading(description, ordered, self._values())
+
+    def _without_refused(self) -> dict[str, Any]:
+        """The document as its own library takes it."""
+        return without(self.document, [key for key, verdict in self.verdicts.items() if verdict.kind == "refused"])
+
+    def _keep_idle(self, settings: Mapping[str, Setting[Any]]) -> None:
+        """Keep what has been read and is no setting: it asks for nothing here."""
+        told = {key for setting in settings.values() for key in setting.keys} | {extra.key for extra in self.extras}
+        told |= {self.spelled(key) for key in told}
+        for key, verdict in self.verdicts.items():
+            if key not in told and verdict.kind != "refused" and verdict.value != {}:
+                self.extras.append(Extra(key, verdict.value, verdict.why, loss="harmless"))
 
     def _values(self) -> dict[str, Any]:
         """See `Reading.values`."""
@@ -259,12 +249,6 @@ def _nearest(key: str, known: list[str]) -> str:
         return near or did_you_mean(key, known)
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     return f" Did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(key, known)
-
-
-def _put(nested: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for name in path[:-1]:
-        nested = nested.setdefault(name, {})
-    nested[path[-1]] = value
 
 
 def _expected(kind: Type, raw: Any) -> str:

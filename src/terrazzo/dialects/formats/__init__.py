@@ -10,11 +10,6 @@ What a folder has, in reading order:
     write        a description to the document; `write_*` are its parts
     dialect      `DIALECT`, the record of these functions, which `registry` has by the dialect's name
 
-A document that is written into its own library gets back the keys that it had, and no others: `draft.own`. A new
-dialect takes `core.draft.TerseDraft`, whose `option` does so for a setting that is one key, and puts what is left, such
-as several settings of one key, into a module `write_own`, as torchtitan's has it. DeepSpeed's draft stands apart, since
-its documents also have "auto" and older spellings.
-
 Folders, and what stands beside them:
 
     shared      what several of them say alike

@@ -1,8 +1,8 @@
 """From one dialect to another, with one verdict for every key of the source.
 
-The target's document is read back. A setting whose key is refused there is refused. Whatever then means something else
-than the source, and has not been named by the writer, becomes lossy: no loss goes unnamed, not even one by a writer's
-mistake.
+In its own dialect a document is what it was, but for the keys that are refused. In another, the target's document is
+read back. A setting whose key is refused there is refused. Whatever then means something else than the source, and has
+not been named by the writer, becomes lossy: no loss goes unnamed, not even one by a writer's mistake.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def convert(understood: Understood, target: Dialect) -> Conversion:
 def convert_reading(source: Dialect, reading: Reading, target: Dialect, context: ReadingContext) -> Conversion:
     """As `convert`, from what has been read."""
     before = reading.description
-    writing = target.write(before, context)
+    writing = target.written(before, context)
     read_back = read_document(target, writing.document, context)
     after = read_back.description
     fates = _Fates(before, read_back, writing, target)

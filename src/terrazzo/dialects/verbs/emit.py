@@ -34,7 +34,7 @@ class _Dumper(yaml.SafeDumper):
 def to_text(
     document: Mapping[str, Any], kind: Format, source: Loaded, verdicts: Iterable[KeyVerdict], program: str = ""
 ) -> str:
-    """The document's text.
+    """The document's text; that of the source, comments and all, where nothing has changed.
 
     Args:
         source: the file that was converted; comments are kept from YAML to YAML.
@@ -44,6 +44,8 @@ def to_text(
     Raises: `BadInput` for TOML, which is only read, and for arguments of a dialect without a program.
     """
     values = plain(document)
+    if kind == source.format and values == source.document:
+        return source.text
     if kind == "toml":
         raise BadInput("No configuration is written as TOML: name a file that ends in .yaml or .json.")
     if kind == "arguments":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
-from terrazzo.dialects.core.keys import Type, row_of
+from terrazzo.dialects.core.keys import row_of
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
 from terrazzo.errors import did_you_mean
@@ -26,20 +23,6 @@ class AccelerateReader(Reader):
         self.context = context
         self.spelling = {canonical_key(key): key for key in self.flat}  # of both spellings the later one holds
 
-    def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
-        setting = super()._checked(key, default, kind, null)
-        raw, word = self.raw(key), kind.expected.startswith("one of")  # upper or lower case, or a number
-        if setting.origin == "file" and (word or (isinstance(raw, str) and setting.value != raw)):
-            self.keep_as(self.spelled(key), raw)
-        return setting
-
-    # -- keeping -----------------------------------------------------------------------------------------------------
-
-    def keep_as(self, key: str, value: Any, why: str = "another way to write the same") -> None:
-        """See `Reader.keep_as`. The first word holds."""
-        if all(extra.key != key for extra in self._extras):
-            super().keep_as(key, value, why)
-
     def keep_rest(self, *, fp8: bool) -> None:
         """Keep every known key that nobody has read, and explain the others. `fp8`: its section has an effect."""
         for key in self.unread():
@@ -52,8 +35,10 @@ class AccelerateReader(Reader):
                 self.keep(key, row.why if lossy else row.meaning, loss="lossy" if lossy else "harmless")
             else:
                 self.refuse(key, self._stranger(key))
+        kept = {extra.key for extra in self.extras}
         for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
-            self.keep_as(key, None, "it says nothing: the default holds")
+            if key not in kept:
+                self.keep(key, "it says nothing: the default holds", loss="harmless")
 
     def _stranger(self, key: str) -> str:
         """What Accelerate does with a key that it does not know."""

@@ -104,8 +104,6 @@ def _compile(reader: AccelerateReader, engine: str) -> SettingsByPath:
     if on and engine == "deepspeed":
         reader.refuse(backend.key, "accelerate launch does not hand it to DeepSpeed: call engine.compile()")
         return {"training.compile": Setting(False, "default")}
-    if backend.origin == "file":
-        reader.keep_as(backend.key, reader.flat[backend.key], "which compiler")
     return {"training.compile": Setting(on, backend.origin, backend.key)}
 
 

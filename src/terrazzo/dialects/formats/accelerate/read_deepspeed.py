@@ -67,7 +67,6 @@ def _from_file(reader: AccelerateReader, name: str, context: ReadingContext) -> 
     alone = [extra.key.removeprefix(f"{FILE}.") for extra in nested.extras if extra.loss != "harmless"]
     if alone and (verdict is None or verdict.kind != "refused"):
         reader.mark(FILE, "lossy", f"DeepSpeed alone has {listed(alone, 8)}, which that file says")
-    reader.keep_as(FILE, name, "the name of the file")
     stage = document.get("zero_optimization")
     return {**nested.settings, **_at_start(reader, stage.get("stage", 0) if isinstance(stage, dict) else 0)}
 
@@ -105,7 +104,7 @@ def _zero(reader: AccelerateReader) -> dict[str, Any]:
             why = "accelerate launch does not hand it on, and DeepSpeed swaps to a folder named 'none': say it in a"
             reader.mark(path.key, "lossy", f"{why} deepspeed_config_file")
         elif path.origin == "file":
-            reader.keep_as(path.key, reader.flat[path.key], "nothing is on NVMe")
+            reader.keep(path.key, "nothing is on NVMe", loss="harmless")
     whole = reader.take(f"{_D}.zero3_save_16bit_model")
     zero["stage3_gather_16bit_weights_on_model_save"] = bool(whole.value)
     return zero
@@ -128,7 +127,7 @@ def _carry(reader: AccelerateReader, reading: Reading, keys: dict[str, str]) -> 
     for extra in reading.description.extras:
         name = keys.get(extra.key, "")
         if name in reader.flat:
-            reader.keep_as(name, reader.flat[name], extra.why)
+            reader.keep(name, extra.why, loss="harmless")
 
 
 def _at_start(reader: AccelerateReader, stage: Any) -> SettingsByPath:
@@ -137,6 +136,5 @@ def _at_start(reader: AccelerateReader, stage: Any) -> SettingsByPath:
     init = init if init.value is not None else replace(init, value=stage == 3)
     if init.value and stage != 3:
         reader.mark(init.key, "lossy", "it has an effect at stage 3 only")
-        reader.keep_as(init.key, reader.flat[init.key], "it has an effect at stage 3 only")
         return {"loading.low_memory": Setting(False, "derived", init.key)}
     return {"loading.low_memory": init}

@@ -31,7 +31,7 @@ def read_mesh(reader: AccelerateReader, fsdp: bool) -> SettingsByPath:
         settings[f"mesh.{axis}"] = reader.take(f"{_P}{axis}_size")
     shards = settings["mesh.dp_shard"]
     if not fsdp and shards.origin == "file":
-        reader.keep_as(shards.key, reader.flat[shards.key], "nothing is split over it")
+        reader.keep(shards.key, "nothing is split over it", loss="harmless")
     if not fsdp or not any(size.origin == "file" for size in settings.values()):
         settings["mesh.dp_shard"] = Setting(None, "default")
     return settings | {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
@@ -61,7 +61,6 @@ def _nodes(reader: AccelerateReader, world: Setting[Any] | None) -> SettingsByPa
     nodes = reader.take("num_machines")
     if nodes.origin == "default":
         return {"mesh.dp_replicate": Setting(None, "default")}
-    reader.keep_as(nodes.key, reader.flat[nodes.key], "how many nodes there are")
     ranks = world.value if world is not None else reader.context.world
     shards = None if ranks is None or ranks % nodes.value else ranks // nodes.value
     return {"mesh.dp_replicate": nodes, "mesh.dp_shard": Setting(shards, "derived" if shards else "default")}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import SHARDING, TIERS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.formats.accelerate.keys import KEYS
 from terrazzo.dialects.formats.accelerate.write_deepspeed import write_deepspeed
 from terrazzo.dialects.formats.accelerate.write_fsdp import write_fsdp
-from terrazzo.dialects.formats.accelerate.write_own import write_own
 from terrazzo.dialects.formats.accelerate.write_replicas import write_replicas
 from terrazzo.dialects.formats.shared.fsdp_words import leave_to_loop
 
@@ -16,9 +16,7 @@ __all__ = ["write"]
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """A file that `accelerate launch --config_file` takes, with a verdict for every setting."""
-    if description.dialect == "accelerate":
-        return write_own(description)
-    draft = TerseDraft(description, "Accelerate", "accelerate")
+    draft = Draft(description, "Accelerate", KEYS)
     leave_to_loop(draft)
     draft.write("compute_environment", "LOCAL_MACHINE")
     engine = _engine(draft)
@@ -35,7 +33,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     return draft.finish()
 
 
-def _engine(draft: TerseDraft) -> str:
+def _engine(draft: Draft) -> str:
     """FSDP where it has the row, DeepSpeed for what only that can do, plain replicas where nothing is split."""
     tiers = {str(draft.value(path, "device")) for path in TIERS}
     finer = len(tiers) > 1 or not tiers <= {"device", "cpu"}
@@ -50,7 +48,7 @@ def _engine(draft: TerseDraft) -> str:
     return "FSDP"
 
 
-def _machines(draft: TerseDraft) -> None:
+def _machines(draft: Draft) -> None:
     if draft.value("mesh.world") is not None:
         draft.put("mesh.world", "num_processes", draft.value("mesh.world"))
     if draft.value("training.device") == "cpu":
@@ -59,7 +57,7 @@ def _machines(draft: TerseDraft) -> None:
         draft.implied("training.device")
 
 
-def _half(draft: TerseDraft, engine: str) -> str | None:
+def _half(draft: Draft, engine: str) -> str | None:
     """Write mixed precision; None where none of it is on.
 
     Weights, masters and compute all in 16 bits are, under FSDP, a model loaded so and no mixed precision.
@@ -79,7 +77,7 @@ def _half(draft: TerseDraft, engine: str) -> str | None:
     return str(compute)
 
 
-def _fp8(draft: TerseDraft, linears: str) -> str:
+def _fp8(draft: Draft, linears: str) -> str:
     """The recipe that torchao has by default, which is the scale of a whole matrix; bf16 lies under it."""
     code = "Accelerate scales whole matrices: pass AORecipeKwargs(config=Float8LinearConfig.from_recipe_name(...))"
     draft.put("precision.linears", "mixed_precision", "fp8", *((code, "lossy") if linears == "fp8-rowwise" else ()))
@@ -93,7 +91,7 @@ def _fp8(draft: TerseDraft, linears: str) -> str:
     return "fp8"
 
 
-def _compile(draft: TerseDraft, engine: str) -> None:
+def _compile(draft: Draft, engine: str) -> None:
     if not draft.value("training.compile"):
         draft.implied("training.compile")
     elif engine == "DEEPSPEED":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.agreement import NVME_ONLY
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import TWO_AXES
 from terrazzo.dialects.formats.accelerate.write_precision import write_precision
 from terrazzo.dialects.formats.shared.deepspeed_words import BY_PARAMETER, STAGES, WHOLE_BETWEEN_STEPS, write_grad
@@ -21,7 +21,7 @@ _LOST = {
 }
 
 
-def write_deepspeed(draft: TerseDraft, half: str | None) -> None:
+def write_deepspeed(draft: Draft, half: str | None) -> None:
     """Write what Accelerate's plugin takes of DeepSpeed's configuration."""
     row = draft.description.row or ""
     stage = STAGES.get(row, 3)
@@ -43,7 +43,7 @@ def write_deepspeed(draft: TerseDraft, half: str | None) -> None:
     _axes(draft, stage)
 
 
-def _offload(draft: TerseDraft, stage: int) -> None:
+def _offload(draft: Draft, stage: int) -> None:
     """Write devices; shares, folders and buffers have no key."""
     devices = {
         "offload_optimizer": _device(draft, "offload.optim", f"{_D}.offload_optimizer_device", stage),
@@ -64,7 +64,7 @@ def _offload(draft: TerseDraft, stage: int) -> None:
             draft.lossy(path, _IN_FILE)
 
 
-def _device(draft: TerseDraft, path: str, key: str, stage: int) -> str:
+def _device(draft: Draft, path: str, key: str, stage: int) -> str:
     """Write where one state lives; the device that it gets."""
     tier, share, mixed = tier_and_share(str(draft.value(path, "device")))
     least = 3 if path == "offload.weight" else 1
@@ -82,7 +82,7 @@ def _device(draft: TerseDraft, path: str, key: str, stage: int) -> str:
     return device
 
 
-def _loop(draft: TerseDraft) -> None:
+def _loop(draft: Draft) -> None:
     """Accumulation and clipping, which DeepSpeed's engine does."""
     steps, clip = draft.value("batch.accumulation"), draft.value("training.clip")
     if steps is not None:
@@ -93,7 +93,7 @@ def _loop(draft: TerseDraft) -> None:
         draft.lossy("training.clip", f"a 0 does not reach DeepSpeed, which clips at its own default: {_IN_FILE}")
 
 
-def _at_ends(draft: TerseDraft, stage: int) -> None:
+def _at_ends(draft: Draft, stage: int) -> None:
     """How weights come in, and what is written."""
     if stage == 3 and draft.value("loading.low_memory") is False:
         draft.put("loading.low_memory", f"{_D}.zero3_init_flag", False)
@@ -118,7 +118,7 @@ def _at_ends(draft: TerseDraft, stage: int) -> None:
         draft.lossy("saving.state", "DeepSpeed's checkpoint resumes on as many ranks as wrote it")
 
 
-def _axes(draft: TerseDraft, stage: int) -> None:
+def _axes(draft: Draft, stage: int) -> None:
     if draft.value("mesh.sp", 1) > 1:
         draft.put("mesh.sp", f"{_P}sp_size", draft.value("mesh.sp"))
     for axis, instead in (("tp", "tensor_parallel"), ("ep", "expert_parallel"), ("pp", "a PipelineModule")):

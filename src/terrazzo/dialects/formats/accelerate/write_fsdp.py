@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.accelerate.keys import STRATEGIES
 from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
@@ -17,7 +17,7 @@ _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _NAMES = {row: name.upper() for name, row in STRATEGIES.items()}
 
 
-def write_fsdp(draft: TerseDraft, half: str | None, context: ReadingContext) -> None:
+def write_fsdp(draft: Draft, half: str | None, context: ReadingContext) -> None:
     """Write all that Accelerate's FSDP keys can say."""
     near, why = nearest_row(draft.description, _NAMES)
     row = near or "zero3"
@@ -40,7 +40,7 @@ def write_fsdp(draft: TerseDraft, half: str | None, context: ReadingContext) -> 
     _precision(draft, half, version)
 
 
-def _row(draft: TerseDraft, row: str, why: str, version: int) -> None:
+def _row(draft: Draft, row: str, why: str, version: int) -> None:
     """Write the row under the key of the version."""
     key: str = f"{_F}reshard_after_forward"
     value: bool | str = row in ("zero3", "hybrid_shard")
@@ -51,7 +51,7 @@ def _row(draft: TerseDraft, row: str, why: str, version: int) -> None:
     draft.put(SHARDING, key, value, note, "lossy" if why else "applied")
 
 
-def _sizes(draft: TerseDraft, row: str, version: int, shards: int | None) -> None:
+def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
     """Write the mesh where it has more than one axis."""
     sizes = {axis: draft.value(f"mesh.{axis}", 1) for axis in ("tp", "cp")}
     for axis in ("pp", "ep"):
@@ -71,7 +71,7 @@ def _sizes(draft: TerseDraft, row: str, version: int, shards: int | None) -> Non
         draft.implied(DATA_AXES, "all data ranks are one axis")
 
 
-def _one_axis(draft: TerseDraft, world: int | None) -> int | None:
+def _one_axis(draft: Draft, world: int | None) -> int | None:
     """Ranks of the one data axis: replicas and their shards, or what is left of the world."""
     shards, ranks = draft.value("mesh.dp_shard"), ranks_left(draft.description, world, ("tp", "cp"))
     if shards is not None and (draft.value("mesh.dp_replicate") is not None or not draft.is_set("mesh.dp_replicate")):
@@ -79,7 +79,7 @@ def _one_axis(draft: TerseDraft, world: int | None) -> int | None:
     return None if ranks is None else max(1, ranks)
 
 
-def _parallel(draft: TerseDraft, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:
+def _parallel(draft: Draft, hybrid: bool, shards: int | None, sizes: dict[str, int]) -> None:
     replicas, key = draft.value("mesh.dp_replicate", 1), f"{_P}dp_shard_size"
     if hybrid:
         draft.put("mesh.dp_replicate", f"{_P}dp_replicate_size", replicas)
@@ -96,7 +96,7 @@ def _parallel(draft: TerseDraft, hybrid: bool, shards: int | None, sizes: dict[s
             draft.put(f"mesh.{axis}", f"{_P}{axis}_size", size, why, "lossy" if why else "applied")
 
 
-def _units(draft: TerseDraft) -> None:
+def _units(draft: Draft) -> None:
     """Write the policy; where none is said, blocks are found by themselves."""
     policy, key = draft.value("units.policy", "auto"), f"{_F}auto_wrap_policy"
     words = {"none": "NO_WRAP", "min_numel": "SIZE_BASED_WRAP"}
@@ -113,7 +113,7 @@ def _units(draft: TerseDraft) -> None:
         draft.lossy("units.ignored", "Accelerate takes one regular expression of module names")
 
 
-def _prefetch(draft: TerseDraft, version: int) -> None:
+def _prefetch(draft: Draft, version: int) -> None:
     if version == 2:
         for path, there in (("prefetch.forward", 0), ("prefetch.backward", 1)):
             if draft.value(path, there) == there:
@@ -130,7 +130,7 @@ def _prefetch(draft: TerseDraft, version: int) -> None:
         draft.put(path, f"{_F}{name}", words[min(1, ahead)], why, "lossy" if why else "applied")
 
 
-def _activations(draft: TerseDraft, version: int) -> None:
+def _activations(draft: Draft, version: int) -> None:
     mode, away = draft.value("activation_checkpointing.mode", "none"), "activation_checkpointing.offload"
     paths = [f"activation_checkpointing.{name}" for name in ("mode", "every", "ops")]
     if mode == "none":
@@ -146,7 +146,7 @@ def _activations(draft: TerseDraft, version: int) -> None:
         draft.lossy(away, "Accelerate offloads what version 2 checkpoints, and nothing else")
 
 
-def _saving(draft: TerseDraft) -> None:
+def _saving(draft: Draft) -> None:
     """One key says both kinds: whole checkpoints are also what others load."""
     state, export, key = draft.value("saving.state"), draft.value("saving.export", "none"), f"{_F}state_dict_type"
     paths = ("saving.state", "saving.export")
@@ -162,7 +162,7 @@ def _saving(draft: TerseDraft) -> None:
         draft.lossy("saving.export", "one state dict, without the model's other files", key)
 
 
-def _loading(draft: TerseDraft, version: int) -> None:
+def _loading(draft: Draft, version: int) -> None:
     """Both are on by default, and the second goes with the first."""
     low, sent = draft.value("loading.low_memory"), draft.value("loading.broadcast")
     if low is False:
@@ -179,7 +179,7 @@ def _loading(draft: TerseDraft, version: int) -> None:
         draft.lossy("loading.broadcast", "under version 2 it goes with fsdp_cpu_ram_efficient_loading")
 
 
-def _precision(draft: TerseDraft, half: str | None, version: int) -> None:
+def _precision(draft: Draft, half: str | None, version: int) -> None:
     """Accelerate lifts trainable weights to fp32 and reduces in the compute dtype."""
     states = ("weight", "master", "moments", "saved")
     if half is None:

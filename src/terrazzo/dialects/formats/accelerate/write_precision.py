@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import LOADED
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.shared.accelerate_stack import AUTOCAST, stays_as_loaded
 
 __all__ = ["write_autocast", "write_precision"]
 
 
-def write_precision(draft: TerseDraft, brought: dict[str, str], why: str) -> None:
+def write_precision(draft: Draft, brought: dict[str, str], why: str) -> None:
     """A verdict for every dtype that the stack brings along, and `why` another one is lost."""
     for state, kind in brought.items():
         path = f"precision.{state}"
@@ -22,7 +22,7 @@ def write_precision(draft: TerseDraft, brought: dict[str, str], why: str) -> Non
             draft.lossy(path, f"it is {kind} there: {why}")
 
 
-def write_autocast(draft: TerseDraft, half: str | None) -> None:
+def write_autocast(draft: Draft, half: str | None) -> None:
     """Accelerate runs the forward under autocast, sharded or not, but for DeepSpeed."""
     if half and draft.value("precision.autocast") is not True:
         draft.lossy("precision.autocast", AUTOCAST, "mixed_precision")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, TIERS
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
 
 __all__ = ["write_replicas"]
 
 
-def write_replicas(draft: TerseDraft, half: str | None) -> None:
+def write_replicas(draft: Draft, half: str | None) -> None:
     """Plain data parallelism says little: nothing is split, and compute is autocast's."""
     draft.implied(SHARDING, key="distributed_type")
     draft.implied(DATA_AXES, "all ranks that are started")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting
+from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
-from terrazzo.dialects.core.dotted_keys import join
+from terrazzo.dialects.core.dotted_keys import join, put, without
 from terrazzo.dialects.core.keys import Key, Type, matches
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL, Auto, resolve
@@ -54,8 +53,6 @@ class DeepSpeedReader(Reader):
         setting = super()._checked(key, default, kind, null)
         if self.spelled(key) != key and self.verdicts[self.spelled(key)].kind == "applied":
             self.mark(self.spelled(key), "renamed", f"today's word is {key}")
-        if setting.origin == "file" and isinstance(self.raw(key), str) and setting.value != self.raw(key):
-            self.keep_as(key, self.raw(key))
         return setting
 
     def _automatic(self, key: str, auto: Auto, default: Any) -> Setting[Any]:
@@ -82,8 +79,8 @@ class DeepSpeedReader(Reader):
             return
         same = setting.origin == "auto" or self.raw(key) is None or setting.value == self.default(key)
         why = row.why or row.meaning
-        self.keep_as(key, self.raw(key), why)
-        self._extras[-1] = replace(self._extras[-1], loss="harmless" if same else row.keep or "harmless")
+        loss = "harmless" if same else row.keep or "harmless"
+        self.extras.append(Extra(key, self.raw(key), why, loss))
         self.mark(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
 
     def keep_rest(self) -> None:
@@ -103,10 +100,20 @@ class DeepSpeedReader(Reader):
                 self.keep(key, "a remark: JSON has no comments", loss="harmless")
             else:
                 self.refuse(key, self._stranger(key))
-        today = {old: key for key, old in self.spelling.items()}
+        kept = {self.spelled(extra.key) for extra in self.extras}
         for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
-            if all(extra.key != today.get(key, key) for extra in self._extras):
-                self.keep_as(today.get(key, key), None, "it says nothing: the default holds")
+            if key not in kept:
+                self.keep(key, "it says nothing: the default holds", loss="harmless")
+
+    def _without_refused(self) -> dict[str, Any]:
+        """In today's spelling, and without removed keys that are switched off, which are refused all the same."""
+        gone = [key for key, removed in REMOVED.items() if self.version >= removed.since]
+        older = {old: today for today, old in self.spelling.items()}
+        kept = without(super()._without_refused(), [*gone, *older])
+        for old, today in older.items():
+            if self.verdicts[old].kind != "refused":
+                put(kept, today, self.flat[old])
+        return kept
 
     def _unread_of(self, pattern: str) -> list[str]:
         if pattern in PATTERNS:

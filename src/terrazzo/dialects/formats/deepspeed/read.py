@@ -10,7 +10,6 @@ from terrazzo.dialects.formats.deepspeed.read_precision import read_precision
 from terrazzo.dialects.formats.deepspeed.read_schedule import read_schedule
 from terrazzo.dialects.formats.deepspeed.read_training import read_batch, read_optimizer, read_training
 from terrazzo.dialects.formats.deepspeed.read_zero import (
-    one_group,
     read_mesh,
     read_offload,
     read_prefetch,
@@ -20,6 +19,7 @@ from terrazzo.dialects.formats.deepspeed.read_zero import (
     read_sharding,
     stage_of,
 )
+from terrazzo.dialects.formats.shared.plan_rows import in_one_group
 
 __all__ = ["read"]
 
@@ -30,7 +30,7 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
     stage = stage_of(reader)
     settings: SettingsByPath = read_sharding(reader, stage)
     settings |= read_mesh(reader, settings.get("mesh.dp_shard", UNSET))
-    settings |= one_group(reader, settings)
+    settings |= in_one_group(settings)
     apart = settings["mesh.tp"].value * settings["mesh.sp"].value * settings["mesh.pp"].value
     settings |= read_offload(reader, stage.value) | read_prefetch(reader, stage.value)
     settings |= read_saving(reader, stage.value)

@@ -38,9 +38,9 @@ def read_precision(reader: DeepSpeedReader, sequence_parallel: bool) -> Settings
         kind = derived("fp32", *from_file, origin=from_file[0].origin if from_file else "default")
         settings = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting("fp32", "default"))
         settings["precision.compute"] = kind
-    for switch, mode in ((bf16, "bf16"), (fp16, "fp16"), (autocast, "torch_autocast")):
+    for switch in (bf16, fp16, autocast):
         if switch.origin != "default" and switch.key not in settings["precision.compute"].keys:
-            reader.keep_as(f"{mode}.enabled", reader.flat[switch.key], "another section says the dtype")
+            reader.keep(switch.key, "another section says the dtype", loss="harmless")
     return settings | _wire(reader, settings, sequence_parallel)
 
 
@@ -88,11 +88,9 @@ def _scaling(reader: DeepSpeedReader) -> SettingsByPath:
     if fixed.value:
         for setting in (power, window, hysteresis, minimum):
             if setting.origin == "file":
-                reader.keep_as(setting.key, setting.value, "a fixed loss scale has no use for it")
+                reader.keep(setting.key, "a fixed loss scale has no use for it", loss="harmless")
         return {"precision.static_loss_scale": fixed, "precision.loss_scaling": Setting(None, "default")}
-    lowest = 2.0 ** math.ceil(math.log2(minimum.value))
-    if lowest != minimum.value:
-        reader.keep_as(minimum.key, minimum.value, f"the scale is a power of two: {lowest:g} is the next")
+    lowest = 2.0 ** math.ceil(math.log2(minimum.value))  # the scale is a power of two
     scaling = LossScaling(2.0**power.value, 2.0, 0.5, window.value, hysteresis.value, lowest)
     from_file = [each for each in (fixed, power, window, hysteresis, minimum) if each.origin == "file"]
     return {"precision.loss_scaling": derived(scaling, *from_file, origin="file" if from_file else "default")}
@@ -107,8 +105,6 @@ def _autocast(reader: DeepSpeedReader, switch: Setting[bool]) -> SettingsByPath:
     wire = Setting(dtype.value, "derived")
     if safe.origin == "file":
         wire = Setting(dtype.value if safe.value else "fp32", "file", safe.key)
-        if safe.value:
-            reader.keep_as(safe.key, list(safe.value), "gradients of other modules are reduced in fp32")
     return settings | {
         "precision.autocast": Setting(True, "file", switch.key),
         "precision.compute": compute,
@@ -125,7 +121,7 @@ def _wire(reader: DeepSpeedReader, settings: SettingsByPath, sequence_parallel: 
     if wire.value is not None and "precision.autocast" not in settings:
         changed["precision.reduce"] = wire
     elif wire.origin == "file":
-        reader.keep_as(name, reader.raw(name), "autocast says the dtype of each gradient")
+        reader.keep(name, "autocast says the dtype of each gradient", loss="harmless")
     for path, key in {"accumulate": "grad_accum_dtype", "buffers": "buffer_dtype"}.items():
         dtype = reader.take_as(f"data_types.{key}", choice(DTYPE_WORDS), null=True)
         if dtype.value is not None:

@@ -44,7 +44,6 @@ def _warm_up(reader: DeepSpeedReader, usual: Mapping[str, Any]) -> SettingsByPat
         return {"schedule.warmup_steps": Setting(max(2, steps.value), "auto", key)}
     if steps.origin == "file" and steps.value < 2:
         reader.mark(key, "lossy", "DeepSpeed warms up over 2 steps at least")
-        reader.keep_as(key, steps.value, "DeepSpeed makes 2 of it")
         return {"schedule.warmup_steps": Setting(2, "derived", key)}
     return {"schedule.warmup_steps": steps}
 
@@ -74,7 +73,7 @@ def _peak(reader: DeepSpeedReader, default: float | None) -> SettingsByPath:
         return {"optimizer.lr": peak}
     if peak.value is not None and optimizer_rate.origin == "file" and optimizer_rate.value != peak.value:
         reader.mark(rate, "lossy", f"the schedule's warmup_max_lr holds instead: {peak.value:g}")
-        reader.keep_as(rate, reader.raw(rate), "the schedule's warmup_max_lr holds instead")
+        reader.keep(rate, "the schedule's warmup_max_lr holds instead", loss="harmless")
         return {"optimizer.lr": peak}
     return {"optimizer.lr": Setting(peak.value, peak.origin, ", ".join((*peak.keys, rate)))}
 
@@ -97,12 +96,12 @@ def _options(reader: DeepSpeedReader, name: Setting[Any]) -> SettingsByPath:
         if argument == "warmup_type" and value not in ("log", "linear"):
             reader.refuse(key, "expected log or linear; DeepSpeed takes log")
         elif value == arguments.get(argument, -1) and argument != "warmup_type":
-            reader.keep_as(key, reader.flat[key], "the default")
+            reader.keep(key, "the default", loss="harmless")
         elif argument != "warmup_type":
             options[argument] = value
             keys.append(key)
         elif value == "linear":
-            reader.keep_as(key, value, "the neutral shape")
+            reader.keep(key, "the neutral shape", loss="harmless")
         else:
             keys.append(key)
     return {"schedule.options": Setting(options, "file", ", ".join(keys))} if options else {}

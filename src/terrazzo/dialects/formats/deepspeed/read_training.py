@@ -105,7 +105,7 @@ def _name(reader: DeepSpeedReader, name: Setting[str]) -> Setting[Any]:
         reader.refuse(name.key, REMOVED_OPTIMIZERS[word].in_words(reader.version))
         return Setting(None, "default")
     if word in BUILT_IN:
-        return _adam(reader, name) if word == "adam" else _spelt(reader, name, BUILT_IN[word])
+        return _adam(reader, name) if word == "adam" else Setting(BUILT_IN[word], "file", name.key)
     if word in _MISTAKEN:
         reader.mark(name.key, "renamed", "it is a class, not a type: DeepSpeed picks it for 'AdamW' with offload")
         return Setting(_MISTAKEN[word], "file", name.key)
@@ -121,18 +121,7 @@ def _adam(reader: DeepSpeedReader, name: Setting[str]) -> Setting[Any]:
     decoupled = reader.take(f"{_PARAMS}.adam_w_mode")
     if decoupled.value:
         reader.mark(name.key, "applied", "DeepSpeed's Adam is AdamW unless adam_w_mode is false")
-        reader.keep_as(name.key, name.value, "DeepSpeed's other word for AdamW")
-        if decoupled.origin == "file":
-            reader.keep_as(decoupled.key, True, "the default")
-    elif name.value != "Adam":
-        reader.keep_as(name.key, name.value, "another spelling")
     return Setting("AdamW" if decoupled.value else "Adam", "file", ", ".join((*name.keys, *decoupled.keys)))
-
-
-def _spelt(reader: DeepSpeedReader, name: Setting[str], known: str) -> Setting[Any]:
-    if name.value != known:
-        reader.keep_as(name.key, name.value, "another spelling")
-    return Setting(known, "file", name.key)
 
 
 def _numbers(reader: DeepSpeedReader, name: str, built_in: bool) -> SettingsByPath:
@@ -225,7 +214,6 @@ def _checkpointed_layers(reader: DeepSpeedReader) -> SettingsByPath:
     layers = reader.take(INTERVAL)
     if layers.origin != "file":
         return {}
-    reader.keep_as(INTERVAL, layers.value)
     if layers.value > 1:
         why = f"one in {layers.value} layers has its inputs kept there, and each block here"
         reader.mark(reader.spelled(INTERVAL), "lossy", why)

@@ -9,11 +9,10 @@ from terrazzo.dialects.core.keys import BOOLEAN, integer
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED, SWITCHED, in_words
-from terrazzo.dialects.formats.shared.plan_rows import ONE_GROUP, in_one_group, row_settings
+from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = [
     "OLD_OFFLOAD",
-    "one_group",
     "read_mesh",
     "read_offload",
     "read_prefetch",
@@ -73,7 +72,7 @@ def read_sharding(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPat
         )
         return row_settings("hpz", stage, hpz) | {"mesh.dp_shard": hpz}
     if hpz.origin == "file":
-        reader.keep_as(HPZ, hpz.value, "it has no effect here")
+        reader.keep(HPZ, "it has no effect here", loss="harmless")
     return row_settings(_ROWS[stage.value], stage)
 
 
@@ -87,7 +86,7 @@ def read_quantized(reader: DeepSpeedReader, stage: Setting[int]) -> SettingsByPa
                 reader.mark(key, "applied", note)
             found[path] = Setting(on if switch.value else off, switch.origin, switch.key)
         elif switch.origin == "file":
-            reader.keep_as(key, switch.value, "it has an effect at stage 3 only")
+            reader.keep(key, "it has an effect at stage 3 only", loss="harmless")
     return found
 
 
@@ -123,13 +122,13 @@ def read_mesh(reader: DeepSpeedReader, group: Setting[Any]) -> SettingsByPath:
         group: ranks of one group of hpZ or MiCS, None if there are none.
     """
     settings: SettingsByPath = {
-        "mesh.tp": _degree(reader, reader.take("tensor_parallel.autotp_size")),
-        "mesh.sp": _degree(reader, reader.take_as("sequence_parallel_size", integer(1), 1, null=True)),
+        "mesh.tp": _degree(reader.take("tensor_parallel.autotp_size")),
+        "mesh.sp": _degree(reader.take_as("sequence_parallel_size", integer(1), 1, null=True)),
         "mesh.ep": _experts(reader),
         "mesh.pp": Setting(1, "default"),
     }
     if reader.raw("pipeline.stages") not in (None, "auto"):
-        settings["mesh.pp"] = _degree(reader, reader.take_as("pipeline.stages", integer(1), 1))
+        settings["mesh.pp"] = _degree(reader.take_as("pipeline.stages", integer(1), 1))
         settings |= {"parallel.schedule": Setting("1f1b", "default"), "parallel.chunks": Setting(1, "default")}
     return settings | _data(reader, settings, group)
 
@@ -145,18 +144,7 @@ def _data(reader: DeepSpeedReader, settings: SettingsByPath, group: Setting[Any]
     return {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": data}
 
 
-def one_group(reader: DeepSpeedReader, settings: SettingsByPath) -> SettingsByPath:
-    """Where one group of hpZ or MiCS holds all ranks, that of the stage; the key comes back as it was."""
-    whole = in_one_group(settings)
-    if whole:
-        reader.keep_as(settings["mesh.dp_shard"].key, settings["mesh.dp_shard"].value, ONE_GROUP)
-    return whole
-
-
-def _degree(reader: DeepSpeedReader, degree: Setting[int]) -> Setting[int]:
-    """A degree; where it asks for nothing, the key is kept as it is."""
-    if degree.origin == "file" and degree.value <= 1:
-        reader.keep_as(degree.key, degree.value, "it asks for nothing")
+def _degree(degree: Setting[int]) -> Setting[int]:
     return Setting(max(1, degree.value), degree.origin, degree.key)
 
 
@@ -164,10 +152,6 @@ def _experts(reader: DeepSpeedReader) -> Setting[int]:
     enabled = reader.take("expert_parallel.enabled")
     size = reader.take("expert_parallel.autoep_size")
     degree = size.value if enabled.value else 1
-    if degree == 1:
-        for setting in (enabled, size):
-            if setting.origin == "file":
-                reader.keep_as(setting.key, setting.value, "it asks for nothing")
     from_file = [each for each in (enabled, size) if each.origin == "file"]
     return derived(degree, *from_file, origin="file" if from_file else "default")
 
@@ -177,8 +161,6 @@ def read_prefetch(reader: DeepSpeedReader, stage: int) -> SettingsByPath:
     if stage != 3:
         return {}
     bucket = reader.take(PREFETCH)
-    if bucket.origin != "default":
-        reader.keep_as(PREFETCH, reader.raw(PREFETCH), "how much is gathered ahead, in elements")
     ahead = Setting(0 if bucket.value == 0 else 1, bucket.origin, bucket.key)
     return {"prefetch.forward": ahead, "prefetch.backward": ahead}
 
@@ -205,8 +187,8 @@ def _device(reader: DeepSpeedReader, section: str) -> Setting[str]:
         on_cpu = reader.take_as(old, BOOLEAN, False)
         if on_cpu.origin == "file" and reader.verdicts[old].kind == "applied":
             reader.mark(old, "renamed", f"today's word is {key}")
-        if on_cpu.value and reader.spelled(key) not in reader.flat:
-            return Setting("cpu", "file", old)
+        if reader.spelled(key) not in reader.flat:
+            return Setting("cpu" if on_cpu.value else "none", on_cpu.origin, old)
     return reader.take(key)
 
 
@@ -214,10 +196,10 @@ def _optimizer_tiers(reader: DeepSpeedReader, device: Setting[str], stage: int) 
     ratio = reader.take(f"{ZERO}.offload_optimizer.ratio")
     tier, where = "device" if device.value == "none" else device.value, device.key
     if stage == 0 and tier != "device":
-        _ineffective(reader, where, device.value, "at stage 0 DeepSpeed has no offload: from stage 1 on")
+        reader.mark(where, "lossy", "at stage 0 DeepSpeed has no offload: from stage 1 on")
         tier = "device"
     if stage in (1, 2) and tier == "nvme":
-        _ineffective(reader, where, "nvme", f"at stage {stage} DeepSpeed takes 'nvme' for 'cpu': NVMe needs stage 3")
+        reader.mark(where, "lossy", f"at stage {stage} DeepSpeed takes 'nvme' for 'cpu': NVMe needs stage 3")
         tier = "cpu"
     share = tier
     if ratio.value < 1 and tier == "cpu" and stage == 3:
@@ -226,22 +208,16 @@ def _optimizer_tiers(reader: DeepSpeedReader, device: Setting[str], stage: int) 
     else:
         optim = Setting(share, device.origin, device.key)
         if ratio.origin == "file":
-            reader.keep_as(f"{ZERO}.offload_optimizer.ratio", ratio.value, "it has no effect here")
+            reader.keep(ratio.key, "it has no effect here", loss="harmless")
     grad = "cpu" if tier == "nvme" else share
     step: SettingsByPath = {"offload.step": Setting("synchronous", "default")} if share != "device" else {}
     return {"offload.optim": optim, "offload.grad": derived(grad, optim, origin=optim.origin)} | step
 
 
-def _ineffective(reader: DeepSpeedReader, key: str, device: str, why: str, section: str = "offload_optimizer") -> None:
-    """A device that DeepSpeed takes and does not use; kept for its own sake."""
-    reader.mark(key, "lossy", why)
-    reader.keep_as(f"{ZERO}.{section}.device", device, why)
-
-
 def _weight_tier(reader: DeepSpeedReader, device: Setting[str], stage: int) -> Setting[str]:
     if device.value != "none" and stage < 3:
         why = f"at stage {stage} DeepSpeed keeps weights on the device: offload_param needs stage 3"
-        _ineffective(reader, device.key, device.value, why, "offload_param")
+        reader.mark(device.key, "lossy", why)
         return Setting("device", device.origin, device.key)
     return Setting("device" if device.value == "none" else device.value, device.origin, device.key)
 
@@ -252,7 +228,7 @@ def _pin(reader: DeepSpeedReader) -> SettingsByPath:
     pins = [reader.take(key) for key in keys]
     from_file = [each for each in pins if each.origin == "file"]
     if len(from_file) == 2 and from_file[0].value != from_file[1].value:
-        reader.keep_as(keys[1], from_file[1].value, "one setting says it for weights and optimizer state")
+        reader.keep(keys[1], "one setting says it for weights and optimizer state", loss="harmless")
         from_file = from_file[:1]
     return {"offload.pin": derived(from_file[0].value, *from_file, origin="file") if from_file else pins[0]}
 
@@ -282,5 +258,5 @@ def read_saving(reader: DeepSpeedReader, stage: int) -> SettingsByPath:
     if stage == 3:
         settings["saving.export"] = Setting("full" if gather.value else "none", gather.origin, gather.key)
     elif gather.origin == "file":
-        reader.keep_as(GATHER, gather.value, "it has no effect here")
+        reader.keep(gather.key, "it has no effect here", loss="harmless")
     return settings

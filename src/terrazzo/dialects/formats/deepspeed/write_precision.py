@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED
 from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
@@ -26,7 +25,6 @@ def write_precision(draft: DeepSpeedDraft, stage: int, optimizer_on_cpu: bool) -
         brought = _low(draft, wanted, stage, optimizer_on_cpu)
     else:
         brought = dict.fromkeys(EVERY_DTYPE, "fp32")
-        _off(draft)
     _wire(draft, wanted, brought, stage)
     for path in _QUANTIZED:
         _quantized(draft, path, stage)
@@ -41,38 +39,21 @@ def _dtype(draft: DeepSpeedDraft, name: str) -> str | None:
     return draft.context.load_dtype or LOADED if value == LOADED else value
 
 
-def _off(draft: DeepSpeedDraft) -> None:
-    """fp32: give back the switches that stood there."""
-    for key in ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled"):
-        if draft.came_from("precision.compute", key):
-            draft.put_if_needed("precision.compute", key, False)
-
-
 def _autocast(draft: DeepSpeedDraft, wanted: dict[str, str | None]) -> dict[str, str]:
     """fp32 weights under autocast. No safe modules means that gradients travel as they are: in fp32."""
     low = wanted["compute"] or "bf16"
     draft.put("precision.autocast", "torch_autocast.enabled", True)
-    key = "torch_autocast.dtype"
-    if not draft.own or draft.came_from("precision.compute", key):
-        draft.put("precision.compute", key, "bfloat16" if low == "bf16" and not draft.own else _words(draft, key, low))
-    else:
-        draft.implied("precision.compute", key="torch_autocast.enabled")
+    draft.put("precision.compute", "torch_autocast.dtype", "bfloat16" if low == "bf16" else low)
     wire = wanted["reduce"] or low
-    safe = "torch_autocast.lower_precision_safe_modules"
-    if wire == "fp32" or draft.came_from("precision.reduce", safe):
-        draft.put(
-            "precision.reduce", safe, draft.originals.get(safe, []), "no module's gradients are reduced in 16 bits"
-        )
+    if wire == "fp32":
+        why = "no module's gradients are reduced in 16 bits"
+        draft.put("precision.reduce", "torch_autocast.lower_precision_safe_modules", [], why)
     return {
         **dict.fromkeys(EVERY_DTYPE, "fp32"),
         "compute": low,
         "output": low,
         "reduce": "fp32" if wire == "fp32" else low,
     }
-
-
-def _words(draft: DeepSpeedDraft, key: str, dtype: str) -> Any:
-    return draft.originals.get(key, dtype)
 
 
 def _low(draft: DeepSpeedDraft, wanted: dict[str, str | None], stage: int, on_cpu: bool) -> dict[str, str]:
@@ -90,8 +71,6 @@ def _low(draft: DeepSpeedDraft, wanted: dict[str, str | None], stage: int, on_cp
     elif wanted["moments"] == "fp16" and brought["master"] == "fp16":
         draft.put("precision.moments", "optimizer.params.fp32_optimizer_states", False)
         brought["moments"] = "fp16"
-    elif draft.came_from("precision.moments", "optimizer.params.fp32_optimizer_states"):
-        draft.put("precision.moments", "optimizer.params.fp32_optimizer_states", True)
     if low == "fp16":
         _scale(draft)
     return brought
@@ -103,8 +82,6 @@ def _masters(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict
     if wanted["master"] == low and stage > 0:
         draft.put_if_needed("precision.master", key, True)
         brought["master"] = low
-    elif draft.came_from("precision.master", key):
-        draft.put_if_needed("precision.master", key, wanted["master"] == low)
 
 
 def _moments(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict[str, str], on_cpu: bool) -> None:
@@ -112,9 +89,7 @@ def _moments(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict
     if wanted["moments"] == "bf16" and brought["master"] == "bf16":
         draft.put_if_needed("precision.moments", key, True)
         brought["moments"] = "bf16"
-    elif draft.came_from("precision.moments", key):
-        draft.put_if_needed("precision.moments", key, wanted["moments"] == "bf16")
-    elif brought["master"] == "bf16" and not on_cpu and not draft.own:
+    elif brought["master"] == "bf16" and not on_cpu:
         why = "bf16 masters have bf16 moments, or fp32 ones where the optimizer is offloaded to the CPU"
         draft.put("precision.moments", key, True, why, "lossy")
 
@@ -150,24 +125,21 @@ def _wire(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict[st
     key = "seq_parallel_communication_data_type" if sequence else "communication_data_type"
     default = "fp32" if sequence else brought["reduce"]
     if not draft.value("precision.autocast"):
-        if wire in _WIRE and (wire != default or draft.came_from("precision.reduce", key)):
-            draft.put("precision.reduce", key, _words(draft, key, wire))
+        if wire in _WIRE and wire != default:
+            draft.put("precision.reduce", key, wire)
             brought["reduce"] = wire
         else:
             brought["reduce"] = default
     key = "data_types.grad_accum_dtype"
-    if accumulate in _WIRE and (accumulate != brought["accumulate"] or draft.came_from("precision.accumulate", key)):
-        if stage == 0 and accumulate != brought["accumulate"] and not draft.own:
+    if accumulate in _WIRE and accumulate != brought["accumulate"]:
+        if stage == 0:
             why = "at stage 0 DeepSpeed accumulates in the model's dtype: take stage 1 or above"
             draft.lossy("precision.accumulate", why)
         else:
-            draft.put("precision.accumulate", key, _words(draft, key, accumulate))
+            draft.put("precision.accumulate", key, accumulate)
             brought["accumulate"] = accumulate
-    key = "data_types.buffer_dtype"
-    if wanted["buffers"] in _WIRE and (
-        wanted["buffers"] != brought["buffers"] or draft.came_from("precision.buffers", key)
-    ):
-        draft.put("precision.buffers", key, _words(draft, key, wanted["buffers"]))
+    if wanted["buffers"] in _WIRE and wanted["buffers"] != brought["buffers"]:
+        draft.put("precision.buffers", "data_types.buffer_dtype", wanted["buffers"])
         brought["buffers"] = wanted["buffers"]
 
 
@@ -182,10 +154,7 @@ def _quantized(draft: DeepSpeedDraft, path: str, stage: int) -> None:
     key, off, on = _QUANTIZED[path]
     form = draft.value(path, off)
     if form == off:
-        if draft.came_from(path, key):
-            draft.put(path, key, False)
-        elif draft.is_set(path):
-            draft.implied(path)
+        draft.implied(path)
     elif stage != 3:
         draft.lossy(path, "DeepSpeed sends weights and gradients in fewer bits at stage 3 only")
     elif form == on:

@@ -29,26 +29,8 @@ _TYPES = {**{name: name for name in BUILT_IN.values()}, "Adam": "Adam"}
 
 
 def write_batch(draft: DeepSpeedDraft) -> None:
-    """Write two of three sizes: DeepSpeed works out the third from the number of ranks."""
+    """Write two of three sizes: the micro-batch, and accumulation or the global batch in its place."""
     sizes = {path: draft.value(path) for path in _BATCH}
-    for path, key in _BATCH.items():
-        if draft.own and draft.setting(path).origin == "auto":
-            draft.put_if_needed(path, key, sizes[path])
-        elif (
-            draft.own
-            and sizes[path] is not None
-            and draft.came_from(path, key)
-            and draft.setting(path).origin == "file"
-        ):
-            draft.put(path, key, sizes[path])
-        elif draft.own:
-            draft.implied(path, "DeepSpeed works it out")
-    if not draft.own:
-        _two(draft, sizes)
-
-
-def _two(draft: DeepSpeedDraft, sizes: dict[str, Any]) -> None:
-    """The micro-batch, and what else is known: accumulation, or the global batch in its place."""
     whole, micro, steps = sizes.values()
     key = _BATCH["batch.micro_batch"]
     if micro is None and whole is None:
@@ -72,31 +54,13 @@ def write_optimizer(draft: DeepSpeedDraft) -> None:
             if draft.is_set(f"optimizer.{path}"):
                 draft.lossy(f"optimizer.{path}", "no optimizer is named: pass one with it to deepspeed.initialize")
         return
-    draft.put("optimizer.name", "optimizer.type", draft.originals.get("optimizer.type", _TYPES.get(name, name)))
+    draft.put("optimizer.name", "optimizer.type", _TYPES.get(name, name))
     if name == "Adam":
         draft.write(f"{_PARAMS}.adam_w_mode", False)
     built_in = name in _TYPES
     for path in ("lr", "betas", "eps", "weight_decay"):
-        _number(draft, f"optimizer.{path}", f"{_PARAMS}.{path}", built_in)
+        draft.copy(f"optimizer.{path}", f"{_PARAMS}.{path}")
     _options(draft, name, built_in)
-
-
-def _number(draft: DeepSpeedDraft, path: str, key: str, built_in: bool) -> None:
-    """A rate or factor, unless it is DeepSpeed's own default, or the schedule's."""
-    setting = draft.setting(path)
-    if not setting.is_set or (path == "optimizer.lr" and draft.own and setting.keys and key not in setting.keys):
-        draft.implied(path, key=setting.key)
-    elif setting.origin == "auto" or draft.own:
-        if key in setting.keys:
-            draft.put_if_needed(path, key, _plain(setting.value))
-        else:
-            draft.implied(path)
-    elif setting.value is not None:
-        draft.put(path, key, _plain(setting.value))
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _options(draft: DeepSpeedDraft, name: str, built_in: bool) -> None:
@@ -105,10 +69,10 @@ def _options(draft: DeepSpeedDraft, name: str, built_in: bool) -> None:
     dropped = []
     for argument, value in options.items():
         if argument.startswith("muon."):
-            dropped += [] if draft.own or _of_matrices(draft, argument, value) else [argument]
-        elif draft.own or argument in OPTIMIZER_PARAMS or not built_in:
+            dropped += [] if _of_matrices(draft, argument, value) else [argument]
+        elif argument in OPTIMIZER_PARAMS or not built_in:
             draft.write(join(_PARAMS, argument), value)
-            if argument == "amsgrad" and value and not draft.own:
+            if argument == "amsgrad" and value:
                 draft.write(f"{_PARAMS}.torch_adam", True)  # DeepSpeed's fused kernel has no amsgrad
         elif argument not in _KERNELS:
             dropped.append(argument)
@@ -142,18 +106,14 @@ def write_schedule(draft: DeepSpeedDraft) -> None:
     warm_up = _warm_up(draft)
     if kind not in SCHEDULER_PARAMS:
         draft.refuse("schedule.name", f"DeepSpeed has no {name}: pass a torch scheduler to deepspeed.initialize")
-    elif name == "constant" and not warm_up and not draft.own:
+    elif name == "constant" and not warm_up:
         draft.implied("schedule.name", "without a schedule the rate stays what it is")
         draft.implied("schedule.total_steps")
-    elif "total_num_steps" in SCHEDULER_PARAMS[kind] and not _has_total(draft):
+    elif "total_num_steps" in SCHEDULER_PARAMS[kind] and draft.value("schedule.total_steps") is None:
         draft.refuse("schedule.name", f"{kind} needs the run's length: give it as total_num_steps")
     else:
         draft.put("schedule.name", "scheduler.type", kind)
         _arguments(draft, kind, warm_up)
-
-
-def _has_total(draft: DeepSpeedDraft) -> bool:
-    return draft.own or draft.value("schedule.total_steps") is not None
 
 
 def _warm_up(draft: DeepSpeedDraft) -> int:
@@ -176,23 +136,14 @@ def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
         draft.implied(["schedule.total_steps", "schedule.final_fraction"], "it has no end")
     _peak_and_end(draft, kind)
     for argument, value in draft.value("schedule.options", {}).items():
-        key = f"{_SCHEDULE}.{argument}"
-        if draft.own and key not in draft.setting("schedule.options").keys:
-            continue  # a default
         if argument in known or argument == "last_batch_iteration":
-            draft.write(key, value)
+            draft.write(f"{_SCHEDULE}.{argument}", value)
     draft.implied("schedule.options", key=_SCHEDULE)
 
 
 def _warm(draft: DeepSpeedDraft, steps: int) -> None:
     """Write the warm-up, which takes 2 steps at least."""
     key, path = f"{_SCHEDULE}.warmup_num_steps", "schedule.warmup_steps"
-    if draft.own:
-        if key in draft.setting(path).keys and key not in draft.originals:
-            draft.put_if_needed(path, key, steps)
-        else:
-            draft.implied(path, key=key)
-        return
     if steps < 2:
         draft.put(path, key, 1, "DeepSpeed warms up over 2 steps at least", "lossy")
     else:
@@ -205,9 +156,7 @@ def _peak_and_end(draft: DeepSpeedDraft, kind: str) -> None:
     """The peak is the schedule's own for two of them; the end can be said for the cosine alone."""
     peak = f"{_SCHEDULE}.warmup_max_lr"
     rate = draft.setting("optimizer.lr")
-    if peak in rate.keys and draft.own:
-        draft.put_if_needed("optimizer.lr", peak, rate.value)
-    elif kind in ("WarmupLR", "WarmupDecayLR") and not draft.own and rate.value is not None:
+    if kind in ("WarmupLR", "WarmupDecayLR") and rate.value is not None:
         draft.write(peak, rate.value)
     end = draft.value("schedule.final_fraction")
     if kind == "WarmupCosineLR":
@@ -219,11 +168,8 @@ def _peak_and_end(draft: DeepSpeedDraft, kind: str) -> None:
 
 
 def _known(draft: DeepSpeedDraft, path: str, key: str) -> None:
-    setting = draft.setting(path)
-    if draft.own and key not in setting.keys:
-        draft.implied(path)
-    elif setting.is_set:
-        draft.put_if_needed(path, key, setting.value)
+    if draft.is_set(path):
+        draft.put_if_needed(path, key, draft.setting(path).value)
 
 
 # -- the loop ------------------------------------------------------------------------------------------------------
@@ -233,12 +179,9 @@ def write_training(draft: DeepSpeedDraft) -> None:
     """Write clipping, and say what DeepSpeed's JSON cannot."""
     if draft.is_set("training.clip"):
         draft.put_if_needed("training.clip", "gradient_clipping", draft.value("training.clip", 0.0))
-    compiled = "compile.deepcompile"
-    if draft.own and draft.is_set("training.compile"):
-        draft.put_if_needed("training.compile", compiled, draft.value("training.compile"))
-    elif draft.value("training.compile"):
+    if draft.value("training.compile"):
         draft.lossy("training.compile", "call engine.compile() after deepspeed.initialize")
-    if not draft.own and draft.has("pipeline.stages") and draft.value("activation_checkpointing.mode") == "full":
+    if draft.has("pipeline.stages") and draft.value("activation_checkpointing.mode") == "full":
         draft.put("activation_checkpointing.mode", INTERVAL, 1)
     elif draft.value("activation_checkpointing.mode", "none") != "none":
         why = "the JSON cannot switch it on: call model.gradient_checkpointing_enable() or wrap the blocks"

@@ -33,15 +33,9 @@ def write_sharding(draft: DeepSpeedDraft) -> int:
     known = row in STAGES or row in _LOST
     stage, why = (STAGES.get(row, 3), _LOST.get(row, "")) if known else _by_states(draft)
     mics = row == "hybrid_shard" and draft.version < REMOVED[MICS].since
-    key = ZERO if draft.came_from(SHARDING, ZERO) else f"{ZERO}.stage"
     note = f"{why}; MiCS, which had it, is gone from DeepSpeed" if row == "hybrid_shard" and not mics else why
     kind: VerdictKind = "lossy" if why and not mics else "applied"
-    if key == ZERO:
-        draft.put(SHARDING, key, bool(stage))
-    elif draft.own:
-        draft.put_if_needed(SHARDING, key, stage, (kind, note))
-    else:
-        draft.put(SHARDING, key, stage, note if kind == "lossy" else "", kind)
+    draft.put(SHARDING, f"{ZERO}.stage", stage, note if kind == "lossy" else "", kind)
     if row in TWO_AXES:
         _group(draft, MICS if mics else f"{ZERO}.zero_hpz_partition_size")
     return stage
@@ -68,9 +62,7 @@ def _group(draft: DeepSpeedDraft, key: str) -> None:
 def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
     """Write degrees. Data parallelism is what the launcher starts."""
     draft.implied("mesh.world", "said to the launcher: deepspeed --num_gpus N, or torchrun --nproc-per-node N")
-    if draft.came_from("mesh.dp_shard", "data_parallel_size"):
-        draft.put("mesh.dp_shard", "data_parallel_size", draft.value("mesh.dp_shard"))
-    elif not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
+    if not draft.has(f"{ZERO}.zero_hpz_partition_size") and not draft.has(MICS):
         draft.implied(["mesh.dp_shard", "mesh.dp_replicate"], "all ranks that the launcher starts")
     degrees = {axis: draft.value(f"mesh.{axis}", 1) for axis in MODEL_AXES}
     if degrees["tp"] > 1:
@@ -94,8 +86,6 @@ def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
 def _pipeline(draft: DeepSpeedDraft, stages: int, stage: int) -> None:
     if stage > 1:
         draft.refuse("mesh.pp", f"DeepSpeed's pipeline engine takes ZeRO stages 0 and 1, not {stage}")
-    elif draft.own:
-        draft.put("mesh.pp", "pipeline.stages", stages)
     else:
         why = "the model must be a PipelineModule in the code"
         draft.put("mesh.pp", "pipeline.stages", stages, why, "lossy")
@@ -138,7 +128,7 @@ def _optimizer(draft: DeepSpeedDraft, stage: int) -> str:
     tier, share, mixed = tier_and_share(wanted)
     key, ratio = f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_optimizer.ratio"
     if tier == "device":
-        return _on_device(draft, "offload.optim", key)
+        return "device"
     if stage == 0:
         draft.refuse("offload.optim", "DeepSpeed offloads from ZeRO stage 1 on: take plan zero1 or above")
         return "device"
@@ -151,17 +141,10 @@ def _optimizer(draft: DeepSpeedDraft, stage: int) -> str:
     if share and (tier == "nvme" or stage < 3):
         draft.put("offload.optim", key, tier, "DeepSpeed has shares on the CPU at stage 3 only: all of it", "lossy")
         return tier
-    draft.put("offload.optim", key, draft.originals.get(key, tier))
+    draft.put("offload.optim", key, tier)
     if share:
-        draft.put("offload.optim", ratio, draft.originals.get(ratio, share))
+        draft.put("offload.optim", ratio, share)
     return wanted
-
-
-def _on_device(draft: DeepSpeedDraft, path: str, key: str) -> str:
-    """No offload: give back the word that stood there."""
-    if draft.own and draft.came_from(path, key):
-        draft.put(path, key, draft.originals.get(key, "none"))
-    return "device"
 
 
 def _weight(draft: DeepSpeedDraft, stage: int) -> str:
@@ -169,7 +152,7 @@ def _weight(draft: DeepSpeedDraft, stage: int) -> str:
     tier, share, mixed = tier_and_share(str(draft.value("offload.weight", "device")))
     key = f"{ZERO}.offload_param.device"
     if tier == "device":
-        return _on_device(draft, "offload.weight", key)
+        return "device"
     if stage < 3:
         draft.refuse("offload.weight", f"DeepSpeed moves weights off the device at stage 3 only, this is stage {stage}")
         return "device"
@@ -180,28 +163,21 @@ def _weight(draft: DeepSpeedDraft, stage: int) -> str:
 
 
 def _pin(draft: DeepSpeedDraft, sections: list[str]) -> None:
-    """Write it for every section, or for those that had it."""
+    """Write it for every section."""
     draft.implied("offload.pin")
-    keys = [f"{ZERO}.{name}.pin_memory" for name in ("offload_optimizer", "offload_param")]
-    wanted = [
-        key for key in keys if (draft.came_from("offload.pin", key) if draft.own else key.split(".")[1] in sections)
-    ]
-    for key in wanted:
-        if draft.value("offload.pin") is not None and key not in draft.originals:
-            draft.put_if_needed("offload.pin", key, draft.value("offload.pin"))
+    for name in sections if draft.value("offload.pin") is not None else ():
+        draft.put_if_needed("offload.pin", f"{ZERO}.{name}.pin_memory", draft.value("offload.pin"))
 
 
 def _nvme(draft: DeepSpeedDraft, sections: list[str]) -> None:
     """Write folders, buffers and how files are read."""
     ways = {"offload.block_bytes": "aio.block_size", "offload.depth": "aio.queue_depth"}
-    if not sections and not draft.own:
+    if not sections:
         draft.implied([*ways, "offload.path", "offload.buffers", "offload.direct"], "nothing is on NVMe")
         return
     for path, key in ways.items():
         if draft.value(path) is not None:
             draft.put_if_needed(path, key, draft.value(path))
-    if not sections:
-        return
     folders = draft.value("offload.path", ())
     for name, folder in zip(sections, (folders[0], folders[-1]) if folders else (), strict=False):
         draft.put("offload.path", f"{ZERO}.{name}.nvme_path", str(folder))
@@ -226,7 +202,7 @@ def write_prefetch(draft: DeepSpeedDraft, stage: int) -> None:
     if stage < 3 or not ahead:
         draft.implied(paths, "whole weights need no gathering")
     elif not any(ahead):
-        draft.put(paths, key, draft.originals.get(key, 0))
+        draft.put(paths, key, 0)
     else:
         draft.implied(paths)
         for path in paths:
@@ -250,8 +226,4 @@ def write_saving(draft: DeepSpeedDraft, stage: int) -> None:
         draft.implied("saving.export", "save_16bit_model writes it at any time")
     if draft.value("saving.background"):
         why = "a checkpoint of that writer may not load again: try it first"
-        draft.put_if_needed(
-            "saving.background", "checkpoint.writer.decoupled", True, ("applied" if draft.own else "lossy", why)
-        )
-    elif draft.came_from("saving.background", "checkpoint.writer.decoupled"):
-        draft.put("saving.background", "checkpoint.writer.decoupled", False)
+        draft.put("saving.background", "checkpoint.writer.decoupled", True, why, "lossy")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP1_POLICY, write_policy
 from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
@@ -14,7 +15,7 @@ __all__ = ["write"]
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT, library: str = "FSDP1") -> Writing:
     """All that FSDP1's arguments can say. `library`: who passes them on, as in messages."""
-    draft = TerseDraft(description, library, "fsdp1")
+    draft = Draft(description, library, KEYS)
     world = context.world
     leave_to_loop(draft)
     row, why = choose_row(draft, ROW_NAMES, f"one of {', '.join(ROW_NAMES.values())}")
@@ -22,31 +23,26 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT, librar
         _write_row(draft, row, why, world)
     draft.implied("mesh.world")
     write_wrap_policy(draft, "auto_wrap_policy")
-    older = draft.own and "ignored_modules" in draft.setting("units.ignored").keys
-    draft.option("units.ignored", "ignored_modules" if older else "ignored_states", None)
+    draft.option("units.ignored", "ignored_states")
     write_policy(draft, FSDP1_POLICY)
     if write_offload(draft, "cpu_offload.offload_params"):
         draft.implied("offload.pin") if draft.value("offload.pin", True) else draft.lossy(
             "offload.pin", "FSDP1 always pins"
         )
     _write_prefetch(draft)
-    draft.option("loading.broadcast", "sync_module_states", False)
+    draft.option("loading.broadcast", "sync_module_states")
     return draft.finish()
 
 
-def _write_row(draft: TerseDraft, row: str, why: str, world: int | None) -> None:
-    if draft.needs_key("sharding.weight", "D", "sharding_strategy") or (not draft.own and row != "zero3"):
+def _write_row(draft: Draft, row: str, why: str, world: int | None) -> None:
+    if row != "zero3" or why:
         draft.put(SHARDING, "sharding_strategy", ROW_NAMES[row], why, "lossy" if why else "applied")
-    elif why:
-        draft.lossy(SHARDING, why)
     else:
         draft.implied(SHARDING)
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
-    if row in HYBRID_ROWS and not draft.own:
+    if row in HYBRID_ROWS:
         shards = shard_ranks(draft, world)
-    if draft.own and not draft.setting("mesh.dp_shard").keys:
-        draft.implied(DATA_AXES)
-    elif row not in HYBRID_ROWS:
+    if row not in HYBRID_ROWS:
         _write_flat_mesh(draft, shards)
     elif replicas is not None and shards is not None:
         draft.put(DATA_AXES, "device_mesh", [replicas, shards])
@@ -56,7 +52,7 @@ def _write_row(draft: TerseDraft, row: str, why: str, world: int | None) -> None
         draft.lossy(known, "device_mesh needs both sizes, and the number of ranks is not known: say --world")
 
 
-def _write_flat_mesh(draft: TerseDraft, shards: int | None) -> None:
+def _write_flat_mesh(draft: Draft, shards: int | None) -> None:
     """All data ranks are one axis, whatever axes the source has."""
     replicas = draft.setting("mesh.dp_replicate").value if draft.is_set("mesh.dp_replicate") else 1
     if shards is not None and replicas is not None:
@@ -66,17 +62,15 @@ def _write_flat_mesh(draft: TerseDraft, shards: int | None) -> None:
         draft.implied(DATA_AXES, "all data ranks are one axis")
 
 
-def _write_prefetch(draft: TerseDraft) -> None:
+def _write_prefetch(draft: Draft) -> None:
     for path, key, words, default in (
         ("prefetch.backward", "backward_prefetch", {0: None, 1: "BACKWARD_PRE"}, 1),
         ("prefetch.forward", "forward_prefetch", {0: False, 1: True}, 0),
     ):
         ahead = draft.value(path)
-        if draft.is_extra(key):
-            draft.implied(path, key=key)
-        elif ahead is not None and ahead > 1:
+        if ahead is not None and ahead > 1:
             draft.put(path, key, words[1], f"{ahead} units ahead were asked; FSDP1 gathers one", "lossy")
-        elif draft.needs_key(path, default, key):
-            draft.put(path, key, words[ahead])
-        else:
+        elif ahead in (None, default):
             draft.implied(path)
+        else:
+            draft.put(path, key, words[ahead])

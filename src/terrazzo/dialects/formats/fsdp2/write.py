@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import TIERS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.write_mesh import write_sharding
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP2_POLICY, write_policy
 from terrazzo.dialects.formats.shared.fsdp_words import leave_to_loop, write_offload
@@ -14,20 +15,20 @@ __all__ = ["write"]
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """All that `fully_shard` can be told."""
-    draft = TerseDraft(description, "FSDP2", "fsdp2")
+    draft = Draft(description, "FSDP2", KEYS)
     leave_to_loop(draft)
     write_sharding(draft, context)
     _units(draft)
     write_policy(draft, FSDP2_POLICY)
     _offload(draft)
-    for way, default in (("forward", 0), ("backward", 1)):
-        draft.option(f"prefetch.{way}", f"set_modules_to_{way}_prefetch", default)
+    for way in ("forward", "backward"):
+        draft.option(f"prefetch.{way}", f"set_modules_to_{way}_prefetch")
     if draft.value("loading.broadcast"):
         draft.lossy("loading.broadcast", "load with set_model_state_dict(..., broadcast_from_rank0=True)")
     return draft.finish()
 
 
-def _units(draft: TerseDraft) -> None:
+def _units(draft: Draft) -> None:
     policy = draft.value("units.policy")
     if policy == "classes":
         draft.put("units.classes", "module", list(draft.value("units.classes", ())))
@@ -37,16 +38,15 @@ def _units(draft: TerseDraft) -> None:
         draft.lossy(paths, "fully_shard has no rule for units: name the classes of the blocks in module")
     else:
         draft.implied("units.policy", "called on the root alone: the whole model is one unit")
-    draft.option("units.ignored", "ignored_params", None)
+    draft.option("units.ignored", "ignored_params")
 
 
-def _offload(draft: TerseDraft) -> None:
+def _offload(draft: Draft) -> None:
     pin = draft.value("offload.pin", True)
     key = "offload_policy"
-    by_pin_memory = draft.own and f"{key}.pin_memory" in draft.setting("offload.pin").keys
-    if (by_pin_memory or not pin) and any(draft.value(path, "device") != "device" for path in TIERS):
+    if not pin and any(draft.value(path, "device") != "device" for path in TIERS):
         write_offload(draft, f"{key}.pin_memory", pin)
         draft.implied("offload.pin", key=f"{key}.pin_memory")
         return
-    if write_offload(draft, key, "CPUOffloadPolicy", "OffloadPolicy"):
+    if write_offload(draft, key, "CPUOffloadPolicy"):
         draft.implied("offload.pin")

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER, product
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
@@ -17,7 +17,7 @@ __all__ = ["write_sharding"]
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "hpz", "zero0")
 
 
-def write_sharding(draft: TerseDraft, context: ReadingContext) -> None:
+def write_sharding(draft: Draft, context: ReadingContext) -> None:
     """Write the row and the axes."""
     draft.implied("mesh.world")
     row, why = choose_row(draft, _ROWS, "a row that fully_shard has, such as zero3")
@@ -28,7 +28,7 @@ def write_sharding(draft: TerseDraft, context: ReadingContext) -> None:
         _write_mesh(draft, row, context)
 
 
-def _write_reshard(draft: TerseDraft, row: str, why: str) -> None:
+def _write_reshard(draft: Draft, row: str, why: str) -> None:
     key = "reshard_after_forward"
     value: Any = {"hpz": draft.value("mesh.dp_shard"), "shard_grad_op": False, "hybrid_shard_zero2": False}.get(
         row, True
@@ -36,16 +36,11 @@ def _write_reshard(draft: TerseDraft, row: str, why: str) -> None:
     if row == "zero0":
         note = "one rank per shard group: weights, gradients and optimizer state whole on every rank, as in DDP"
         draft.implied(SHARDING, note, "mesh")
-    elif draft.own and not draft.needs_key("sharding.between", "D", key):
-        draft.implied(SHARDING)
     else:
         draft.put(SHARDING, key, value, why, "lossy" if why else "applied")
 
 
-def _write_mesh(draft: TerseDraft, row: str, context: ReadingContext) -> None:
-    if draft.own and (draft.is_extra("mesh") or not any("mesh" in draft.setting(path).keys for path in DATA_AXES)):
-        draft.implied((*DATA_AXES, *(f"mesh.{axis}" for axis in MESH_ORDER)))
-        return
+def _write_mesh(draft: Draft, row: str, context: ReadingContext) -> None:
     others = {axis: draft.value(f"mesh.{axis}", 1) for axis in MESH_ORDER}
     others = {axis: size for axis, size in others.items() if size != 1}
     sizes = _data_axes(draft, row, context)
@@ -57,12 +52,12 @@ def _write_mesh(draft: TerseDraft, row: str, context: ReadingContext) -> None:
         open_ended = None in sizes
         why = "null stands for a number of ranks that is not known here: fill it in" if open_ended else ""
         named = dict(zip(("dp_replicate", "dp_shard"), sizes, strict=False)) if len(sizes) == 2 else list(sizes)
-        draft.put(DATA_AXES, "mesh", list(sizes) if draft.own else named, why, "lossy" if open_ended else "applied")
+        draft.put(DATA_AXES, "mesh", named, why, "lossy" if open_ended else "applied")
         if open_ended and row != "zero0":
             draft.lossy(SHARDING, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
 
 
-def _data_axes(draft: TerseDraft, row: str, context: ReadingContext) -> tuple[int | None, ...]:
+def _data_axes(draft: Draft, row: str, context: ReadingContext) -> tuple[int | None, ...]:
     """Sizes of the data axes: shards, or replicas and shards."""
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
     if row in HYBRID_ROWS:
@@ -70,12 +65,12 @@ def _data_axes(draft: TerseDraft, row: str, context: ReadingContext) -> tuple[in
     known = draft.is_set("mesh.dp_replicate")
     whole = product((replicas if known else 1, shards))
     if row == "zero0":
-        ranks = None if draft.own else ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
+        ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
         return (whole or ranks, 1)
     return (whole,)
 
 
-def _write_named(draft: TerseDraft, sizes: tuple[int | None, ...], others: Mapping[str, int]) -> None:
+def _write_named(draft: Draft, sizes: tuple[int | None, ...], others: Mapping[str, int]) -> None:
     names = ("dp_shard",) if len(sizes) == 1 else ("dp_replicate", "dp_shard")
     outer = {axis: size for axis, size in others.items() if axis == "pp"}
     inner = {axis: size for axis, size in others.items() if axis != "pp"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Extra, Setting, SettingsByPath
+from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.lightning.keys import KEYS, NAMED, ROWS, TRAINER
@@ -16,15 +16,12 @@ from terrazzo.dialects.formats.lightning.read_strategy import (
     ARGUMENTS,
     DDP_CLASSES,
     Strategy,
-    StrategyReading,
     read_strategy,
 )
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read"]
-
-_VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
 
 
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
@@ -59,26 +56,17 @@ class _Read:
             settings |= _chosen(strategy, row, strategy_reading.settings)
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
+        reader.extras += strategy_reading.extras
         _keep_others(reader, self.prefix, strategy)
         _name_class(strategy, settings)
         prefixed = {path: self._prefixed(setting) for path, setting in settings.items()}
-        return self._close(reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError"), strategy_reading)
+        return reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError")
 
     def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
         """Keys that name a Trainer argument without its section."""
         keys = [f"{self.prefix}{key}" if key in TRAINER else key for key in setting.keys]
         present = [key for key in keys if key in self.reader]
         return Setting(setting.value, setting.origin if present or not keys else "default", ", ".join(present))
-
-    def _close(self, reading: Reading, strategy_reading: StrategyReading) -> Reading:
-        """Add what comes back as it was: extras of the strategy, and keys that several settings come from."""
-        extras = [*reading.description.extras, *strategy_reading.extras]
-        extra_keys = {extra.key for extra in extras}
-        for verdict in reading.verdicts:
-            section = verdict.key.removeprefix(self.prefix).partition(".")[0]
-            if verdict.key not in extra_keys and verdict.kind != "refused" and section in _VERBATIM:
-                extras.append(Extra(verdict.key, verdict.value, verdict.why, loss="harmless"))
-        return replace(reading, description=reading.description.replace({}, tuple(extras)))
 
     def _precision(self) -> Setting[Any]:
         key = f"{self.prefix}precision"

@@ -11,8 +11,9 @@ import torch
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict
+from terrazzo.dialects.formats.lightning.keys import KEYS
 from terrazzo.dialects.formats.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, placed
 from terrazzo.dialects.formats.shared.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
@@ -30,9 +31,7 @@ _PLAIN_WORDS = tuple(word for word in WORDS if isinstance(word, str) and "-" in 
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document."""
-    if description.dialect == "lightning":
-        return _own(description)
-    draft = TerseDraft(description, "Lightning", "lightning")
+    draft = Draft(description, "Lightning", KEYS)
     draft.implied("mesh.world")
     _loop(draft)
     row, why = nearest_row(description, ROW_NAMES)
@@ -48,35 +47,14 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     return draft.finish()
 
 
-def _own(description: Description) -> Writing:
-    """What was read from this very dialect: the loop from its settings, the rest as it stood."""
-    copied = tuple(replace(extra, value=deepcopy(extra.value)) for extra in description.extras)
-    draft = TerseDraft(replace(description, extras=copied), "Lightning", "lightning")
-    for path in PATHS:
-        setting = draft.setting(path)
-        last = setting.keys[-1].rpartition(".")[2] if setting.keys else ""
-        if path in _OWN and last == _OWN[path] and setting.origin != "default":
-            draft.put(path, setting.keys[-1], setting.value)
-    return draft.finish()
-
-
-_OWN = {
-    "batch.accumulation": "accumulate_grad_batches",
-    "schedule.total_steps": "max_steps",
-    "training.seed": "seed_everything",
-    "saving.folder": "default_root_dir",
-    "training.clip": "gradient_clip_val",
-}
-
-
 # -- the loop ------------------------------------------------------------------------------------------------------
 
 
-def _loop(draft: TerseDraft) -> None:
-    draft.option("batch.accumulation", "trainer.accumulate_grad_batches", 1)
-    draft.option("schedule.total_steps", "trainer.max_steps", None)
-    draft.option("training.seed", "seed_everything", None)
-    draft.option("saving.folder", "trainer.default_root_dir", None)
+def _loop(draft: Draft) -> None:
+    draft.option("batch.accumulation", "trainer.accumulate_grad_batches")
+    draft.option("schedule.total_steps", "trainer.max_steps")
+    draft.option("training.seed", "seed_everything")
+    draft.option("saving.folder", "trainer.default_root_dir")
     for path in ("batch.micro_batch", "batch.global_batch", "batch.sequence_length"):
         draft.lossy(path, "the data loader decides it there")
     for path in PATHS:
@@ -94,7 +72,7 @@ def _loop(draft: TerseDraft) -> None:
     _optimizer(draft)
 
 
-def _optimizer(draft: TerseDraft) -> None:
+def _optimizer(draft: Draft) -> None:
     paths = tuple(f"optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay"))
     name = draft.value("optimizer.name")
     if name is None:
@@ -113,7 +91,7 @@ def _optimizer(draft: TerseDraft) -> None:
         draft.put("optimizer.options", f"optimizer.init_args.{argument}", value)
 
 
-def _clip(draft: TerseDraft, sharded: bool) -> None:
+def _clip(draft: Draft, sharded: bool) -> None:
     clip = draft.value("training.clip")
     if clip is None:
         draft.implied("training.clip")
@@ -129,7 +107,7 @@ def _clip(draft: TerseDraft, sharded: bool) -> None:
 # -- strategies ----------------------------------------------------------------------------------------------------
 
 
-def _ddp(draft: TerseDraft) -> None:
+def _ddp(draft: Draft) -> None:
     draft.put(SHARDING, _STRATEGY, "ddp")
     draft.implied(DATA_AXES, "every rank is a replica", _STRATEGY)
     draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
@@ -144,7 +122,7 @@ def _ddp(draft: TerseDraft) -> None:
     _precision(draft, "DDPStrategy")
 
 
-def _fsdp(draft: TerseDraft, context: ReadingContext) -> None:
+def _fsdp(draft: Draft, context: ReadingContext) -> None:
     """FSDPStrategy passes its arguments on to FullyShardedDataParallel."""
     writing = FSDP_STRATEGY.write(replace(draft.description, dialect=""), context)
     arguments = {key: value for key, value in writing.document.items() if key != "mixed_precision"}
@@ -162,7 +140,7 @@ def _fsdp(draft: TerseDraft, context: ReadingContext) -> None:
         draft.write(_STRATEGY, "fsdp")
 
 
-def _adopt(draft: TerseDraft, verdicts: list[KeyVerdict], section: str) -> None:
+def _adopt(draft: Draft, verdicts: list[KeyVerdict], section: str) -> None:
     """Another writer's words, with its keys below a section."""
     for verdict in verdicts:
         key = placed(verdict, section).target
@@ -174,7 +152,7 @@ def _adopt(draft: TerseDraft, verdicts: list[KeyVerdict], section: str) -> None:
             draft.implied(verdict.key, verdict.why, key)
 
 
-def _recomputed(draft: TerseDraft, *, sharded: bool) -> None:
+def _recomputed(draft: Draft, *, sharded: bool) -> None:
     mode, classes = draft.value("activation_checkpointing.mode", "none"), draft.value("units.classes", ())
     paths = tuple(path for path in PATHS if path.startswith("activation_checkpointing."))
     if mode == "none":
@@ -186,10 +164,11 @@ def _recomputed(draft: TerseDraft, *, sharded: bool) -> None:
         draft.lossy(paths, "recompute blocks in the LightningModule")
 
 
-def _state(draft: TerseDraft, *, sharded: bool) -> None:
+def _state(draft: Draft, *, sharded: bool) -> None:
     state = draft.value("saving.state", "full")
     if sharded and state != "full" and draft.value("saving.export", "none") == "none":
-        draft.put("saving.state", f"{_ARGUMENTS}.state_dict_type", "sharded")
+        why = "shards resume on any number of ranks" if state == "local" else ""
+        draft.put("saving.state", f"{_ARGUMENTS}.state_dict_type", "sharded", why)
         draft.implied("saving.export")
         return
     draft.implied(("saving.state", "saving.export"), "one file with all weights")
@@ -198,7 +177,7 @@ def _state(draft: TerseDraft, *, sharded: bool) -> None:
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def _precision(draft: TerseDraft, kind: str) -> None:
+def _precision(draft: Draft, kind: str) -> None:
     """The word that misses the fewest dtypes; under FSDP, `mixed_precision` puts gather and reduction right."""
     wanted = {path: draft.setting(path) for path in PATHS if path.startswith("precision.") and draft.is_set(path)}
     if "precision.compute" not in wanted:
@@ -233,7 +212,7 @@ def _misses(wanted: Mapping[str, Setting[Any]], kind: str, word: str) -> tuple[i
     return sum(path in grave for path in known), len(known)
 
 
-def _mixed_precision(draft: TerseDraft, kind: str, row: Mapping[str, Setting[Any]]) -> dict[str, str]:
+def _mixed_precision(draft: Draft, kind: str, row: Mapping[str, Setting[Any]]) -> dict[str, str]:
     """The argument `mixed_precision`, where the word alone reduces in another dtype; the keys by path."""
     reduce = draft.value("precision.reduce")
     if kind != "FSDPStrategy" or reduce not in TORCH_NAMES or reduce == row["precision.reduce"].value:
@@ -249,9 +228,9 @@ def _mixed_precision(draft: TerseDraft, kind: str, row: Mapping[str, Setting[Any
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def _deepspeed(draft: TerseDraft, context: ReadingContext) -> Writing:
+def _deepspeed(draft: Draft, context: ReadingContext) -> Writing:
     """DeepSpeedStrategy with a whole configuration; accumulation and clipping are the Trainer's."""
-    inner = DEEPSPEED.write(draft.description, context)
+    inner = DEEPSPEED.written(draft.description, context)
     config = deepcopy(inner.document)
     for key in ("gradient_accumulation_steps", "train_batch_size"):
         config.pop(key, None)

@@ -30,8 +30,6 @@ def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Read
             reader.refuse(key, f"Megatron-LM stops at it: {REMOVED[key]}")
         elif key.startswith(_NESTED):
             reader.refuse(key, "the sections of a --yaml-cfg are not read: give the arguments in one section, flat")
-    reader.keep_rows()
-    _keep_spelling(reader)
     return reader.finish("megatron", settings, unknown="stops at it")
 
 
@@ -41,14 +39,6 @@ def _normal(document: ConfigDocument) -> dict[str, Any]:
     if isinstance(told := arguments.get(LAUNCHER), Mapping):
         arguments[LAUNCHER] = {str(key).lstrip("-").replace("_", "-"): value for key, value in told.items()}
     return arguments
-
-
-def _keep_spelling(reader: Reader) -> None:
-    """What was taken comes back as it stood, if this dialect is written again."""
-    extra_keys = reader.extra_keys()
-    for key, verdict in reader.verdicts.items():
-        if verdict.kind != "refused" and key not in extra_keys:
-            reader.keep_as(key, reader.flat[key])
 
 
 def _idle(reader: Reader, key: str, switch: str) -> None:

@@ -6,7 +6,7 @@ from terrazzo.dialects.core.agreement import NVME_ONLY, has_no_effect
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, TIERS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, LAUNCHER
+from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, KEYS, LAUNCHER
 from terrazzo.dialects.formats.megatron.write_precision import write_precision
 from terrazzo.dialects.formats.megatron.write_training import write_training
 from terrazzo.dialects.formats.shared.plan_rows import nearest_row
@@ -21,10 +21,8 @@ _GROUPED = ("-", "-", "-", "S")
 
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
-    """The arguments; defaults are left out. Of its own descriptions every argument stands as it stood."""
-    draft = Draft(description, "Megatron-LM", "megatron")
-    if draft.own:
-        return draft.finish()
+    """The arguments; defaults are left out."""
+    draft = Draft(description, "Megatron-LM", KEYS)
     _mesh(draft)
     _sharding(draft)
     _offload(draft)

@@ -28,18 +28,9 @@ def write_training(draft: Draft, context: ReadingContext) -> None:
     draft.implied(["loading.low_memory", "loading.broadcast"], "each rank builds its own part")
 
 
-def _option(draft: Draft, path: str, key: str) -> None:
-    """Write a setting unless it is the argument's default."""
-    value = draft.value(path)
-    if value is None or value == KEYS[key].neutral:
-        draft.implied(path)
-    else:
-        draft.put(path, key, value)
-
-
 def _batch(draft: Draft, context: ReadingContext) -> None:
-    _option(draft, "batch.micro_batch", "micro-batch-size")
-    _option(draft, "batch.sequence_length", "seq-length")
+    draft.option("batch.micro_batch", "micro-batch-size")
+    draft.option("batch.sequence_length", "seq-length")
     whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
     ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
     if whole:
@@ -65,13 +56,13 @@ def _optimizer(draft: Draft) -> None:
         draft.put("optimizer.name", "optimizer", word)
     else:
         draft.implied("optimizer.name")
-    _option(draft, "optimizer.lr", "lr")
-    _option(draft, "optimizer.weight_decay", "weight-decay")
+    draft.option("optimizer.lr", "lr")
+    draft.option("optimizer.weight_decay", "weight-decay")
     owner = OWNER_OF_BETAS.get(name or "AdamW")
     if owner is not None:
         _betas(draft, owner)
     if owner == "adam":
-        _option(draft, "optimizer.eps", "adam-eps")
+        draft.option("optimizer.eps", "adam-eps")
     options = dict(draft.value("optimizer.options", {}))
     if word == "sgd":
         draft.put("optimizer.options", "sgd-momentum", options.pop("momentum", 0.0))
@@ -111,8 +102,8 @@ def _betas(draft: Draft, owner: str) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    _option(draft, "schedule.total_steps", "train-iters")
-    _option(draft, "schedule.warmup_steps", "lr-warmup-iters")
+    draft.option("schedule.total_steps", "train-iters")
+    draft.option("schedule.warmup_steps", "lr-warmup-iters")
     if draft.value("schedule.warmup_fraction"):
         draft.put("schedule.warmup_fraction", "lr-warmup-fraction", draft.value("schedule.warmup_fraction"))
     name, steps = draft.value("schedule.name"), draft.value("schedule.decay_steps")
@@ -124,7 +115,7 @@ def _schedule(draft: Draft) -> None:
         draft.write("lr-wsd-decay-style", {"sqrt": "minus_sqrt"}.get(style, style))
         _final_decay(draft, steps)
     elif name is not None:
-        _option(draft, "schedule.name", "lr-decay-style")
+        draft.option("schedule.name", "lr-decay-style")
     _lowest(draft, name)
 
 
@@ -151,8 +142,8 @@ def _loop(draft: Draft) -> None:
     if draft.is_set(path) and draft.value(path) is None:
         draft.put(path, "clip-grad", 0.0)
     else:
-        _option(draft, path, "clip-grad")
-    _option(draft, "training.seed", "seed")
+        draft.option(path, "clip-grad")
+    draft.option("training.seed", "seed")
     if draft.value("training.compile"):
         draft.lossy("training.compile", "torch.compile is not called; what is fused, the library says")
     if draft.value("training.device") == "cpu":
@@ -184,8 +175,8 @@ def _activations(draft: Draft) -> None:
 
 
 def _saving(draft: Draft) -> None:
-    _option(draft, "saving.folder", "save")
-    _option(draft, "saving.every", "save-interval")
+    draft.option("saving.folder", "save")
+    draft.option("saving.every", "save-interval")
     state = draft.value("saving.state", "sharded")
     if state == "local" and not draft.has("ckpt-format"):
         draft.put("saving.state", "ckpt-format", "torch")

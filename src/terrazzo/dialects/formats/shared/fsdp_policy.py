@@ -11,7 +11,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import LOADED, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_DTYPES, TORCH_NAMES
 
@@ -63,7 +63,7 @@ def keep_casts(reader: Reader, *keys: str) -> None:
             reader.keep(key, why, loss="harmless" if switch.value == reader.keys[key].default else "lossy")
 
 
-def write_policy(draft: TerseDraft, policy: Policy) -> None:
+def write_policy(draft: Draft, policy: Policy) -> None:
     """Write the dtypes, always both that a policy has: what it means to leave one out has changed in torch."""
     if not draft.is_set("precision.compute"):
         return
@@ -80,45 +80,39 @@ def write_policy(draft: TerseDraft, policy: Policy) -> None:
         draft.lossy("precision.autocast", why, f"{policy.section}.param_dtype")
 
 
-def _write_dtypes(draft: TerseDraft, policy: Policy, master: str) -> None:
+def _write_dtypes(draft: Draft, policy: Policy, master: str) -> None:
     compute = draft.value("precision.compute")
     reduce = draft.value("precision.reduce", compute)
     for path, value, name in (("compute", compute, "param_dtype"), ("reduce", reduce, "reduce_dtype")):
         where, key = f"precision.{path}", f"{policy.section}.{name}"
-        if value in TORCH_NAMES and (not draft.own or draft.needs_key(where, None, key)):
+        if value in TORCH_NAMES:
             draft.put(where, key, TORCH_NAMES[value])
-        elif draft.own or value == master:
+        elif value == master:
             draft.implied(where)
         else:
             why = "it has the dtype in which the model is loaded; float32 is written: say --load-dtype"
             draft.put(where, key, "float32", why, "lossy")
 
 
-def _third(draft: TerseDraft, policy: Policy, master: str) -> None:
+def _third(draft: Draft, policy: Policy, master: str) -> None:
     """Buffers and outputs: one of the two can be said, the other is what the library does."""
     third, name = policy.third
     key = f"{policy.section}.{name}"
     for state, natural in (("buffers", LOADED), ("output", draft.value("precision.compute"))):
         path, value = f"precision.{state}", draft.value(f"precision.{state}", natural)
-        if value in (natural, LOADED, master if state == "buffers" else natural) and not (
-            draft.own and key in draft.setting(path).keys
-        ):
+        if value in (natural, LOADED):
             draft.implied(path)
         elif state == third and value in TORCH_NAMES:
-            if draft.needs_key(path, natural, key):
-                draft.put(path, key, TORCH_NAMES[value])
-            else:
-                draft.implied(path)
+            draft.put(path, key, TORCH_NAMES[value])
+        elif state == "buffers" and value == master:
+            draft.implied(path, f"they keep the dtype in which the model is loaded: {master}, as the masters do")
         else:
             draft.lossy(path, f"{draft.library} leaves {state} in {natural}: cast them in the model")
 
 
-def _stored(draft: TerseDraft, master: str) -> None:
+def _stored(draft: Draft, master: str) -> None:
     """Storage, master weights, moments and what is saved: one dtype, that of the model when it is wrapped."""
     states = ("precision.weight", "precision.master", "precision.moments", "precision.saved")
-    if draft.own:
-        draft.implied(states)
-        return
     for path in states:
         value = draft.value(path, master)
         if value != master and (path != "precision.weight" or master not in ("fp32", LOADED)):
@@ -131,12 +125,12 @@ def _stored(draft: TerseDraft, master: str) -> None:
             draft.lossy(path, f"parameters keep the dtype in which the model is loaded: load it in {master}")
 
 
-def _accumulated(draft: TerseDraft, policy: Policy, master: str) -> None:
+def _accumulated(draft: Draft, policy: Policy, master: str) -> None:
     path = "precision.accumulate"
     sums = master if policy is FSDP1_POLICY else draft.value("precision.reduce", master)
-    if not draft.own and sums not in ("fp32", LOADED) and draft.value(path, sums) == master:
+    if sums not in ("fp32", LOADED) and draft.value(path, sums) == master:
         draft.lossy(path, f"gradients are summed in the dtype in which the model is loaded: load it in {master}")
-    elif draft.own or draft.value(path, sums) == sums:
+    elif draft.value(path, sums) == sums:
         draft.implied(path)
     elif policy is FSDP1_POLICY:
         draft.lossy(path, f"FSDP1 sums reduced gradients in the dtype of the parameters, {master}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.dialects.core.agreement import NVME_ONLY
 from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, SettingsByPath, asks_for_nothing
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.keys import NAME_LIST, choice, integer
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.shared.tiers import ON_CPU
@@ -157,23 +157,19 @@ def is_size(value: Any) -> bool:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_offload(draft: TerseDraft, key: str, value: Any = True, off: Any = False) -> bool:
+def write_offload(draft: Draft, key: str, value: Any = True) -> bool:
     """Write FSDP's offload if any state is off the device; whether it is."""
     tiers = {path: draft.value(path, "device") for path in TIERS}
     idle = [path for path in PATHS if path.startswith("offload.") and path not in TIERS]
     if set(tiers.values()) == {"device"}:
-        draft.implied(idle)
-        if draft.needs_key("offload.weight", "device", key):
-            draft.put(TIERS, draft.own_key("offload.weight", key), off)
-        else:
-            draft.implied(TIERS)
+        draft.implied((*TIERS, *idle))
         return False
     if not any("nvme" in tier for tier in tiers.values()):
         draft.implied([path for path in idle if path in NVME_ONLY])
     if draft.value("offload.step") in ("auto", "synchronous"):
         draft.implied("offload.step", ON_CPU)
     if set(tiers.values()) == {"cpu"}:
-        draft.put(TIERS, draft.own_key("offload.weight", key), value)
+        draft.put(TIERS, key, value)
         return True
     wanted = ", ".join(f"{path.partition('.')[2]} {tier}" for path, tier in tiers.items())
     why = f"{draft.library} moves all of weights, gradients and optimizer to the CPU or nothing; asked was {wanted}"
@@ -188,21 +184,21 @@ def wants_deepspeed(description: Description) -> bool:
     return description.dialect == "deepspeed" or description.row in ("zero1", "zero2", "hpz") or partly
 
 
-def leave_to_loop(draft: TerseDraft) -> None:
+def leave_to_loop(draft: Draft) -> None:
     """Say of what a training loop decides that these arguments do not."""
     for path in PATHS:
         if path.partition(".")[0] in LOOP and not asks_for_nothing(path, draft.description.value(path)):
             draft.lossy(path, f"{draft.library} takes no such argument: your own code says it")
 
 
-def write_wrap_policy(draft: TerseDraft, key: str) -> None:
+def write_wrap_policy(draft: Draft, key: str) -> None:
     """Write units as FSDP1's `auto_wrap_policy`."""
     policy = draft.value("units.policy")
     if policy == "classes":
-        draft.put("units.classes", draft.own_key("units.classes", key), list(draft.value("units.classes", ())))
+        draft.put("units.classes", key, list(draft.value("units.classes", ())))
         draft.implied("units.policy", key=key)
     elif policy == "min_numel":
-        where = draft.own_key("units.min_numel", f"{key}.min_num_params")
+        where = f"{key}.min_num_params"
         draft.put("units.min_numel", where, draft.value("units.min_numel", MIN_NUMEL))
         draft.implied("units.policy", key=where)
     elif policy == "auto":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import SHARDING, Description, Setting, SettingOrigin, SettingsByPath, row_name
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.core.reader import derived
 from terrazzo.engine import Plan
@@ -84,7 +84,7 @@ def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | 
     return None, f"no setting splits the states so ({places})"
 
 
-def choose_row(draft: TerseDraft, rows: Collection[str], hint: str) -> tuple[str | None, str]:
+def choose_row(draft: Draft, rows: Collection[str], hint: str) -> tuple[str | None, str]:
     """`nearest_row` of what is written; where there is none near it is refused, with a hint which one to choose."""
     row, why = nearest_row(draft.description, rows)
     if row is None and why:
@@ -92,7 +92,7 @@ def choose_row(draft: TerseDraft, rows: Collection[str], hint: str) -> tuple[str
     return row, why
 
 
-def shard_ranks(draft: TerseDraft, world: int | None) -> int | None:
+def shard_ranks(draft: Draft, world: int | None) -> int | None:
     """Ranks per replica: as said, or what is left of the world where that is known."""
     shards: int | None = draft.value("mesh.dp_shard")
     open_ended = draft.is_set("mesh.dp_replicate") and draft.value("mesh.dp_replicate") is None

@@ -7,8 +7,8 @@ In reading order:
     optimizer_arguments  what optimizers take, and their defaults, by their classes
     read                 YAML to the neutral description
     findings             what `terrazzo train` refuses of a plan with its tiers
-    terrazzo_draft       the document that is written: what is left to defaults, what is kept as it is
+    terrazzo_draft       the document that is written: what is taken over as it is
     write                the neutral description to YAML; calls `write_precision`
     write_precision      the precision section, written
-    dialect                  the record of these functions, which the registry has by its name
+    dialect              the record of these functions, which the registry has by its name
 """

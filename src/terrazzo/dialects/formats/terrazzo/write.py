@@ -10,7 +10,6 @@ from terrazzo.dialects.core.mesh import SAME_DATA_AXES, degrees, ranks_left
 from terrazzo.dialects.formats.terrazzo.optimizer_arguments import OPTIMIZERS, arguments
 from terrazzo.dialects.formats.terrazzo.terrazzo_draft import TerrazzoDraft
 from terrazzo.dialects.formats.terrazzo.write_precision import write_precision
-from terrazzo.engine import OFFLOADS
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["write"]
@@ -22,7 +21,7 @@ _MIB = 2**20
 
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
-    """The document. Of its own descriptions, what was left to defaults is left to them again."""
+    """The document."""
     draft = TerrazzoDraft(description)
     _plan(draft)
     _tiers(draft)
@@ -46,9 +45,8 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
 
 def _plan(draft: TerrazzoDraft) -> None:
     paths = [f"sharding.{state}" for state in STATES]
-    if draft.left_to_defaults(*paths):
+    if not any(map(draft.is_set, paths)):
         return
-    key = "plan" if draft.setting(paths[0]).key == "plan" and draft.own else "plan.name"
     row = draft.description.row
     if _needs_mesh(draft) and degrees(draft.description)["dp_replicate"] in (None, 1):
         draft.refuse(
@@ -56,50 +54,22 @@ def _plan(draft: TerrazzoDraft) -> None:
             f"{row or 'this plan'} splits over one node's ranks and copies between nodes, and how many nodes there"
             " are is not known: write the degrees in the file, say --world, or choose full sharding",
         )
-    elif row is not None and draft.setting("sharding.weight").key != "plan.weight":
-        draft.put(paths, key, row + _suffix(draft))
+    elif row is not None:
+        draft.put(paths, "plan.name", row)
     else:
         for path, state in zip(paths, STATES, strict=True):
-            tier = _tier_in_place(draft, state)
-            draft.put(path, f"plan.{state}", draft.value(path) + (f"@{tier}" if tier else ""))
+            draft.put(path, f"plan.{state}", draft.value(path))
 
 
 def _needs_mesh(draft: TerrazzoDraft) -> bool:
     return any(axis in str(draft.value(f"sharding.{state}")) for state in STATES for axis in "SR")
 
 
-def _suffix(draft: TerrazzoDraft) -> str:
-    """`@cpu` or `@cpu:0.7`, if the plan's name said so in the source, else nothing."""
-    by_name = {
-        state: draft.value(f"offload.{state}").partition(":")
-        for state in STATES
-        if _set_by(draft, state, ("plan", "plan.name"))
-    }
-    told, shares = {state: tier for state, (tier, _, _) in by_name.items()}, {share for _, _, share in by_name.values()}
-    own = {state for state in STATES if _set_by(draft, state, (f"offload.{state}",))}
-    for name, tiers in OFFLOADS.items():
-        if len(shares) == 1 and told.items() <= tiers.items() and set(tiers) <= {*told, *own}:
-            return "@" + ":".join(part for part in (name, *shares) if part)
-    return ""
-
-
-def _tier_in_place(draft: TerrazzoDraft, state: str) -> str:
-    return draft.value(f"offload.{state}") if _set_by(draft, state, (f"plan.{state}",)) else ""
-
-
-def _set_by(draft: TerrazzoDraft, state: str, keys: tuple[str, ...]) -> bool:
-    return draft.own and state != "between" and draft.setting(f"offload.{state}").key in keys
-
-
 def _tiers(draft: TerrazzoDraft) -> None:
     for state in ("weight", "grad", "optim"):
-        path = f"offload.{state}"
-        if _set_by(draft, state, ("plan", "plan.name", f"plan.{state}")):
-            draft.implied(path, key=draft.setting(path).key)
-        elif draft.value(path, "device") != "device" or draft.setting(path).key == path:
-            draft.carry(path)
-    on_device = all(draft.value(f"offload.{state}", "device") == "device" for state in ("weight", "grad", "optim"))
-    idle = not draft.own and on_device
+        if draft.value(f"offload.{state}", "device") != "device":
+            draft.carry(f"offload.{state}")
+    idle = all(draft.value(f"offload.{state}", "device") == "device" for state in ("weight", "grad", "optim"))
     for name in ("path", "step", "threads", "pin", "direct", "depth", "digest", "block_bytes", "buffers"):
         _way_of_offload(draft, f"offload.{name}", idle)
 
@@ -111,9 +81,9 @@ def _way_of_offload(draft: TerrazzoDraft, path: str, idle: bool) -> None:
         draft.lossy(path, "the number of staging buffers follows from plan.prefetch")
     elif idle and (origin != "file" or path == "offload.buffers"):
         draft.implied(path, "nothing is offloaded")
-    elif path == "offload.path" and value and not draft.left_to_defaults(path):
+    elif path == "offload.path" and value:
         draft.put(path, path, value[0] if len(value) == 1 else list(value))
-    elif path == "offload.block_bytes" and value is not None and not draft.left_to_defaults(path):
+    elif path == "offload.block_bytes" and value is not None:
         draft.put(path, "offload.block_mib", value / _MIB)
     elif path not in ("offload.path", "offload.block_bytes"):
         draft.carry(path)
@@ -121,7 +91,7 @@ def _way_of_offload(draft: TerrazzoDraft, path: str, idle: bool) -> None:
 
 def _mesh(draft: TerrazzoDraft) -> None:
     replicas = degrees(draft.description)["dp_replicate"]
-    if not draft.own and draft.value("mesh.dp_replicate") is None and replicas not in (None, 1):
+    if draft.value("mesh.dp_replicate") is None and replicas not in (None, 1):
         draft.put("mesh.dp_replicate", "plan.mesh.dp_replicate", replicas)
     else:
         draft.carry("mesh.dp_replicate")
@@ -134,11 +104,9 @@ def _mesh(draft: TerrazzoDraft) -> None:
         draft.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
     else:
         draft.carry("mesh.dp_shard")
-    if not draft.own and draft.value("mesh.world") is not None:
+    if draft.value("mesh.world") is not None:
         why = "how many `terrazzo train` starts by itself on one machine; torchrun and Slurm say it themselves"
         draft.put("mesh.world", "launch.ranks", draft.value("mesh.world"), why)
-    else:
-        draft.carry("mesh.world")
     _together(draft)
     for axis in others:
         draft.refuse(f"mesh.{axis}", "`terrazzo train` has pp, dp_replicate, dp_shard, cp, tp and ep: set it to 1")
@@ -148,11 +116,11 @@ def _together(draft: TerrazzoDraft) -> None:
     """How the ranks of an axis work together, where it has more than one."""
     schedule, chunks = draft.value("parallel.schedule", "1f1b"), draft.value("parallel.chunks", 1)
     for path in ("parallel.schedule", "parallel.chunks", "parallel.sequence"):
-        if not draft.own and has_no_effect(draft.description, path):
+        if has_no_effect(draft.description, path):
             draft.implied(path)
         elif path == "parallel.schedule" and schedule not in _PIPELINES:
             draft.lossy(path, f"there is no order of stages {schedule}: it is 1f1b, the numbers are the same")
-        elif path == "parallel.chunks" and schedule in _PIPELINES[1:] and chunks != 1 and not draft.own:
+        elif path == "parallel.chunks" and schedule in _PIPELINES[1:] and chunks != 1:
             draft.lossy(path, f"by {schedule} each rank has one stage")
         else:
             draft.carry(path)
@@ -163,8 +131,7 @@ def _sequences(draft: TerrazzoDraft) -> tuple[str, ...]:
     if draft.value("mesh.sp", 1) == 1 or draft.value("mesh.cp", 1) != 1:
         draft.carry("mesh.cp")
         return ("cp",)
-    how = "" if draft.own else "with parallel.context.mode: ulysses"
-    draft.put("mesh.sp", "plan.mesh.cp", draft.value("mesh.sp"), how)
+    draft.put("mesh.sp", "plan.mesh.cp", draft.value("mesh.sp"), "with parallel.context.mode: ulysses")
     draft.write("parallel.context.mode", "ulysses")
     draft.implied("mesh.cp")
     return ("cp", "sp")
@@ -187,7 +154,7 @@ def _units(draft: TerrazzoDraft) -> None:
 
 def _prefetch(draft: TerrazzoDraft) -> None:
     both = ["prefetch.forward", "prefetch.backward"]
-    if draft.left_to_defaults(*both):
+    if not any(map(draft.is_set, both)):
         return
     forward, backward = draft.value(both[0]), draft.value(both[1])
     ahead = max(value for value in (forward, backward, 0) if value is not None)
@@ -235,27 +202,27 @@ def _optimizer(draft: TerrazzoDraft) -> None:
 
 
 def _options(draft: TerrazzoDraft, name: str) -> None:
-    if not draft.own and name not in OPTIMIZERS:
+    if name not in OPTIMIZERS:
         paths = [path for path in _ARGUMENTS if draft.value(path)]
         draft.refuse(paths, f"it goes with optimizer.name {name}, which there is not")
         return
     known = arguments(name)
     for path in ("optimizer.betas", "optimizer.eps"):
         field = path.rpartition(".")[2]
-        if draft.left_to_defaults(path) or draft.value(path) is None:
+        if draft.value(path) is None:
             continue
-        if field in known or draft.own:
+        if field in known:
             draft.copy(path, f"optimizer.options.{field}")
         else:
             draft.lossy(path, f"{name} has no {field}")
     options = draft.value("optimizer.options", {})
-    if not options or draft.left_to_defaults("optimizer.options"):
+    if not options:
         return
     for field in options:
-        if field in known or draft.own:
+        if field in known:
             where = f"optimizer.{field}" if field.startswith("muon.") else f"optimizer.options.{field}"
             draft.write(where, list(options[field]) if isinstance(options[field], tuple) else options[field])
-    if (unknown := [field for field in options if field not in known]) and not draft.own:
+    if unknown := [field for field in options if field not in known]:
         draft.lossy("optimizer.options", f"{name} has no {', '.join(unknown)}", "optimizer.options")
     else:
         draft.implied("optimizer.options", key="optimizer.options")
@@ -272,7 +239,7 @@ def _schedule(draft: TerrazzoDraft) -> None:
     draft.carry("schedule.decay_steps")
     if name == "constant":
         draft.implied("schedule.final_fraction")
-    if name != "constant" or draft.own:
+    else:
         draft.carry("schedule.final_fraction")
     if options := draft.value("schedule.options"):
         draft.lossy(
@@ -282,7 +249,7 @@ def _schedule(draft: TerrazzoDraft) -> None:
 
 def _warmup(draft: TerrazzoDraft) -> None:
     warmup, total = draft.value("schedule.warmup_steps", 0), draft.value("schedule.total_steps")
-    if total and warmup > total and not draft.own:
+    if total and warmup > total:
         why = f"a warm-up of {warmup} steps is longer than the run's {total}: it ends with the run"
         draft.put("schedule.warmup_steps", "schedule.warmup_steps", total, why, "lossy")
     else:
@@ -300,17 +267,17 @@ def _warmup(draft: TerrazzoDraft) -> None:
 def _training(draft: TerrazzoDraft) -> None:
     draft.carry("training.clip", "training.compile", "training.seed")
     device = draft.value("training.device")
-    if device is None and not draft.own:
+    if device is None:
         draft.implied("training.device")
-    elif not draft.left_to_defaults("training.device"):
-        draft.put("training.device", "launch.device", device or "auto")
+    else:
+        draft.put("training.device", "launch.device", device)
 
 
 def _activation_checkpointing(draft: TerrazzoDraft) -> None:
     mode, every = draft.value("activation_checkpointing.mode"), draft.value("activation_checkpointing.every")
     paths = ["activation_checkpointing.mode", "activation_checkpointing.every"]
     key = "train.activation_checkpointing"
-    if mode in CHECKPOINT_MODES and not draft.left_to_defaults(*paths):
+    if mode in CHECKPOINT_MODES:
         draft.put(paths, key, mode)
     elif mode == "every" and every:
         draft.put(paths, key, f"every_{every}")
@@ -325,8 +292,7 @@ def _activation_checkpointing(draft: TerrazzoDraft) -> None:
 def _activation_offload(draft: TerrazzoDraft, mode: str | None) -> None:
     path = "activation_checkpointing.offload"
     if not draft.value(path):
-        if draft.is_set(path) and not draft.left_to_defaults(path):
-            draft.put(path, "offload.activations", "device") if draft.own else draft.implied(path)
+        draft.implied(path)
     elif mode in (None, "none"):
         draft.lossy(path, "it moves what activation checkpointing keeps, and there is none")
     else:
@@ -335,7 +301,7 @@ def _activation_offload(draft: TerrazzoDraft, mode: str | None) -> None:
 
 def _saving(draft: TerrazzoDraft) -> None:
     export, state = draft.value("saving.export", "none"), draft.value("saving.state", "sharded")
-    if draft.setting("saving.export").key or (not draft.own and export != "none"):
+    if draft.setting("saving.export").key or export != "none":
         draft.put("saving.export", "checkpoint.save_format", "hf" if export != "none" else "terrazzo")
     draft.implied("loading.low_memory", "each rank reads its own part of the weights")
     draft.implied("loading.broadcast", "all ranks start from the same values")

@@ -11,6 +11,8 @@ from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["write_precision"]
 
+_NAME = "precision.name"
+
 
 def write_precision(draft: TerrazzoDraft) -> None:
     """Every dtype, by the nearest preset and what differs from it, and what follows from them."""
@@ -26,7 +28,8 @@ def write_precision(draft: TerrazzoDraft) -> None:
     draft.carry("precision.quantized_reduce")
     draft.carry("precision.error_feedback")
     draft.carry("precision.linears")
-    draft.carry("precision.skip")
+    if draft.value("precision.skip"):
+        draft.carry("precision.skip")
     _follows(draft, "output", "compute")
     _follows(draft, "saved", "master")
 
@@ -44,42 +47,38 @@ def _dtypes(draft: TerrazzoDraft) -> None:
     paths = [f"precision.{field}" for field in DTYPE_FIELDS]
     scaling: LossScaling | None = draft.value("precision.loss_scaling")
     fixed = draft.value("precision.static_loss_scale")
-    if draft.left_to_defaults(*paths):
+    if not any(map(draft.is_set, paths)):
         return
-    own = {path for path in paths if draft.own and draft.setting(path).key == path}
-    wanted = {field: _dtype(draft, field) for field in DTYPE_FIELDS if f"precision.{field}" not in own}
+    wanted = {field: _dtype(draft, field) for field in DTYPE_FIELDS}
     name = _nearest_preset(wanted, scaled=bool(scaling or fixed))
-    names = draft.setting("precision.loss_scaling").keys
-    key = "precision" if names == ("precision",) and draft.own else "precision.name"
-    if not draft.own or names:
-        draft.write(key, name)
+    draft.write(_NAME, name)
     for path, field in zip(paths, DTYPE_FIELDS, strict=True):
-        _one_dtype(draft, path, field, DTYPE_NAMES[getattr(PRECISIONS[name], field)], key)
-    _loss_scaling(draft, scaling, fixed, key)
+        _one_dtype(draft, path, field, DTYPE_NAMES[getattr(PRECISIONS[name], field)])
+    _loss_scaling(draft, scaling, fixed)
 
 
-def _one_dtype(draft: TerrazzoDraft, path: str, field: str, preset: str, key: str) -> None:
+def _one_dtype(draft: TerrazzoDraft, path: str, field: str, preset: str) -> None:
     value = draft.value(path)
-    if value in _names(field) and (value != preset or draft.setting(path).key == path):
+    if value == preset:
+        draft.implied(path, key=_NAME)
+    elif value in _names(field):
         draft.put(path, f"precision.{field}", value)
-    elif value == preset:
-        draft.implied(path, key=key)
     elif value == LOADED:
         why = f"it depends on the dtype that the model is loaded in; {preset} is written: say --load-dtype"
-        draft.lossy(path, why, key)
+        draft.lossy(path, why, _NAME)
     elif value is not None:
         draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(_names(field))}")
 
 
-def _loss_scaling(draft: TerrazzoDraft, scaling: LossScaling | None, fixed: float | None, key: str) -> None:
+def _loss_scaling(draft: TerrazzoDraft, scaling: LossScaling | None, fixed: float | None) -> None:
     path = "precision.loss_scaling"
     if fixed:
-        draft.lossy("precision.static_loss_scale", f"the scale is dynamic, from {LossScaling().init:g}", key)
+        draft.lossy("precision.static_loss_scale", f"the scale is dynamic, from {LossScaling().init:g}", _NAME)
     elif scaling is not None and scaling != LossScaling():
         changed = [f"{name} {was:g} becomes {now:g}" for name, was, now in _changes(scaling)]
-        draft.lossy(path, f"loss scaling has Terrazzo's own settings: {', '.join(changed)}", key)
+        draft.lossy(path, f"loss scaling has Terrazzo's own settings: {', '.join(changed)}", _NAME)
     else:
-        draft.implied(path, key=key)
+        draft.implied(path, key=_NAME)
 
 
 def _follows(draft: TerrazzoDraft, field: str, name: str) -> None:

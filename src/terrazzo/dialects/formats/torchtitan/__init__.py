@@ -6,9 +6,7 @@ In reading order:
     read         the configuration to the neutral description; calls `read_float8`
     read_float8  the sections of versions before 0.3 for linear layers in float8
     findings     what torchtitan refuses, or what does nothing
-    write        the neutral description to the configuration; calls the two modules below
+    write        the neutral description to the configuration; calls the module below
     write_plan   the mesh and the row
-    write_own    what was read from such a configuration: the keys that stood there
-    write_words  what these three share
     dialect      the record of these functions, which the registry has by its name
 """

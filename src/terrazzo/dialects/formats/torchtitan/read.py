@@ -74,10 +74,6 @@ def _pipeline(reader: Reader, ranks: int, context: ReadingContext) -> SettingsBy
     several = chunks != 1
     if layers.value is not None and several and context.layers is not None:
         chunks = max(1, -(-context.layers // (ranks * layers.value)))
-    if schedule.origin == "file":
-        reader.keep_as(schedule.key, schedule.value)
-    if layers.origin == "file":
-        reader.keep_as(layers.key, layers.value)
     if schedule.value.lower().startswith("zbv"):
         reader.mark(schedule.key, "lossy", "the two stages of a rank lie as a V there")
     return {

@@ -46,8 +46,6 @@ def _recipe(reader: Reader, section: str, first: str) -> SettingsByPath:
     reader.mark(
         key, "lossy" if gradient else "renamed", "weights' gradients are in 8 bits, too" if gradient else _SINCE
     )
-    if key in reader.flat:
-        reader.keep_as(key, reader.flat[key], _SINCE)
     return {"precision.linears": Setting(_RECIPES[recipe], "file", key if key in reader.flat else first)}
 
 
@@ -61,6 +59,5 @@ def _names(reader: Reader, key: str) -> SettingsByPath:
         return {}
     small = _SMALL in parts
     reader.mark(key, "lossy" if small else "renamed", "small layers are converted as well" if small else _SINCE)
-    reader.keep_as(key, parts, _SINCE)
     globs = tuple(f"*{name}*" for name in parts if name != _SMALL)
     return {"precision.skip": Setting(globs, "file", key)} if globs else {}

@@ -4,49 +4,46 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import LOADED, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.shared.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
-from terrazzo.dialects.formats.torchtitan.write_own import own_activations, own_batch, own_saving, own_schedule
 from terrazzo.dialects.formats.torchtitan.write_plan import SAME_DATA_AXES, write_plan
-from terrazzo.dialects.formats.torchtitan.write_words import (
-    ACTIVATIONS,
-    CLASSES,
-    DECAY_TYPE,
-    GLOBAL_BATCH,
-    OPTIMIZER,
-    final_fraction,
-    option,
-)
 
 __all__ = ["write"]
 
+_ACTIVATIONS, _DECAY_TYPE = "activation_checkpoint", "lr_scheduler.decay_type"
+_GLOBAL_BATCH = "training.global_batch_size"
+_OPTIMIZER = tuple(f"optimizer.{name}" for name in ("name", "lr", "betas", "eps", "weight_decay", "options"))
+"""Settings that are one key, `optimizer.param_groups`."""
+_CLASSES = {"none": None, "full": "FullAC", "selective_half": "SelectiveAC"}
+"""The class that recomputes what a mode recomputes."""
 _NEVER_CLIPS = 1e9
 
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document; torchtitan's defaults are left out, save where another dialect's differ."""
-    draft = TerseDraft(description, "torchtitan", "torchtitan")
+    draft = Draft(description, "torchtitan", KEYS)
     write_plan(draft, context)
     _units(draft)
     if write_offload(draft, "training.enable_cpu_offload"):
         draft.implied("offload.pin")
     _dtypes(draft)
     _sequences(draft)
-    own_batch(draft) if draft.own else _batch(draft, context)
-    draft.implied(OPTIMIZER) if draft.own else _optimizer(draft)
-    _length(draft)
-    own_schedule(draft) if draft.own else _schedule(draft)
+    _batch(draft, context)
+    _optimizer(draft)
+    draft.option("schedule.total_steps", "training.steps")
+    _warmup(draft)
+    _schedule(draft)
     _loop(draft)
-    own_activations(draft) if draft.own else _activations(draft)
+    _activations(draft)
     draft.implied("saving.state", "DCP: sharded, for any number of ranks")
-    own_saving(draft) if draft.own else _saving(draft)
+    _saving(draft)
     _export(draft)
     return draft.finish()
 
 
-def _units(draft: TerseDraft) -> None:
+def _units(draft: Draft) -> None:
     paths = ("units.policy", "units.classes", "units.min_numel")
     if draft.value("units.policy", "auto") == "auto":
         draft.implied(paths)
@@ -64,7 +61,7 @@ def _units(draft: TerseDraft) -> None:
 # -- precision, batch ----------------------------------------------------------------------------------------------
 
 
-def _dtypes(draft: TerseDraft) -> None:
+def _dtypes(draft: Draft) -> None:
     master = (
         draft.value("precision.master") or draft.value("precision.weight") or "fp32"
     )  # the default of training.dtype
@@ -72,13 +69,13 @@ def _dtypes(draft: TerseDraft) -> None:
     if master == LOADED:
         draft.lossy("precision.master", "the model is built in training.dtype, float32, whatever the weights come in")
     else:
-        option(draft, "precision.master", "training.dtype", words)
+        draft.option("precision.master", "training.dtype", words)
     _half(draft, words)
-    if not draft.own and draft.value("precision.linears", "compute") != "compute":
+    if draft.value("precision.linears", "compute") != "compute":
         code = "float8 is chosen in Python there: Float8LinearConverter.Config(recipe_name=..., filter_fqns=[...])"
         draft.lossy(("precision.linears", "precision.skip"), code)
     if draft.value("precision.reduce", "fp32") == "fp32":
-        option(draft, "precision.reduce", "training.mixed_precision_reduce", words)
+        draft.option("precision.reduce", "training.mixed_precision_reduce", words)
     elif draft.value("precision.reduce") == LOADED:
         draft.lossy("precision.reduce", "torchtitan reduces in float32, whatever the weights come in")
     else:
@@ -91,10 +88,10 @@ def _dtypes(draft: TerseDraft) -> None:
     if draft.value("precision.saved") == LOADED:
         draft.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
         return
-    option(draft, "precision.saved", "checkpoint.export_dtype", {**words, "fp16": "float16"})
+    draft.option("precision.saved", "checkpoint.export_dtype", {**words, "fp16": "float16"})
 
 
-def _half(draft: TerseDraft, words: dict[str, str]) -> None:
+def _half(draft: Draft, words: dict[str, str]) -> None:
     compute = draft.value("precision.compute", "fp32")
     if compute in ("fp16", "fp64"):
         draft.refuse(
@@ -104,13 +101,13 @@ def _half(draft: TerseDraft, words: dict[str, str]) -> None:
     elif compute == LOADED:
         draft.put("precision.compute", "training.mixed_precision_param", "float32", "say --load-dtype", "lossy")
     else:
-        option(draft, "precision.compute", "training.mixed_precision_param", words)
+        draft.option("precision.compute", "training.mixed_precision_param", words)
 
 
-def _states(draft: TerseDraft, master: str) -> None:
+def _states(draft: Draft, master: str) -> None:
     for state in ("weight", "accumulate", "buffers"):
         path = f"precision.{state}"
-        if draft.own or draft.value(path, master) == master or (state == "buffers" and draft.value(path) == LOADED):
+        if draft.value(path, master) == master or (state == "buffers" and draft.value(path) == LOADED):
             draft.implied(path)
         elif draft.value(path) == LOADED:
             draft.lossy(path, "the model is built in training.dtype, float32, whatever the weights come in")
@@ -120,7 +117,7 @@ def _states(draft: TerseDraft, master: str) -> None:
             draft.lossy(path, f"it has the dtype of the weights, {master}")
     moments = draft.value("precision.moments", master)
     key, adam = "optimizer.implementation", draft.value("optimizer.name", "AdamW") in ("Adam", "AdamW")
-    if draft.own or moments == master:
+    if moments == master:
         draft.implied("precision.moments")
     elif moments == "bf16" and adam:
         draft.put("precision.moments", key, "fused_opt_states_bf16")
@@ -128,24 +125,24 @@ def _states(draft: TerseDraft, master: str) -> None:
         draft.lossy("precision.moments", f"the optimizer's state has the dtype of the weights, {master}")
 
 
-def _sequences(draft: TerseDraft) -> None:
-    option(draft, "batch.micro_batch", PIPELINED_BATCH if _is_pipelined(draft) else LOCAL_BATCH)
-    option(draft, "batch.sequence_length", "training.seq_len")
+def _sequences(draft: Draft) -> None:
+    draft.option("batch.micro_batch", PIPELINED_BATCH if _is_pipelined(draft) else LOCAL_BATCH)
+    draft.option("batch.sequence_length", "training.seq_len")
 
 
-def _is_pipelined(draft: TerseDraft) -> bool:
+def _is_pipelined(draft: Draft) -> bool:
     return draft.value("mesh.pp", 1) not in (None, 1)
 
 
-def _batch(draft: TerseDraft, context: ReadingContext) -> None:
+def _batch(draft: Draft, context: ReadingContext) -> None:
     micro, count = draft.value("batch.micro_batch"), draft.value("batch.accumulation")
     ranks = ranks_left(draft.description, context.world, SAME_DATA_AXES)
     if _is_pipelined(draft):
         _local_batch(draft, micro, count, ranks)
     elif draft.value("batch.global_batch"):
-        draft.put(("batch.global_batch", "batch.accumulation"), GLOBAL_BATCH, draft.value("batch.global_batch"))
+        draft.put(("batch.global_batch", "batch.accumulation"), _GLOBAL_BATCH, draft.value("batch.global_batch"))
     elif micro and count and count > 1 and ranks:
-        draft.put("batch.accumulation", GLOBAL_BATCH, micro * count * ranks)
+        draft.put("batch.accumulation", _GLOBAL_BATCH, micro * count * ranks)
     elif count and count > 1:
         need = "the micro-batch" if not micro else "the number of ranks (--world)"
         draft.lossy("batch.accumulation", f"torchtitan counts the global batch, which needs {need} as well")
@@ -153,7 +150,7 @@ def _batch(draft: TerseDraft, context: ReadingContext) -> None:
         draft.implied("batch.accumulation")
 
 
-def _local_batch(draft: TerseDraft, micro: int | None, count: int | None, ranks: int | None) -> None:
+def _local_batch(draft: Draft, micro: int | None, count: int | None, ranks: int | None) -> None:
     """All micro-batches of a step go through the stages at once."""
     total, paths = draft.value("batch.global_batch"), ("batch.accumulation", "batch.global_batch")
     if micro and count:
@@ -168,8 +165,8 @@ def _local_batch(draft: TerseDraft, micro: int | None, count: int | None, ranks:
 # -- optimizer, schedule, loop -------------------------------------------------------------------------------------
 
 
-def _optimizer(draft: TerseDraft) -> None:
-    paths, name = OPTIMIZER, draft.value("optimizer.name")
+def _optimizer(draft: Draft) -> None:
+    paths, name = _OPTIMIZER, draft.value("optimizer.name")
     if name is None:
         draft.implied(paths)
         return
@@ -189,15 +186,10 @@ def _optimizer(draft: TerseDraft) -> None:
     draft.put(paths, "optimizer.param_groups", [group])
 
 
-def _length(draft: TerseDraft) -> None:
-    option(draft, "schedule.total_steps", "training.steps")
-    _warmup(draft)
-
-
-def _schedule(draft: TerseDraft) -> None:
+def _schedule(draft: Draft) -> None:
     name, total, ratio = draft.value("schedule.name"), draft.value("schedule.total_steps"), "lr_scheduler.decay_ratio"
     if name in ("linear", "cosine", "sqrt"):
-        draft.option("schedule.name", DECAY_TYPE, "linear")
+        draft.option("schedule.name", _DECAY_TYPE)
     elif name == "constant":
         draft.put("schedule.name", ratio, 0.0)
     elif name == "wsd":
@@ -210,16 +202,16 @@ def _schedule(draft: TerseDraft) -> None:
     if name == "constant":
         draft.implied("schedule.final_fraction")
     else:
-        final_fraction(draft)
+        draft.option("schedule.final_fraction", "lr_scheduler.min_lr_factor")
 
 
-def _decay_type(draft: TerseDraft) -> None:
+def _decay_type(draft: Draft) -> None:
     options = draft.value("schedule.options", {})
     if options.get("decay_type") in ("linear", "sqrt", "cosine"):
-        draft.put("schedule.options", DECAY_TYPE, options["decay_type"])
+        draft.put("schedule.options", _DECAY_TYPE, options["decay_type"])
 
 
-def _warmup(draft: TerseDraft) -> None:
+def _warmup(draft: Draft) -> None:
     key, share, total = (
         "lr_scheduler.warmup_steps",
         draft.value("schedule.warmup_fraction"),
@@ -229,27 +221,27 @@ def _warmup(draft: TerseDraft) -> None:
         draft.put("schedule.warmup_fraction", key, round(share * total))
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set lr_scheduler.warmup_steps")
-    if draft.value("schedule.warmup_steps") is not None and not share:
-        option(draft, "schedule.warmup_steps", key)
+    if not share:
+        draft.option("schedule.warmup_steps", key)
 
 
-def _loop(draft: TerseDraft) -> None:
+def _loop(draft: Draft) -> None:
     if draft.is_set("training.clip") and draft.value("training.clip") is None:
         why = "torchtitan always clips: a norm that no gradient reaches"
         draft.put("training.clip", "training.max_norm", _NEVER_CLIPS, why, "renamed")
     else:
-        option(draft, "training.clip", "training.max_norm")
-    option(draft, "training.seed", "debug.seed")
-    option(draft, "training.compile", "compile.enable")
+        draft.option("training.clip", "training.max_norm")
+    draft.option("training.seed", "debug.seed")
+    draft.option("training.compile", "compile.enable")
     if draft.value("training.device") == "cpu":
         draft.refuse("training.device", "torchtitan trains on GPUs: use comm.mode fake_backend to rehearse without one")
 
 
-def _activations(draft: TerseDraft) -> None:
-    path, key = "activation_checkpointing.mode", ACTIVATIONS
+def _activations(draft: Draft) -> None:
+    path, key = "activation_checkpointing.mode", _ACTIVATIONS
     mode = draft.value(path)
-    if mode in CLASSES:
-        draft.put(path, key, CLASSES[mode])
+    if mode in _CLASSES:
+        draft.put(path, key, _CLASSES[mode])
     elif mode == "every":
         paths = (path, "activation_checkpointing.every")
         draft.put(paths, key, "FullAC", "torchtitan recomputes every block, or operators of every block", "lossy")
@@ -263,7 +255,7 @@ def _activations(draft: TerseDraft) -> None:
 # -- saving --------------------------------------------------------------------------------------------------------
 
 
-def _saving(draft: TerseDraft) -> None:
+def _saving(draft: Draft) -> None:
     if (every := draft.value("saving.every")) is not None:
         draft.put("saving.every", "checkpoint.interval", every)
         draft.write("checkpoint.enable", True)
@@ -271,23 +263,19 @@ def _saving(draft: TerseDraft) -> None:
         draft.implied("saving.every")
 
 
-def _export(draft: TerseDraft) -> None:
-    draft.option("saving.export", "checkpoint.last_save_in_hf", "none", {"hf": True, "full": True, "none": False})
+def _export(draft: Draft) -> None:
+    draft.option("saving.export", "checkpoint.last_save_in_hf", {"hf": True, "full": True, "none": False})
     if draft.is_set("saving.keep_last"):
         _keep_last(draft)
-    if draft.value("saving.folder") is not None:
-        option(draft, "saving.folder", "checkpoint.folder")
-    if not draft.is_extra("checkpoint.async_mode"):
-        draft.option("saving.background", "checkpoint.async_mode", False, {True: "async", False: "disabled"})
-    else:
-        draft.implied("saving.background")
+    draft.option("saving.folder", "checkpoint.folder")
+    draft.option("saving.background", "checkpoint.async_mode", {True: "async", False: "disabled"})
 
 
-def _keep_last(draft: TerseDraft) -> None:
+def _keep_last(draft: Draft) -> None:
     key, keep = "checkpoint.keep_latest_k", draft.value("saving.keep_last", 0)
-    if keep == 1 and not draft.own:
+    if keep == 1:
         draft.put("saving.keep_last", key, 2, "torchtitan keeps at least two", "lossy")
-    elif draft.needs_key("saving.keep_last", KEYS[key].default, key):
-        draft.put("saving.keep_last", key, keep)
-    else:
+    elif keep == KEYS[key].default:
         draft.implied("saving.keep_last")
+    else:
+        draft.put("saving.keep_last", key, keep)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row
 from terrazzo.dialects.formats.torchtitan.keys import DEGREES, PIPELINE, SCHEDULES, STAGE_LAYERS
-from terrazzo.dialects.formats.torchtitan.write_words import option
 
 __all__ = ["SAME_DATA_AXES", "write_plan"]
 
@@ -27,29 +26,29 @@ _ORDERS = {
 """Name of a schedule by the order, and whether a rank has several stages."""
 
 
-def write_plan(draft: TerseDraft, context: ReadingContext) -> None:
+def write_plan(draft: Draft, context: ReadingContext) -> None:
     """Write the degrees of the mesh, the order of stages, and what is split over data ranks."""
     for path, key in DEGREES.items():
-        option(draft, path, key)
+        draft.option(path, key)
     if not has_no_effect(draft.description, "parallel.sequence"):
-        option(draft, "parallel.sequence", "parallelism.enable_sequence_parallel")
+        draft.option("parallel.sequence", "parallelism.enable_sequence_parallel")
     _pipeline(draft, context)
     if draft.value("mesh.sp", 1) != 1:
         draft.refuse("mesh.sp", "torchtitan has no Ulysses attention: use context parallelism (mesh.cp)")
     draft.implied("mesh.world")
     row, why = choose_row(draft, _ROWS, "zero3, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or zero0")
-    if not draft.own and draft.value("mesh.pp", 1) != 1:
+    if draft.value("mesh.pp", 1) != 1:
         draft.write("training.disable_cuda_graphs", True)  # on by default, and refused of a pipeline
     if row is not None:
         _reshard(draft, row, why)
         _degrees(draft, row, context)
 
 
-def _pipeline(draft: TerseDraft, context: ReadingContext) -> None:
+def _pipeline(draft: Draft, context: ReadingContext) -> None:
     """The order of stages by the name that it has with one or several on each rank."""
     paths, ranks = ("parallel.schedule", "parallel.chunks"), draft.value("mesh.pp", 1)
     order, chunks = draft.value("parallel.schedule", "1f1b"), draft.value("parallel.chunks", 1)
-    if draft.own or has_no_effect(draft.description, "parallel.chunks") or (order, chunks) == SCHEDULES["1f1b"]:
+    if has_no_effect(draft.description, "parallel.chunks") or (order, chunks) == SCHEDULES["1f1b"]:
         return
     name = _ORDERS.get((order, chunks > 1))
     if name is None:
@@ -66,18 +65,14 @@ def _pipeline(draft: TerseDraft, context: ReadingContext) -> None:
         draft.write(STAGE_LAYERS, -(-context.layers // (ranks * chunks)))
 
 
-def _reshard(draft: TerseDraft, row: str, why: str) -> None:
+def _reshard(draft: Draft, row: str, why: str) -> None:
     key = "parallelism.fsdp_reshard_after_forward"
     pipelined = draft.value("mesh.pp", 1) != 1
     if row == "zero0":
         draft.implied(SHARDING, why, _SHARDS)
         return
     keeps = row in _KEEPS
-    if draft.own:
-        needed = draft.needs_key("sharding.between", None, key) and not draft.is_extra(key)
-    else:
-        needed = keeps != pipelined
-    if needed:
+    if keeps != pipelined:
         draft.put(SHARDING, key, "never" if keeps else "always", why, "lossy" if why else "applied")
     elif why:
         draft.lossy(SHARDING, why)
@@ -85,7 +80,7 @@ def _reshard(draft: TerseDraft, row: str, why: str) -> None:
         draft.implied(SHARDING)
 
 
-def _degrees(draft: TerseDraft, row: str, context: ReadingContext) -> None:
+def _degrees(draft: Draft, row: str, context: ReadingContext) -> None:
     replicas, shards = draft.value("mesh.dp_replicate", 1), draft.value("mesh.dp_shard")
     if row == "zero0":
         _replicated(draft, replicas, shards, context)
@@ -100,13 +95,11 @@ def _degrees(draft: TerseDraft, row: str, context: ReadingContext) -> None:
         _flat(draft, replicas, shards)
 
 
-def _flat(draft: TerseDraft, replicas: int, shards: int | None) -> None:
+def _flat(draft: Draft, replicas: int, shards: int | None) -> None:
     """All data ranks are one axis, whatever axes the source has."""
     open_ended = draft.is_set("mesh.dp_replicate") and draft.value("mesh.dp_replicate") is None
     apart = open_ended or replicas != 1
-    if draft.own and _REPLICAS in draft.setting("mesh.dp_replicate").keys:
-        draft.put("mesh.dp_replicate", _REPLICAS, replicas)
-    elif apart:
+    if apart:
         draft.lossy("mesh.dp_replicate", "all data ranks are one axis")
     else:
         draft.implied("mesh.dp_replicate")
@@ -114,14 +107,14 @@ def _flat(draft: TerseDraft, replicas: int, shards: int | None) -> None:
     _shard_degree(draft, whole, "all data ranks are one axis" if apart else "")
 
 
-def _shard_degree(draft: TerseDraft, ranks: int | None, why: str = "") -> None:
-    if draft.needs_key("mesh.dp_shard", None, _SHARDS):
-        draft.put("mesh.dp_shard", _SHARDS, -1 if ranks is None else ranks, why)
-    else:
+def _shard_degree(draft: Draft, ranks: int | None, why: str = "") -> None:
+    if draft.value("mesh.dp_shard") is None:
         draft.implied("mesh.dp_shard")
+    else:
+        draft.put("mesh.dp_shard", _SHARDS, -1 if ranks is None else ranks, why)
 
 
-def _replicated(draft: TerseDraft, replicas: int, shards: int | None, context: ReadingContext) -> None:
+def _replicated(draft: Draft, replicas: int, shards: int | None, context: ReadingContext) -> None:
     """Nothing is split: every data rank is a replica."""
     ranks = replicas * shards if shards else ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
     if ranks is None:
@@ -129,8 +122,5 @@ def _replicated(draft: TerseDraft, replicas: int, shards: int | None, context: R
         draft.refuse((*SHARDING, *DATA_AXES), why)
         draft.write(_SHARDS, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
         return
-    if not draft.own or _REPLICAS in draft.setting("mesh.dp_shard").keys:
-        draft.put(DATA_AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
-    else:
-        draft.implied(DATA_AXES)
+    draft.put(DATA_AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
     draft.write(_SHARDS, 1)

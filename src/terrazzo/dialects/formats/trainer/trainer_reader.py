@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Extra, Setting
+from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
+from terrazzo.dialects.core.dotted_keys import flatten, without
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.nested import DEEPSPEED, Nested, load_named, merge, read_nested
@@ -20,17 +20,6 @@ _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_setting
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
 _OPAQUE += ("distributed_config.tp_plan", "distributed_config.ep_plan")
 _PREFIX = "fsdp_config.fsdp_"
-VERBATIM: tuple[str, ...] = (
-    "fsdp",
-    "fsdp_config",
-    "parallelism_config",
-    "distributed_config",
-    "bf16",
-    "fp16",
-    "optim",
-    "torch_compile",
-)
-VERBATIM += ("activation_checkpointing", "lr_scheduler_type", "lr_scheduler_kwargs", "save_strategy")
 
 
 def canonical_key(key: str) -> str:
@@ -121,25 +110,18 @@ class TrainerReader(Reader):
         spelled = {path: replace(setting, key=self._as_written(setting)) for path, setting in settings.items()}
         by_key = {verdict.key: verdict for verdict in merge([self._respelled(each) for each in reading.verdicts])}
         by_key |= {verdict.key: verdict for verdict in self.shadowed}
-        extras = (*reading.description.extras, *self._verbatim(reading))
+        extras = reading.description.extras
         if isinstance(self._original.get("fsdp_config"), str):
-            whole = Extra("fsdp_config", self._original["fsdp_config"], loss="harmless")
-            extras = (*(extra for extra in extras if not extra.key.startswith("fsdp_config")), whole)
+            extras = tuple(extra for extra in extras if not extra.key.startswith("fsdp_config"))
         if self.nested is not None:
             by_key |= {verdict.key: verdict for verdict in self.nested.verdicts}
-            extras = (*extras, *self.nested.extras, Extra("deepspeed", self._original["deepspeed"], loss="harmless"))
+            extras = (*extras, *self.nested.extras)
         order = {key: place for place, key in enumerate(flatten(self._original, _OPAQUE))}
         verdicts = sorted(by_key.values(), key=lambda verdict: order.get(verdict.key, len(order)))
-        return replace(reading, description=reading.description.replace(spelled, extras), verdicts=tuple(verdicts))
-
-    def _verbatim(self, reading: Reading) -> tuple[Extra, ...]:
-        """Keys that several settings come from, or one of several words for a setting: they come back as they were."""
-        extra_keys = {extra.key for extra in reading.description.extras}
-        return tuple(
-            Extra(verdict.key, verdict.value, verdict.why, loss="harmless")
-            for verdict in reading.verdicts
-            if verdict.kind != "refused" and verdict.key not in extra_keys and verdict.key.partition(".")[0] in VERBATIM
-        )
+        refused = [verdict.key for verdict in verdicts if verdict.kind == "refused"]
+        kept = without(self._original, refused)
+        description = replace(reading.description.replace(spelled, extras), document=kept)
+        return replace(reading, description=description, verdicts=tuple(verdicts))
 
     def _as_written(self, setting: Setting[Any]) -> str:
         return ", ".join(dict.fromkeys(self.written.get(key, key) for key in setting.keys))

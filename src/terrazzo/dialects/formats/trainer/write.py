@@ -7,15 +7,15 @@ document inside, with "auto" wherever a field of TrainingArguments says the same
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.nested import DEEPSPEED, placed
 from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
 from terrazzo.dialects.formats.trainer.findings import MATCHED
+from terrazzo.dialects.formats.trainer.keys import KEYS
 from terrazzo.dialects.formats.trainer.write_loop import write_loop
 from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fsdp, write_precision
 
@@ -24,14 +24,9 @@ __all__ = ["write"]
 
 def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document."""
-    own = description.dialect == "trainer"
-    if own:
-        description = replace(description, extras=_outer(description))
-    draft = TerseDraft(description, "TrainingArguments", "trainer")
+    draft = Draft(description, "TrainingArguments", KEYS)
     write_loop(draft)
     draft.implied("mesh.world")
-    if own:
-        return draft.finish()
     if wants_deepspeed(description):
         return _with_deepspeed(draft, context)
     deferred = draft.value("batch.accumulation", 1) > 1
@@ -44,17 +39,11 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     return draft.finish()
 
 
-def _outer(description: Description) -> tuple[Any, ...]:
-    """Extras without those of the document inside, which comes back as a whole; and none is shared with the source."""
-    outer = (extra for extra in description.extras if not extra.key.startswith("deepspeed."))
-    return tuple(replace(extra, value=deepcopy(extra.value)) for extra in outer)
-
-
 # -- DeepSpeed inside ----------------------------------------------------------------------------------------------
 
 
-def _with_deepspeed(draft: TerseDraft, context: ReadingContext) -> Writing:
-    inner = DEEPSPEED.write(draft.description, context)
+def _with_deepspeed(draft: Draft, context: ReadingContext) -> Writing:
+    inner = DEEPSPEED.written(draft.description, context)
     _switches(draft, inner.document)
     outer = draft.finish()
     spoken = {
@@ -75,7 +64,7 @@ def _with_deepspeed(draft: TerseDraft, context: ReadingContext) -> Writing:
     return Writing(document, tuple(spoken.values()))
 
 
-def _switches(draft: TerseDraft, document: dict[str, Any]) -> None:
+def _switches(draft: Draft, document: dict[str, Any]) -> None:
     """The Trainer's own switches for 16 bits, which must agree with DeepSpeed's."""
     for name in ("bf16", "fp16"):
         section = document.get(name)

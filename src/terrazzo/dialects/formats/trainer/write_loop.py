@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
 __all__ = ["write_loop"]
@@ -22,7 +22,7 @@ _PLAIN = {
 }
 
 
-def write_loop(draft: TerseDraft) -> None:
+def write_loop(draft: Draft) -> None:
     """Batch, optimizer, schedule, clipping, compile, seed, saving."""
     for path, key in _PLAIN.items():
         _field(draft, path, key)
@@ -31,34 +31,26 @@ def write_loop(draft: TerseDraft) -> None:
     _warmup(draft)
     if draft.is_set("training.clip"):
         _field(draft, "training.clip", "max_grad_norm", draft.value("training.clip", 0))
-    if not draft.own:
-        _optimizer(draft)
-        _schedule(draft)
-        _saving(draft)
-        _switches(draft)
-    else:
-        _field(draft, "saving.every", "save_steps")
-        _field(draft, "training.device", "use_cpu", draft.value("training.device") == "cpu")
-        draft.implied(("batch.global_batch", "batch.sequence_length"))
+    _optimizer(draft)
+    _schedule(draft)
+    _saving(draft)
+    _switches(draft)
 
 
-def _field(draft: TerseDraft, path: str, key: str, value: Any = None) -> None:
+def _field(draft: Draft, path: str, key: str, value: Any = None) -> None:
     """A setting that is one field, or a part of one."""
     setting = draft.setting(path)
     if not setting.is_set:
         return
-    wanted_value = setting.value if value is None else value
-    if draft.own:
-        wanted = key in setting.keys and setting.origin != "default"
-    else:  # what the source says is said, too, where the Trainer's default is the same today
-        wanted = wanted_value is not None and (bool(setting.keys) or wanted_value != FIELDS[key].default)
-    if wanted:
-        draft.put(path, key, list(wanted_value) if isinstance(wanted_value, tuple) else wanted_value)
+    wanted = setting.value if value is None else value
+    # what the source says is said, too, where the Trainer's default is the same today
+    if wanted is not None and (setting.keys or wanted != FIELDS[key].default):
+        draft.put(path, key, list(wanted) if isinstance(wanted, tuple) else wanted)
     else:
         draft.implied(path)
 
 
-def _batch(draft: TerseDraft) -> None:
+def _batch(draft: Draft) -> None:
     draft.implied("batch.global_batch", "it follows from the micro-batch, accumulation and the number of ranks")
     whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
     if whole is not None and not (micro and count):
@@ -69,23 +61,23 @@ def _batch(draft: TerseDraft) -> None:
         draft.lossy("batch.sequence_length", "the length of sequences is that of the data there")
 
 
-def _betas(draft: TerseDraft) -> None:
+def _betas(draft: Draft) -> None:
     setting = draft.setting("optimizer.betas")
     if setting.value is None:
         return
     draft.implied("optimizer.betas")
     for key, value in zip(("adam_beta1", "adam_beta2"), setting.value, strict=True):
-        if key in setting.keys if draft.own else setting.keys or value != FIELDS[key].default:
+        if setting.keys or value != FIELDS[key].default:
             draft.put("optimizer.betas", key, value)
 
 
-def _warmup(draft: TerseDraft) -> None:
+def _warmup(draft: Draft) -> None:
     for path in ("schedule.warmup_steps", "schedule.warmup_fraction"):
         if draft.value(path) is not None and not (path.endswith("steps") and draft.has("warmup_steps")):
             _field(draft, path, "warmup_steps")
 
 
-def _optimizer(draft: TerseDraft) -> None:
+def _optimizer(draft: Draft) -> None:
     name, path = draft.value("optimizer.name"), "optimizer.name"
     narrow = draft.value("precision.moments") == "int8" and name in (*EIGHT_BITS.values(), "Adam")
     if narrow:
@@ -115,7 +107,7 @@ def _optimizer(draft: TerseDraft) -> None:
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(draft: TerseDraft) -> None:
+def _schedule(draft: Draft) -> None:
     name, final = draft.value("schedule.name"), draft.value("schedule.final_fraction", 0.0)
     paths = ("schedule.name", "schedule.final_fraction")
     kind, options = "lr_scheduler_type", "lr_scheduler_kwargs"
@@ -140,7 +132,7 @@ def _schedule(draft: TerseDraft) -> None:
         draft.lossy("schedule.name", f"the Trainer has no schedule {name}: it decays linearly", kind)
 
 
-def _stable(draft: TerseDraft, final: float) -> None:
+def _stable(draft: Draft, final: float) -> None:
     total, decay = draft.value("schedule.total_steps"), draft.value("schedule.decay_steps")
     if decay is None and total is None:
         draft.lossy(
@@ -156,7 +148,7 @@ def _stable(draft: TerseDraft, final: float) -> None:
 # -- the rest ------------------------------------------------------------------------------------------------------
 
 
-def _saving(draft: TerseDraft) -> None:
+def _saving(draft: Draft) -> None:
     if not draft.is_set("saving.every"):
         return
     every = draft.value("saving.every")
@@ -168,7 +160,7 @@ def _saving(draft: TerseDraft) -> None:
         draft.lossy("saving.background", "the Trainer waits until a checkpoint is written")
 
 
-def _switches(draft: TerseDraft) -> None:
+def _switches(draft: Draft) -> None:
     _field(draft, "training.compile", "torch_compile")
     if draft.value("training.device") == "cpu":
         draft.put("training.device", "use_cpu", True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.draft import TerseDraft
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.shared.accelerate_stack import AUTOCAST, stack_precision, stays_as_loaded
 from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, write_offload
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
@@ -15,7 +15,7 @@ _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS)
 _SECTION = "fsdp_config"
 
 
-def write_ddp(draft: TerseDraft) -> None:
+def write_ddp(draft: Draft) -> None:
     """Nothing is split: the Trainer does so without a word."""
     draft.implied((*SHARDING, *DATA_AXES), "DDP, which needs no key")
     draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
@@ -30,7 +30,7 @@ def write_ddp(draft: TerseDraft) -> None:
     draft.implied("saving.state", whole)
 
 
-def write_fsdp(draft: TerseDraft, context: ReadingContext) -> None:
+def write_fsdp(draft: Draft, context: ReadingContext) -> None:
     """Write `fsdp` and its section. Version 1 is deprecated, and always shards over all ranks."""
     row, why = choose_row(draft, _ROWS, "zero3, shard_grad_op, hybrid_shard or zero0")
     if row is None:
@@ -55,7 +55,7 @@ def write_fsdp(draft: TerseDraft, context: ReadingContext) -> None:
     _state(draft)
 
 
-def _axes(draft: TerseDraft, data: dict[str, int | None]) -> None:
+def _axes(draft: Draft, data: dict[str, int | None]) -> None:
     for axis in ("tp", "cp", "sp"):
         if draft.value(f"mesh.{axis}", 1) != 1:
             draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", draft.value(f"mesh.{axis}"))
@@ -69,7 +69,7 @@ def _axes(draft: TerseDraft, data: dict[str, int | None]) -> None:
         draft.refuse("mesh.ep", "experts are split by from_pretrained(distributed_config=...): say ep_size there")
 
 
-def _units(draft: TerseDraft) -> None:
+def _units(draft: Draft) -> None:
     policy = draft.value("units.policy", "auto")
     if policy == "classes":
         paths = ("units.policy", "units.classes")
@@ -85,7 +85,7 @@ def _units(draft: TerseDraft) -> None:
         draft.lossy("units.ignored", "TrainingArguments shard every parameter")
 
 
-def _prefetch(draft: TerseDraft) -> None:
+def _prefetch(draft: Draft) -> None:
     for way, does in (("forward", 0), ("backward", 1)):
         if draft.value(f"prefetch.{way}", does) == does:
             draft.implied(f"prefetch.{way}")
@@ -93,7 +93,7 @@ def _prefetch(draft: TerseDraft) -> None:
             draft.lossy(f"prefetch.{way}", f"FSDP2 gathers {does} units ahead in {way}, and has no key for it here")
 
 
-def _checkpointing(draft: TerseDraft, key: str) -> None:
+def _checkpointing(draft: Draft, key: str) -> None:
     path, mode = "activation_checkpointing.mode", draft.value("activation_checkpointing.mode", "none")
     paths = (path, "activation_checkpointing.every", "activation_checkpointing.ops")
     if mode == "none":
@@ -106,7 +106,7 @@ def _checkpointing(draft: TerseDraft, key: str) -> None:
         draft.lossy("activation_checkpointing.offload", "what is kept stays on the device")
 
 
-def _loading(draft: TerseDraft) -> None:
+def _loading(draft: Draft) -> None:
     if draft.value("loading.low_memory"):
         draft.put("loading.low_memory", f"{_SECTION}.cpu_ram_efficient_loading", True)
     else:
@@ -114,7 +114,7 @@ def _loading(draft: TerseDraft) -> None:
     draft.implied("loading.broadcast", "every rank loads the same weights")
 
 
-def _state(draft: TerseDraft) -> None:
+def _state(draft: Draft) -> None:
     state, export = draft.value("saving.state", "full"), draft.value("saving.export", "none")
     paths = ("saving.state", "saving.export")
     if state == "full" or export != "none":
@@ -128,7 +128,7 @@ def _state(draft: TerseDraft) -> None:
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def write_precision(draft: TerseDraft, stack: str, deferred: bool, context: ReadingContext) -> None:
+def write_precision(draft: Draft, stack: str, deferred: bool, context: ReadingContext) -> None:
     """Write `bf16` or `fp16`, and hold every state against what the Trainer makes of it."""
     compute = draft.value("precision.compute")
     master = draft.value("precision.master") or draft.value("precision.weight")
