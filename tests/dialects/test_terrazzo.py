@@ -16,7 +16,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.verbs.check import check
-from terrazzo.dialects.verbs.understand import Understood, read_document
+from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.documents import Loaded, load
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
@@ -296,6 +296,12 @@ def test_saving_as_it_pays_survives_and_is_no_number_to_others() -> None:
 def test_a_range_of_ranks_survives_and_is_its_most_to_others() -> None:
     description = assert_the_same_run({"launch": {"ranks": "2:4", "restarts": 1}})
     assert description.value("mesh.world") == 4
+
+
+def test_a_range_of_ranks_is_read_from_a_file_as_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("launch: {ranks: 2:4, restarts: 1}\n")
+    reading = understand(tmp_path / "a.yaml", "terrazzo").reading
+    assert reading.description.value("mesh.world") == 4
 
 
 @pytest.mark.parametrize("name", place.PLANS)

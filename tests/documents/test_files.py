@@ -231,6 +231,13 @@ def test_words_of_yaml(text: str, expected: Any) -> None:
     assert parse(text, "yaml")["a"] == expected
 
 
+def test_numbers_in_base_60_are_text_only_where_the_caller_says_so() -> None:
+    with pytest.raises(BadInput, match="base 60"):
+        parse("ranks: 2:4", "yaml")
+    document = parse("ranks: 2:4", "yaml", is_text=lambda key, text: (key, text) == ("ranks", "2:4"))
+    assert document == {"ranks": "2:4"}
+
+
 def test_json_with_comments_is_read_as_deepspeed_does(tmp_path: Path) -> None:
     hjson = pytest.importorskip("hjson")
     text = '{\n  // one\n  "a": [1, 2,], # two\n  /* "a": 3, */ "b": "http://x # y, ]",\n}'

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from terrazzo.config.section import Section
     from terrazzo.config.sections.batch import BatchConfig
     from terrazzo.config.sections.data import DataConfig
-    from terrazzo.config.sections.launch import LaunchConfig
+    from terrazzo.config.sections.launch import LaunchConfig, is_rank_range
     from terrazzo.config.sections.lora import LoraConfig
     from terrazzo.config.sections.objective import ObjectiveConfig, ObjectiveKind
     from terrazzo.config.sections.offload import OffloadConfig, tier_text
@@ -76,6 +76,7 @@ __all__ = [
     "check_keys",
     "config_from_dict",
     "config_problems",
+    "is_rank_range",
     "keys_meant",
     "load_config",
     "setting_texts",

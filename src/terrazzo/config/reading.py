@@ -20,8 +20,9 @@ from terrazzo.config.keys import CONFIG_KEYS, SHORTHANDS
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE
+from terrazzo.config.sections.launch import is_rank_range
 from terrazzo.config.wording import dotted, sentence, sentences
-from terrazzo.documents import is_rank_range, parse_value, read_text
+from terrazzo.documents import parse_value, read_text
 from terrazzo.errors import BadInput
 
 __all__ = ["CheckedKeys", "check_keys", "config_from_dict", "config_problems", "load_config", "setting_texts"]
@@ -129,7 +130,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"'{path}' is a script by its name, and a configuration is a file in YAML, JSON or TOML. If it starts"
             f" Megatron-LM, `terrazzo config convert {path} --to terrazzo` writes one."
         )
-    raw = parse_value(text, kind, str(path))
+    raw = parse_value(text, kind, str(path), is_rank_range)
     if raw is None or raw == {}:
         raise BadInput(
             f"'{path}' is empty, so there is nothing to train: write sections such as 'model:', 'data:' and 'train:',"
@@ -146,7 +147,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not key.strip("."):
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
-        value = text.strip() if is_rank_range(key, text.strip()) else parse_value(text, "yaml", key)
+        value = text.strip() if is_rank_range(key, text.strip()) else parse_value(text, "yaml", key, is_rank_range)
         has_comment = _has_comment(text)
     except BadInput as error:
         why = str(error).rstrip(".")

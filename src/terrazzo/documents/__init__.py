@@ -2,15 +2,12 @@
 
 Terrazzo's own configuration (`config`), those of other libraries (`dialects`) and the integrations read files by this.
 
-files            a file of any format: read, refused or parsed
-shell_words      a shell script as words and marks
-shell_variables  what its variables hold, as far as that is known without running it
-shell_script     its statements, followed to the commands
-shell_arguments  arguments of the one program that it starts
-json_text        JSON, also with comments
-yaml_text        YAML of plain values
-toml_text        TOML
-limits           how deep, how many and how large
+files      a file of any format: read, refused or parsed
+shell      arguments of the one program that a shell script starts
+json_text  JSON, also with comments
+yaml_text  YAML of plain values
+toml_text  TOML
+limits     how deep, how many and how large
 """
 
 from typing import TYPE_CHECKING
@@ -20,8 +17,8 @@ from terrazzo.lazy import lazily
 if TYPE_CHECKING:
     from terrazzo.documents.files import Format, Loaded, format_of, load, parse, parse_value, read_text
     from terrazzo.documents.limits import MAX_BYTES, MAX_DEPTH
-    from terrazzo.documents.shell_arguments import parse_arguments, write_arguments
-    from terrazzo.documents.yaml_text import PARSER, is_rank_range
+    from terrazzo.documents.shell.arguments import parse_arguments, write_arguments
+    from terrazzo.documents.yaml_text import PARSER, IsText
 else:
     __getattr__ = lazily(__name__)
 
@@ -30,9 +27,9 @@ __all__ = [
     "MAX_DEPTH",
     "PARSER",
     "Format",
+    "IsText",
     "Loaded",
     "format_of",
-    "is_rank_range",
     "load",
     "parse",
     "parse_arguments",

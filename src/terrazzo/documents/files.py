@@ -1,10 +1,9 @@
 """Loading a stranger's file: plain data or `BadInput`, quickly, and nothing that a string names is run.
 
-JSON, YAML, TOML, and shell scripts that start a program with arguments (see `shell_arguments`). What is refused: more
-than 1 MiB, nesting deeper than 32, more than 20,000 values once aliases are expanded, cycles, keys given twice, NaN and
-infinities, numbers beyond 64 bits, YAML's numbers in base 8 (`010`) and 60 (`1:30`, but for `ranks: 2:4`, which is
-text), other encodings than UTF-8, control characters, YAML tags for anything but plain values, several documents in one
-file, and what is no regular file.
+JSON, YAML, TOML, and shell scripts that start a program with arguments (see `shell`). What is refused: more than 1 MiB,
+nesting deeper than 32, more than 20,000 values once aliases are expanded, cycles, keys given twice, NaN and infinities,
+numbers beyond 64 bits, YAML's numbers in base 8 (`010`) and 60 (`1:30`), other encodings than UTF-8, control
+characters, YAML tags for anything but plain values, several documents in one file, and what is no regular file.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import yaml
 
 from terrazzo.documents.json_text import read_json_text, strict_json
 from terrazzo.documents.limits import MAX_BYTES, check_values
-from terrazzo.documents.shell_arguments import parse_arguments
+from terrazzo.documents.shell.arguments import parse_arguments
 from terrazzo.documents.toml_text import read_toml
-from terrazzo.documents.yaml_text import read_yaml
+from terrazzo.documents.yaml_text import IsText, never, read_yaml
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.untrusted_files import read_plain
 
@@ -51,14 +50,18 @@ class Loaded:
     relaxed: bool = False
 
 
-def load(path: str | Path) -> Loaded:
+def load(path: str | Path, is_text: IsText = never) -> Loaded:
     """Read a file: JSON, TOML or arguments if its name ends so, else YAML.
+
+    Args:
+        is_text: see `parse_value`.
 
     Raises: `BadInput` for all that the module refuses.
     """
     path = Path(path)
     text, kind = read_text(path)
-    return Loaded(path, parse(text, kind, str(path)), text, kind, kind == "json" and strict_json(text) != text)
+    document = parse(text, kind, str(path), is_text)
+    return Loaded(path, document, text, kind, kind == "json" and strict_json(text) != text)
 
 
 def format_of(path: Path) -> Format:
@@ -71,9 +74,9 @@ def read_text(path: Path) -> tuple[str, Format]:
     return _decode(_read(path), str(path)), format_of(path)
 
 
-def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
-    """Plain data from text. Raises: `BadInput`, naming `origin`."""
-    document = parse_value(text, kind, origin)
+def parse(text: str, kind: Format, origin: str = "the text", is_text: IsText = never) -> dict[str, Any]:
+    """The keys and values that a text holds; see `parse_value`."""
+    document = parse_value(text, kind, origin, is_text)
     if document is None or (kind == "toml" and not document):
         raise BadInput(f"'{origin}' is empty: there is nothing to read.")
     if not isinstance(document, dict):
@@ -81,13 +84,20 @@ def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
     return document
 
 
-def parse_value(text: str, kind: Format, origin: str) -> Any:
-    """The same, where a value of any kind is taken, and None for no text."""
+def parse_value(text: str, kind: Format, origin: str, is_text: IsText = never) -> Any:
+    """Plain data from text: a value of any kind, and None for no text.
+
+    Args:
+        origin: the file's name, in messages.
+        is_text: whether a key's value in YAML is text although YAML 1.1 takes it for a number, such as `2:4`.
+
+    Raises: `BadInput` for all that the module refuses.
+    """
     if bad := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x85\u2028\u2029]", text):
         line = text.count("\n", 0, bad.start()) + 1
         raise BadInput(f"'{origin}' holds the control character {bad.group()!r} in line {line}: remove it.")
     try:
-        value = _READERS[kind](text, origin)
+        value = read_yaml(text, origin, is_text) if kind == "yaml" else _READERS[kind](text, origin)
     except BadInput:
         raise
     except (yaml.YAMLError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
@@ -141,7 +151,6 @@ def _decode(data: bytes, origin: str) -> str:
 
 _READERS: dict[Format, Callable[[str, str], Any]] = {
     "json": read_json_text,
-    "yaml": read_yaml,
     "toml": read_toml,
     "arguments": parse_arguments,
 }

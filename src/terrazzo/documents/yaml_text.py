@@ -1,12 +1,12 @@
 """YAML of plain values: nothing that a tag names is called, and aliases cannot blow up.
 
-`1e-3` is a number, dates are text, and numbers in base 8 and 60 are refused, but for `ranks: 2:4`, which is text.
+`1e-3` is a number, dates are text, and numbers in base 8 and 60 are refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
@@ -14,20 +14,18 @@ import yaml
 from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice, too_many
 from terrazzo.errors import BadInput, shortened
 
-__all__ = ["PARSER", "is_rank_range", "read_yaml"]
+__all__ = ["PARSER", "IsText", "never", "read_yaml"]
 
 PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's where it is there: 10 times faster."""
 _MAX_DIGITS = 100  # YAML's numbers in base 60 take quadratic time
-_RANK_RANGE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
+IsText = Callable[[str, str], bool]
+"""Whether a key's value, as it is written, is text although YAML 1.1 takes it for a number."""
 
 
-def is_rank_range(key: str, text: str) -> bool:
-    """Whether what a key `ranks`, also as the end of a dotted key, is given is a range, such as `2:4`.
-
-    To YAML 1.1 it is a number in base 60, 124.
-    """
-    return key.rpartition(".")[2] == "ranks" and _RANK_RANGE.fullmatch(text) is not None
+def never(key: str, text: str) -> bool:
+    """No value is text that YAML takes for a number."""
+    return False
 
 
 class _Loader(PARSER):  # type: ignore[misc]
@@ -51,7 +49,7 @@ _PLAIN = frozenset(
 )
 
 
-def read_yaml(text: str, origin: str) -> Any:
+def read_yaml(text: str, origin: str, is_text: IsText = never) -> Any:
     """The value of the one document; None for none."""
     check_depth(_events(text, origin), origin)
     loader = _Loader(text)
@@ -59,7 +57,7 @@ def read_yaml(text: str, origin: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        _Nodes(origin).check(root)
+        _Nodes(origin, is_text).check(root)
         return loader.construct_document(root)
     finally:
         loader.dispose()
@@ -84,8 +82,8 @@ def _events(text: str, origin: str) -> Iterator[int]:
 class _Nodes:
     """Checks on the tree of YAML nodes, each node once, however often aliases name it."""
 
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
+    def __init__(self, origin: str, is_text: IsText) -> None:
+        self.origin, self.is_text = origin, is_text
         self.values: dict[int, int] = {}  # of a node and all below it, aliases expanded
         self.open: set[int] = set()
 
@@ -113,7 +111,7 @@ class _Nodes:
             )
         if isinstance(node, yaml.MappingNode):
             self._check_keys(node)
-            _keep_text(node)
+            self._keep_text(node)
         self.open.add(id(node))
         count = 1 + sum(map(self.check, _children(node)))
         self.open.discard(id(node))
@@ -132,14 +130,13 @@ class _Nodes:
                 raise key_twice(key.value, self.origin, key.start_mark.line + 1)
             seen.add(key.value)
 
-
-def _keep_text(node: yaml.MappingNode) -> None:
-    """Have the loader take keys for text, and ranges of ranks."""
-    for key, value in node.value:
-        if key.tag in _PLAIN and not key.tag.endswith(":merge"):
-            key.tag = _TEXT  # `8:` and `on:` are the keys "8" and "on"
-        if isinstance(value, yaml.ScalarNode) and is_rank_range(key.value, value.value):
-            value.tag = _TEXT
+    def _keep_text(self, node: yaml.MappingNode) -> None:
+        """Have the loader take keys for text, and the values that are."""
+        for key, value in node.value:
+            if key.tag in _PLAIN and not key.tag.endswith(":merge"):
+                key.tag = _TEXT  # `8:` and `on:` are the keys "8" and "on"
+            if isinstance(value, yaml.ScalarNode) and self.is_text(key.value, value.value):
+                value.tag = _TEXT
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

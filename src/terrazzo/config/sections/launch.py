@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,9 +10,18 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticKnownError
 
 from terrazzo.config.section import Section, whole_number
-from terrazzo.documents import is_rank_range
 
-__all__ = ["LaunchConfig"]
+__all__ = ["LaunchConfig", "is_rank_range"]
+
+_RANK_RANGE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
+
+
+def is_rank_range(key: str, text: str) -> bool:
+    """Whether what a key `ranks`, also as the end of a dotted key, is given is a range, such as `2:4`.
+
+    To YAML 1.1 it is a number in base 60, 124.
+    """
+    return key.rpartition(".")[2] == "ranks" and _RANK_RANGE.fullmatch(text) is not None
 
 
 class LaunchConfig(Section):

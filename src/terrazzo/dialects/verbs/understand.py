@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from terrazzo.config import is_rank_range
 from terrazzo.dialects.core.description import Description, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.mesh import data_ranks
@@ -38,7 +39,7 @@ def understand(path: str | Path, name: str | None = None, context: ReadingContex
 
     Raises: `BadInput` for a file that cannot be loaded, or is of no dialect or of several.
     """
-    loaded = load(path)
+    loaded = load(path, is_rank_range)
     source = dialect(name) if name else recognise(loaded.document, str(path))
     context = replace(context, folder=loaded.path.parent)
     return Understood(loaded, source, read_document(source, loaded.document, context), context)

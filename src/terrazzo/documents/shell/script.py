@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field
 
 from terrazzo.documents.limits import MAX_DEPTH
-from terrazzo.documents.shell_variables import ShellVariables
-from terrazzo.documents.shell_words import Token, tokens
+from terrazzo.documents.shell.variables import ShellVariables
+from terrazzo.documents.shell.words import Token, tokens
 from terrazzo.errors import BadInput
 
 __all__ = ["Command", "ShellScript"]

@@ -15,8 +15,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.documents.shell_script import Command, ShellScript
-from terrazzo.documents.shell_variables import ShellVariables
+from terrazzo.documents.shell.script import Command, ShellScript
+from terrazzo.documents.shell.variables import ShellVariables
 from terrazzo.errors import BadInput
 
 __all__ = ["parse_arguments", "write_arguments"]

@@ -6,7 +6,7 @@ import math
 import re
 
 from terrazzo.documents.limits import MAX_BYTES
-from terrazzo.documents.shell_words import behind, tokens
+from terrazzo.documents.shell.words import behind, tokens
 from terrazzo.errors import BadInput
 
 __all__ = ["ShellVariables"]
