@@ -31,8 +31,9 @@ def run(
     """Run a training script of your own on several ranks of this machine, as torchrun would.
 
     Rank 0 prints as it is, lines of the others begin with their number. When a rank fails, its traceback is the last
-    thing on screen, once, and the others are ended. Ctrl-C reaches all ranks. The exit code is the script's. Under
-    torchrun or srun the script joins the ranks that these have started.
+    thing on screen, once, and the others are ended. Ctrl-C reaches all ranks. The exit code is the script's. Options of
+    this Python (`python -X dev -m terrazzo run ...`) are those of the ranks. Under torchrun or srun the script joins the
+    ranks that these have started.
 
     terrazzo run --ranks 2 examples/own_loop.py
 
