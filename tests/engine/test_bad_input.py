@@ -162,6 +162,12 @@ def one_compiled(model: Net, index: int) -> nn.Module:
     return model
 
 
+def with_buffers(model: nn.Module, **sizes: int) -> nn.Module:
+    for name, size in sizes.items():
+        model.register_buffer(name, torch.zeros(size))
+    return model
+
+
 DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
     "plan": (lambda m, rank: tz.shard(m, None, "zero3" if rank else "zero1"), "plan"),
     "precision": (lambda m, rank: tz.shard(m, None, precision="bf16" if rank == 2 else "fp32"), "precision"),
@@ -169,6 +175,15 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Module, int], Any], str]] = {
     "units": (lambda m, rank: tz.shard(m, None, units=["embed"] if rank else None), "parameters"),
     "frozen": (lambda m, rank: tz.shard(m.requires_grad_(rank != 1), None), "parameters"),
     "shapes": (lambda m, rank: tz.shard(Net(13 + rank), None), "parameters"),
+    "shapes of buffers": (lambda m, rank: tz.shard(with_buffers(m, a=3 + rank), None), "buffers"),
+    "a buffer on some ranks": (
+        lambda m, rank: tz.shard(with_buffers(m, **({"a": 3} if rank else {})), None),
+        "buffers",
+    ),
+    "order of buffers": (
+        lambda m, rank: tz.shard(with_buffers(m, **({"a": 3, "b": 3} if rank else {"b": 3, "a": 3})), None),
+        "buffers",
+    ),
     "compilation": (lambda m, rank: tz.shard(compiled_on(m, rank, 1), None), "compiled units"),
     "compilation of one unit": (lambda m, rank: tz.shard(one_compiled(m, rank % 2), None), "compiled units"),
     "param groups": (

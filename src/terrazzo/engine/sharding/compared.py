@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.consensus.digest import digest
@@ -17,7 +17,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.optim.stock.settings import NOT_HYPER
 from terrazzo.engine.plan.partition import UnitSpec
 
-__all__ = ["check_versions", "model_facts", "optimizer_facts", "state_facts"]
+__all__ = ["buffer_facts", "check_versions", "model_facts", "optimizer_facts", "state_facts"]
 
 
 def check_versions(axes: Axes) -> None:
@@ -75,3 +75,8 @@ def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
         ]
         for spec in specs
     }
+
+
+def buffer_facts(model: nn.Module) -> list[list[object]]:
+    """Names, shapes and dtypes of a model's buffers, in their order, for `check_alike`: the first rank's are sent."""
+    return [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in model.named_buffers()]

@@ -50,7 +50,7 @@ from terrazzo.engine.sharding.checks import (
     warn_of_unused,
     warn_of_unused_formats,
 )
-from terrazzo.engine.sharding.compared import check_versions, model_facts, optimizer_facts, state_facts
+from terrazzo.engine.sharding.compared import buffer_facts, check_versions, model_facts, optimizer_facts, state_facts
 from terrazzo.engine.sharding.initial_values import check_initializable
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
@@ -128,6 +128,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     # Units that are compiled reduce at other points of a step.
     compiled = [each.name for each in arguments.specs if compilation_of(each.module) is not None]
     of_stage: dict[str, object] = {"parameters": model_facts(arguments.specs), "compiled units": compiled}
+    of_stage["buffers"] = buffer_facts(model)
     of_stage["optimizer state"] = [state_facts(each) for each in arguments.optimizers]
     check_alike(axes, {**facts, **of_stage})
     check_alike(axes, facts, along=axes.stages)
