@@ -131,6 +131,24 @@ def test_in_16_bits_a_run_goes_on_as_if_it_had_not_been_stopped(plan: str, preci
         assert {value.dtype for value in found.values()} == {dtype}  # of the masters
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_frozen_weights_that_are_computed_with_in_sixteen_bits_keep_all_of_theirs(plan: str) -> None:
+    base = Net()
+    base.blocks[0].requires_grad_(requires_grad=False)
+    wanted = {name: value.detach().clone() for name, value in base.named_parameters()}
+
+    def body(rank: int) -> tuple[Any, Any]:
+        model, _ = tz.shard(copy.deepcopy(base), None, plan, precision=tz.Precision(compute="bf16"))
+        assert model.blocks[0].up.weight.dtype == torch.bfloat16
+        before = model.state_dict()
+        model.load_state_dict(before)
+        return before, model.state_dict()
+
+    for before, after in on_ranks(2, body):
+        assert_equal(before, wanted)
+        assert_equal(after, wanted)
+
+
 def test_parameters_that_had_no_gradient_have_no_state_and_frozen_ones_keep_their_numbers() -> None:
     def built() -> tuple[Any, Optimizer]:
         torch.manual_seed(0)

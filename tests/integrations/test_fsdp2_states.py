@@ -20,11 +20,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Adam
 
 import terrazzo as tz
+from tests.engine.toys import Net as Toy
+from tests.engine.toys import assert_equal, batch, on_ranks
+from tests.engine.toys import loss_of as loss_of_tokens
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.integrations.test_fsdp2 import Apply, Net, batches, loss_of, marked, options_of
@@ -220,3 +225,19 @@ def _fewer(optimizer: Any, state: States) -> None:
 @pytest.mark.processes
 def test_states_of_other_models_are_refused(two_processes: Pool) -> None:
     two_processes.run(refusals)
+
+
+def test_frozen_weights_keep_the_bits_that_are_not_computed_with() -> None:
+    """As torch's own, which casts them to `param_dtype` as they are gathered."""
+    base = Toy()
+    base.blocks[0].requires_grad_(requires_grad=False)
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, mesh = copy.deepcopy(base), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        tz.fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        loss_of_tokens(model, batch()).backward()
+        assert model.blocks[0].up.weight.dtype == torch.bfloat16
+        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+    for found in on_ranks(2, body):
+        assert_equal(found, dict(base.named_parameters()))

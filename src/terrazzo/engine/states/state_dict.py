@@ -47,8 +47,8 @@ def whole_state_dict(
 
     Returns:
         Full tensors under every name that the model's own `state_dict()` has, in its order. Trained weights are the
-        master weights, in their dtype; tied ones share memory. Buffers are this rank's own, or those of the stage that
-        runs their modules.
+        master weights, in their dtype; frozen ones have the wider of their dtypes at rest and in modules; tied ones
+        share memory. Buffers are this rank's own, or those of the stage that runs their modules.
 
     Raises:
         Misuse: for a model that is not sharded.
@@ -61,7 +61,9 @@ def whole_state_dict(
     for name, values in whole_weights(model):
         if keep:
             own = named[name]
-            whole[id(own)] = values.to(device, values.dtype if own.requires_grad else own.dtype, copy=True)
+            # frozen codes come as bf16, and weights that are computed with in 16 bits alone keep the bits at rest
+            dtype = values.dtype if own.requires_grad else torch.promote_types(values.dtype, own.dtype)
+            whole[id(own)] = values.to(device, dtype, copy=True)
     if not keep:
         return None
     for name, value in state.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -40,7 +41,8 @@ class RowPlacements:
         own = {id(each): each for each in module.parameters()}
         shown: dict[int, DTensor] = {}
         for key, values in _whole(own, sharded):
-            shown[key] = self.split(values if own[key].requires_grad else values.to(own[key].dtype))
+            dtype = values.dtype if own[key].requires_grad else torch.promote_types(values.dtype, own[key].dtype)
+            shown[key] = self.split(values.to(dtype))
         return {name: shown[id(value)] if id(value) in shown else _detached(value) for name, value in state.items()}
 
 
