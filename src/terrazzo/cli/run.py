@@ -32,8 +32,8 @@ def run(
 
     Rank 0 prints as it is, lines of the others begin with their number. When a rank fails, its traceback is the last
     thing on screen, once, and the others are ended. Ctrl-C reaches all ranks. The exit code is the script's. Options of
-    this Python (`python -X dev -m terrazzo run ...`) are those of the ranks. Under torchrun or srun the script joins the
-    ranks that these have started.
+    this Python (`python -X dev -m terrazzo run ...`) are those of the ranks. Under torchrun or srun the script joins
+    the ranks that these have started.
 
     terrazzo run --ranks 2 examples/own_loop.py
 
