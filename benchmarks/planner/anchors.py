@@ -40,7 +40,7 @@ class Anchor:
         return found / low - 1 if found < low else found / high - 1 if found > high else 0.0
 
 
-ASYNC_TP = "pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06; the share that async TP hides follows from these"
+ASYNC_TP = "pytorch/torchtitan/benchmarks/asyncTP_llama3_h100_2025-06; the share that async TP hides follows from these"
 
 TITAN = Request(
     "llama3-8b",
@@ -166,7 +166,7 @@ ANCHORS = (
         "tokens/s/GPU",
         (548, 548),
         lambda: _throughput(replace(TITAN_CP, precision=FP8)),
-        "pytorch/torchtitan benchmarks/llama3_h100_202412",
+        "pytorch/torchtitan/benchmarks/llama3_h100_202412",
     ),
     *(
         Anchor(

@@ -94,7 +94,7 @@ def timed(found: Setup) -> TimeFigures:
     ],
 )
 def test_torchtitan_on_500_watt_h100(ranks: int, changes: dict[str, Any], tokens_per_s: float) -> None:
-    """Llama 3 8B, FSDP2, two sequences of 8,192 (pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md)."""
+    """Llama 3 8B, FSDP2, two sequences of 8,192 (pytorch/torchtitan/benchmarks/llama3_h100_202412_torchtitan.md)."""
     found = setup(mesh=Mesh(dp_shard=ranks), gpu="H100-SXM-96GB-HBM2e", micro_batch=2, **changes)
     assert timed(found).tokens_per_s_per_gpu == pytest.approx(tokens_per_s, rel=0.12)
 

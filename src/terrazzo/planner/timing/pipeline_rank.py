@@ -41,7 +41,7 @@ them, under `tensor_overlap` `backward` (Megatron-LM's default). The engine wait
 ASYNC_HIDDEN = 0.4
 """The share of tensor-parallel exchanges that torch's async TP hides: on 8 ranks of a host it is 10 % faster than
 without with Llama 3 8B on 64 H100, and 9 % with 70B on 256, which spend 27 and 18 % of a step on these exchanges here
-(pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06): a third and a half of them."""
+(pytorch/torchtitan/benchmarks/asyncTP_llama3_h100_2025-06): a third and a half of them."""
 
 PCIE_COPY_SHARE = 0.80
 """What pinned copies reach of a PCIe link's bandwidth: 24.8 of 31.5 GB/s, 55.6 of 63 (forums.developer.nvidia.com,
