@@ -369,15 +369,23 @@ def test_an_sbatch_script_itself_is_not_a_rank(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_on_gpus_get_segments_that_grow_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_WAIT_POLICY"):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert set(environment_of(2)) == {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"}
+    assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert environment_of(2)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
+
+
+def test_threads_of_ranks_do_not_spin_on_cores_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
+    assert environment_of(1)["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in environment_of(1)
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,12 @@ def environment_of(ranks: int) -> dict[str, str]:
     Gathered weights of units of several sizes come and go: segments that grow leave no gaps between them (PyTorch,
     "Memory management" in the notes on CUDA).
 
-    Threads of a kernel that wait for one another go to sleep soon: by default they spin for 300,000 turns (libgomp,
-    GOMP_SPINCOUNT) on cores that the others may need, where the machine has other work.
+    On cores that are all taken already, threads of a kernel that wait for one another go to sleep soon. By default they
+    spin for 300,000 turns (libgomp, GOMP_SPINCOUNT), on cores that the others need.
     """
-    chosen = {"OMP_NUM_THREADS": str(max(1, cpus_of_a_rank(1) // ranks))}
-    if "OMP_WAIT_POLICY" not in os.environ:
+    cpus = cpus_of_a_rank(1)
+    chosen = {"OMP_NUM_THREADS": str(max(1, cpus // ranks))}
+    if os.getloadavg()[0] >= cpus and "OMP_WAIT_POLICY" not in os.environ:
         chosen["GOMP_SPINCOUNT"] = "1000"
     if devices.count() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
