@@ -7,7 +7,6 @@ values of one sequence, on one thread of a CPU.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from terrazzo.parallel import Context
+from terrazzo.telemetry import PeakMemory
 
 HEADS, CHANNELS = 8, 64
 KINDS = {
@@ -48,17 +48,14 @@ def measure(kind: str, tokens: int, window: int) -> str:
     rows = [torch.randn(1, HEADS, tokens, CHANNELS, generator=draw).requires_grad_() for _ in range(3)]
     warm = [each[:, :, :64].detach().requires_grad_() for each in rows]
     attention(kind, warm, 16).sum().backward()
-    before, start = _peak_bytes(), time.process_time()
+    memory = PeakMemory(torch.device("cpu"))
+    before, start = memory.peak_bytes, time.process_time()
     out = attention(kind, rows, window)
     middle = time.process_time()
     out.backward(torch.ones_like(out))
     end = time.process_time()
-    mebibytes = (_peak_bytes() - before) / 2**20
+    mebibytes = (memory.peak_bytes - before) / 2**20
     return f"| {tokens:,} | {KINDS[kind]} | {middle - start:.2f} | {end - middle:.2f} | {mebibytes:,.0f} |"
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:

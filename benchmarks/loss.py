@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import terrazzo as tz
+from terrazzo.telemetry import PeakMemory
 
 SIZES = ((1024, 256, 16384), (2048, 512, 16000), (8192, 128, 32768))
 """Tokens, width and vocabulary."""
@@ -83,16 +83,13 @@ def measure(contender: str, sizes: Sequence[int], dtype: torch.dtype) -> dict[st
     few = 256  # before the peak is taken, what a first call allocates
     rows, words = (each[:few].detach().requires_grad_() for each in (hidden, weight))
     loss_of(rows, words, targets[:few] % few).backward()
-    before, start = _peak_bytes(), time.process_time()
+    memory = PeakMemory(torch.device("cpu"))
+    before, start = memory.peak_bytes, time.process_time()
     loss = loss_of(hidden, weight, targets)
     loss.backward()
     end = time.process_time()
     stays = sum(each.numel() * each.itemsize for each in (hidden, weight))
-    return {"cpu_s": end - start, "peak_mb": (_peak_bytes() - before - stays) / 1e6, "loss": loss.item()}
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"cpu_s": end - start, "peak_mb": (memory.peak_bytes - before - stays) / 1e6, "loss": loss.item()}
 
 
 def table(turns: Sequence[dict[str, dict[str, float]]], sizes: Sequence[int]) -> list[str]:
