@@ -386,3 +386,11 @@ def test_every_verb_reads_the_toml_of_torchtitan(titan: Path, tmp_path: Path) ->
     run("convert", titan, "--to", "terrazzo", "--out", out, "--partial")
     assert yaml.safe_load(out.read_text())["plan"]["name"] == "shard_grad_op"
     assert run("diff", titan, titan).exit_code == 0
+
+
+def test_what_a_script_has_in_code_is_said_to_be_left(ds: Path, tmp_path: Path) -> None:
+    written = run("convert", ds, "--to", "terrazzo", "--world", 2, "--partial", "-o", tmp_path / "new.yaml")
+    assert "left:    model and data, which DeepSpeed JSON does not have." in written.output
+    assert "left:" not in run("convert", ds, "--to", "fsdp2", "--world", 2, "--partial").output
+    again = run("convert", tmp_path / "new.yaml", "--to", "terrazzo", "--partial", "-o", tmp_path / "again.yaml")
+    assert "written:" in again.output and "left:" not in again.output

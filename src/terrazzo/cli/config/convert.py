@@ -59,12 +59,7 @@ def convert_config(
         _say_conversion(str(file), conversion, understood.context, stderr=out is None)
         if is_written:
             say(f"written: {out}") if out is not None else print(text, end="")
-            if target.name == "terrazzo" and (missing := [name for name in OF_USER if name not in conversion.document]):
-                say(
-                    f"left:    {' and '.join(missing)}, which {conversion.source.title} does not have. Without them"
-                    " `terrazzo train` takes a small decoder and the texts of Python's standard library.",
-                    stderr=out is None,
-                )
+            _say_what_is_left(conversion, stderr=out is None)
     return 0 if is_written else 1
 
 
@@ -112,6 +107,17 @@ def _say_conversion(file: str, conversion: Conversion, context: ReadingContext, 
         say(
             f"\n{counted(len(conversion.refused), 'key')} refused: see above what to do instead.",
             "red",
+            stderr=stderr,
+        )
+
+
+def _say_what_is_left(conversion: Conversion, *, stderr: bool) -> None:
+    """Which sections the user is still to write, of a configuration that was made of what goes with a script."""
+    missing = [name for name in OF_USER if name not in conversion.document]
+    if missing and conversion.target.name == "terrazzo" and conversion.source is not conversion.target:
+        say(
+            f"left:    {' and '.join(missing)}, which {conversion.source.title} does not have. Without them"
+            " `terrazzo train` takes a small decoder and the texts of Python's standard library.",
             stderr=stderr,
         )
 
