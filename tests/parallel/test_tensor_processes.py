@@ -165,29 +165,72 @@ def test_dropout_that_no_attribute_shows_is_seen(pool: Pool, share: float, seeds
     assert all(found in told for told in pool.run(dropped_as_a_function, share, seeds_differ))
 
 
-def given(rows: int, values: float, by_name: bool) -> str:
+class Behind(nn.Module):
+    """Drops half of what is between two matrices, and half of what their sum is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.between, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(self.between(self.up(x))))
+
+
+def dropped_behind_a_sum():
+    """Inside of one module of style `enter`: what is dropped of this rank's part, of the sum, and drawn later."""
+    mesh = tz.mesh(tp=2, device="cpu")
+    torch.manual_seed(3)
+    model = nn.Sequential(Behind(), nn.Dropout())
+    plan = {"0": "enter", "0.up": "colwise", "0.down": "rowwise"}
+    tz.parallelize(model, mesh, tensor=plan, sequence=False)
+    seen: list[Tensor] = []
+    for module in (model[0].between, model[0].down, model[0].drop, model[1]):
+        module.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    model, _ = tz.shard(model, None, "zero0", mesh=mesh)
+    torch.manual_seed(11)
+    for _ in range(2):
+        model(torch.ones(2, 4, 8)).sum().backward()
+    return seen
+
+
+def test_dropout_behind_the_sum_of_a_row_is_that_of_all_ranks(pool: Pool) -> None:
+    first, second = (list(zip(*[iter(seen)] * 4, strict=True)) for seen in pool.run(dropped_behind_a_sum))
+    for (between, down, drop, last), (other_between, *others) in zip(first, second, strict=True):
+        assert not torch.equal(between != 0, other_between != 0)
+        assert all(torch.equal(*pair) for pair in zip((down, drop, last), others, strict=True))
+        assert torch.equal(drop, torch.where(drop != 0, 2 * down, 0))
+        assert 0 < (drop != 0).sum() < drop.numel()
+    assert not torch.equal(first[0][2] != 0, first[1][2] != 0)
+    assert not torch.equal(first[0][2] != 0, first[0][3] != 0)
+
+
+def given(rows: int, values: float, by_name: bool, trains: bool = True) -> str:
     mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
     torch.manual_seed(3)
     model = tz.parallelize(Dropping(0.0), mesh, tensor={"up": "colwise", "down": "rowwise"})
     model, _ = tz.shard(model, None, "zero0", mesh=mesh)
     x = torch.full((rows if rank else 2, 4, 8), values if rank else 1.0)
     try:
-        (model(x=x) if by_name else model(x)).sum().backward()
+        with torch.set_grad_enabled(trains):
+            output = model.train(trains)(x=x) if by_name else model.train(trains)(x)
+        if trains:
+            output.sum().backward()
     except tz.RanksApart as error:
         return str(error)
     return "trained"
 
 
 @pytest.mark.parametrize(
-    ("rows", "values", "by_name", "found"),
+    ("rows", "values", "by_name", "trains", "found"),
     [
-        (2, 1.0, True, "trained"),
-        (2, 2.0, True, "other inputs (here float32 [2, 4, 8])"),
-        (2, 2.0, False, "other inputs"),
-        (3, 1.0, False, "other inputs"),
+        (2, 1.0, True, True, "trained"),
+        (2, 2.0, True, True, "other inputs (here float32 [2, 4, 8])"),
+        (2, 2.0, False, True, "other inputs"),
+        (3, 1.0, False, True, "other inputs"),
+        (2, 2.0, False, False, "other inputs"),
     ],
 )
 def test_ranks_that_share_matrices_see_the_same_data(
-    pool: Pool, rows: int, values: float, by_name: bool, found: str
+    pool: Pool, rows: int, values: float, by_name: bool, trains: bool, found: str
 ) -> None:
-    assert all(found in told for told in pool.run(given, rows, values, by_name))
+    assert all(found in told for told in pool.run(given, rows, values, by_name, trains))

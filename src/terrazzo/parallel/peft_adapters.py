@@ -6,6 +6,7 @@ A. On a layer of style rowwise, it has a part of A's inputs, whose outputs ranks
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import nn
 from terrazzo.errors import BadInput
 from terrazzo.parallel.tensor.styles import Colwise, Replicate, Rowwise, Style
 
-__all__ = ["adapted", "base_of", "with_adapters"]
+__all__ = ["adapted", "base_of", "layer_of", "with_adapters"]
 
 
 def adapted(model: nn.Module) -> list[str]:
@@ -61,6 +62,11 @@ def with_adapters(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, St
             moved[f"{name}.{cut}.{adapter}"] = replace(style)
             moved[f"{name}.{whole}.{adapter}"] = Replicate(after_sum=isinstance(style, Rowwise))
     return moved
+
+
+def layer_of(name: str) -> str:
+    """The name of the layer that a matrix of `with_adapters` is in; of a layer without adapters its own."""
+    return re.split(r"\.base_layer$|\.lora_[AB]\.", name)[0]
 
 
 def _is_plain(layer: Any) -> bool:

@@ -12,6 +12,7 @@ from terrazzo.engine import leave_record
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
+from terrazzo.parallel.peft_adapters import layer_of
 from terrazzo.parallel.tensor.direct_weight_use import DirectUse
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.embedding_rows import look_up_part
@@ -60,11 +61,13 @@ def _add_exchanges(cuts: TensorCuts) -> None:
     runs = cuts.runs_split()
     for run in runs:
         split_between(run, split)
-    regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
     if not cuts.ranks.is_simulated and has_dropout(cuts.model):
         cuts.model.register_forward_pre_hook(SameRandomStates(cuts.ranks))
-        for module in (*(module for _, module in itertools.chain(*runs)), *regions):
+        for _, module in itertools.chain(*runs):
             fork_dropout(module, cuts.ranks.rank)
+        for name, module, _ in cuts.named(Enter):
+            if not cuts.splits(name):
+                fork_dropout(module, cuts.ranks.rank, *_parts_and_sums(cuts, name))
     for name, module, style in cuts.named():
         if cuts.enters(name):
             enter(module, split, cuts.splits(name), name, takes_weights=isinstance(style, Logits))
@@ -73,6 +76,15 @@ def _add_exchanges(cuts: TensorCuts) -> None:
     for name in _cut_attributes(cuts):
         watch_states(cuts.model.get_submodule(name), name)
     watch_first_forwards(cuts.model, _watches(cuts))
+
+
+def _parts_and_sums(cuts: TensorCuts, name: str) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Inside of a module: those whose output is a part on each rank, and those whose output all ranks have."""
+    inside = [(each, style) for each, _, style in cuts.named(Colwise, Rowwise) if each.startswith(f"{name}.")]
+    sums = dict.fromkeys(layer_of(each) for each, style in inside if style.completes)
+    parts = dict.fromkeys(layer_of(each) for each, style in inside if not style.completes)
+    model = cuts.model
+    return [model.get_submodule(each) for each in parts], [model.get_submodule(each) for each in sums]
 
 
 def _of_column(cuts: TensorCuts, name: str, module: Any, style: Colwise, split: SequenceSplit) -> None:

@@ -1,14 +1,16 @@
 """Dropout under tensor parallelism.
 
 torch's default generators have the same state on the ranks along `tp`, so that these drop the same elements of
-activations that all of them have. In modules where each rank has a part of the activations, it draws from generators of
-its own. Their seed is drawn from the shared one, so that a region that is recomputed drops the same again.
+activations that all of them have. Where each rank has a part of the activations, it draws from generators of its own:
+in blocks that split sequences, and in modules of style `enter` up to the sum of their outputs, behind which all ranks
+have the same again. Their seed is drawn from the shared one, so that a region that is recomputed drops the same again.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,33 +33,41 @@ def has_dropout(model: nn.Module) -> bool:
 
 @dataclass
 class _OwnGenerators:
-    """Hooks of one module.
+    """Hooks of one module, and of those inside of it where it comes to other activations.
 
     Attributes:
-        states: of the shared generators, to be restored: one for each call under way.
+        shared: states of the shared generators, to be restored; None where these are in use.
     """
 
     rank: int
-    states: list[list[Tensor]] = field(default_factory=list)
+    shared: list[Tensor] | None = None
 
-    def before(self, module: nn.Module, args: Any) -> None:
-        if module.training:
+    def fork(self, module: nn.Module, args: Any) -> None:
+        if module.training and self.shared is None:
             seed = int(torch.randint(2**62, ()))
-            self.states.append([each.get_rng_state() for each in _generators()])
+            self.shared = [each.get_rng_state() for each in _generators()]
             for each in _generators():
                 each.manual_seed((seed + self.rank * _APART) % 2**63)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.states:
-            for each, state in zip(_generators(), self.states.pop(), strict=True):
+    def join(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.shared is not None:
+            for each, state in zip(_generators(), self.shared, strict=True):
                 each.set_rng_state(state)
+            self.shared = None
 
 
-def fork_dropout(module: nn.Module, rank: int) -> None:
-    """Have a module draw from generators of this rank's own while it runs in training."""
-    hooks = _OwnGenerators(rank)
-    module.register_forward_pre_hook(hooks.before)
-    module.register_forward_hook(hooks.after, always_call=True)
+def fork_dropout(module: nn.Module, rank: int, parts: Sequence[nn.Module] = (), sums: Sequence[nn.Module] = ()) -> None:
+    """Have a module draw from generators of this rank's own while it runs in training.
+
+    Args:
+        parts: modules inside of it from which on each rank has a part of the activations, as from the first on.
+        sums: modules inside of it from whose output on all ranks have the same.
+    """
+    generators = _OwnGenerators(rank)
+    for each in (module, *parts):
+        each.register_forward_pre_hook(generators.fork)
+    for each in (module, *sums):
+        each.register_forward_hook(generators.join, always_call=True)
 
 
 def _generators() -> list[Any]:

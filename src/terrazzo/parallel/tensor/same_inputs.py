@@ -23,17 +23,18 @@ __all__ = ["SameInputs", "SameRandomStates"]
 
 @dataclass(frozen=True)
 class SameInputs:
-    """Builds a watch of a training forward, which raises `RanksApart` on every rank where inputs differ.
+    """Builds a watch of a forward, which raises `RanksApart` on every rank where inputs differ.
 
     Attributes:
-        compares_states: random states are compared too, if the forward draws numbers.
+        compares_states: random states are compared too, if a training forward draws numbers.
     """
 
     ranks: TensorRanks
     compares_states: bool
 
-    def __call__(self, model: nn.Module) -> ForwardWatch | None:
-        return _Inputs(self.ranks, self.compares_states) if model.training and torch.is_grad_enabled() else None
+    def __call__(self, model: nn.Module) -> ForwardWatch:
+        trains = model.training and torch.is_grad_enabled()
+        return _Inputs(self.ranks, self.compares_states and trains)
 
 
 @dataclass
