@@ -420,7 +420,9 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(saved: str, lo
         plain, its = tz.shard(Even(), adamw, "zero3")  # one that sums gradients takes the first one's states
         tz.checkpoint.load(tmp_path / "a", plain, its)
 
-    on_ranks(4, body)
+    with pytest.warns(UserWarning, match=r"the momentum of the outer step \(DiLoCo\), which nothing keeps") as caught:
+        on_ranks(4, body)
+    assert len(caught) == 1  # of rank 0, where gradients are summed
 
 
 def test_what_had_no_gradients_in_a_replica_has_no_state_there_when_it_goes_on(tmp_path: Path) -> None:

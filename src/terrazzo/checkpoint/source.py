@@ -24,8 +24,8 @@ from terrazzo.errors import BadInput
 
 __all__ = [
     "AVERAGE",
+    "BESIDE_OPTIMIZER",
     "BUFFER",
-    "OF_NO_OPTIMIZER",
     "PIECE_BYTES",
     "WEIGHT",
     "OptimizerInfo",
@@ -39,8 +39,13 @@ __all__ = [
 WEIGHT, BUFFER, AVERAGE = "weight", "buffer", "average"
 """Kinds of state. `weight` is the master weight where there was one, `average` is what `tz.EMA` keeps of it."""
 
-OF_NO_OPTIMIZER = frozenset({WEIGHT, BUFFER, AVERAGE, OUTER_MOMENTUM, RESIDUAL, RESIDUAL_OF_SUMS})
-"""The kinds of state that are not the optimizer's own."""
+BESIDE_OPTIMIZER = {
+    AVERAGE: "the average of the weights (tz.EMA)",
+    OUTER_MOMENTUM: "the momentum of the outer step (DiLoCo)",
+    RESIDUAL: "what codes of gradients have lost (error feedback)",
+    RESIDUAL_OF_SUMS: "what codes of sums of gradients have lost (error feedback)",
+}
+"""The kinds of state, in words, that Terrazzo's own checkpoints alone have, beside an optimizer's own."""
 
 PIECE_BYTES = 32 << 20
 """How much of a tensor is in memory at a time, for what reads whole checkpoints."""
@@ -184,7 +189,7 @@ class Source(ABC):
 
 def is_of_optimizer(kind: str) -> bool:
     """Whether a state is the optimizer's own, of whichever replica."""
-    return first_of(kind) not in OF_NO_OPTIMIZER
+    return first_of(kind) not in {WEIGHT, BUFFER, *BESIDE_OPTIMIZER}
 
 
 def by_runs(read: Callable[[int, int], Tensor], shape: tuple[int, ...], part: Rectangle, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.importers import open_foreign
-from terrazzo.checkpoint.loading.misfits import fitted_groups, misfits, unstepped
+from terrazzo.checkpoint.loading.misfits import fitted_groups, misfits, unkept, unstepped
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
@@ -99,8 +99,9 @@ def load(
 
     World size, plan and format may be any. The random generators are restored when the world size is the one that
     saved. Everything is checked before anything is changed: that it fits, and every byte against its digest.
-    Memory: one range at a time beside the state itself. Of parameters that are frozen here states of an optimizer are
-    left out, with a warning.
+    Memory: one range at a time beside the state itself. Left out, with a warning on rank 0, are an optimizer's states
+    of parameters that are frozen here, and an average (`tz.EMA`), outer momentum or residuals that nothing keeps here.
+    An average that the checkpoint lacks is refused; momentum and residuals that it lacks begin at zero.
 
     Args:
         optimizer: None takes the weights and leaves the rest; a list where the model has several.
@@ -130,7 +131,18 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
     all_or_none = functools.partial(together, failed=Misuse)
     ModelState(model).restore(_SourceReader(source, model), optimizer is not None, all_or_none)
     together(lambda: _restore_rest(source, model, known if optimizer is not None else None), Misuse)
-    if optimizer is not None and dist.get_rank() == 0 and (names := unstepped(source, known)):
+    if optimizer is not None and dist.get_rank() == 0:
+        _warn_of_what_is_left(source, model, known)
+
+
+def _warn_of_what_is_left(source: Source, model: torch.nn.Module, known: Sequence[Listed]) -> None:
+    if left := unkept(source, model):
+        warn(
+            f"The checkpoint '{source.where}' has {' and '.join(left)}, which nothing keeps here: it is not loaded, and"
+            " the next save is without it. To go on with it, build the run as it was saved and then load: with"
+            " tz.EMA(model), tz.shard(..., diloco=...), or a precision with error_feedback=True, on several ranks."
+        )
+    if names := unstepped(source, known):
         warn(
             f"The checkpoint '{source.where}' has an optimizer's states of {printable(listed(names))}, which no"
             " optimizer steps here: they are not loaded, and the next save is without them. Parameters that are to be"

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
-from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo, is_of_optimizer
+from terrazzo.checkpoint.source import AVERAGE, BESIDE_OPTIMIZER, BUFFER, WEIGHT, Source, StateInfo, is_of_optimizer
 from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import first_of, is_numbered, numbered
 
-__all__ = ["fitted_groups", "misfits", "unstepped"]
+__all__ = ["fitted_groups", "misfits", "unkept", "unstepped"]
 
 MOST = 3
 
@@ -67,6 +67,24 @@ def unstepped(source: Source, listed: Sequence[Listed]) -> list[str]:
     return [name for name in resolved if name is not None and any(map(is_of_optimizer, source.tensors[name].states))]
 
 
+def unkept(source: Source, model: torch.nn.Module) -> list[str]:
+    """What `source` has beside an optimizer's states and nothing keeps here, in words."""
+    engine = engine_of(model)
+    kept = {AVERAGE} if engine.average is not None else set()
+    if _has_momentum(model):
+        kept.add(OUTER_MOMENTUM)
+    if any(bucket.gradient.residuals for bucket in engine.trainable()):
+        kept |= {RESIDUAL, RESIDUAL_OF_SUMS}
+    there = {first_of(kind) for info in source.tensors.values() for kind in info.states}
+    return [words for kind, words in BESIDE_OPTIMIZER.items() if kind in there - kept]
+
+
+def _has_momentum(model: torch.nn.Module) -> bool:
+    """Whether outer steps have momentum."""
+    outer = engine_of(model).outer
+    return outer is not None and outer.settings.momentum > 0
+
+
 def fitted_groups(
     source: Source, model: torch.nn.Module, listed: Sequence[Listed]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -112,8 +130,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
     """What is wrong with the states of each parameter, seen from what they are to become."""
     averages = engine_of(model).averages if with_optimizer else ()
     averaged = {slot.name for bucket in averages for slot in bucket.slots}
-    replica, outer = engine_of(model).axes.replica, engine_of(model).outer
-    momentum = outer is not None and outer.settings.momentum
+    replica, momentum = engine_of(model).axes.replica, _has_momentum(model)
     for parameter in ModelState(model).parameters():
         if (name := source.resolve(parameter.names)) is None:
             continue

@@ -7,25 +7,15 @@ from typing import Any
 
 from terrazzo.checkpoint.loading.load import check_foreign, open_source, own_folder
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
-from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, OptimizerInfo, Source, is_of_optimizer
+from terrazzo.checkpoint.source import BESIDE_OPTIMIZER, BUFFER, WEIGHT, OptimizerInfo, Source, is_of_optimizer
 from terrazzo.checkpoint.storage.places import open_store
 from terrazzo.checkpoint.tensors import name_of
-from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
-from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.kinds import first_of, is_numbered
 from terrazzo.errors import BadInput
 
 __all__ = ["describe", "expand", "list_checkpoints", "lost", "tensors", "total_bytes"]
 
 _LARGEST = 5
-
-_NOWHERE_ELSE = {
-    AVERAGE: "the average of the weights (tz.EMA)",
-    OUTER_MOMENTUM: "the momentum of the outer step (DiLoCo)",
-    RESIDUAL: "what codes of gradients have lost (error feedback)",
-    RESIDUAL_OF_SUMS: "what codes of sums of gradients have lost (error feedback)",
-}
-"""The kinds of state that Terrazzo's own checkpoints alone have, in words."""
 
 
 def describe(source: Source) -> dict[str, Any]:
@@ -96,7 +86,7 @@ def lost(source: Source, to: str) -> list[str]:
     if to != "terrazzo":
         kinds = {kind for info in source.tensors.values() for kind in info.states}
         lines += _lost_of_optimizer(source, kinds, to)
-        lines += [words for kind, words in _NOWHERE_ELSE.items() if kind in map(first_of, kinds)]
+        lines += [words for kind, words in BESIDE_OPTIMIZER.items() if kind in map(first_of, kinds)]
         if source.extra:
             lines.append(f"extra: {', '.join(source.extra)}")
     if source.ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ def _optimizer(reader: Reader) -> SettingsByPath:
     for argument in ("lr", "eps", "weight_decay"):
         settings |= only_from_file({f"optimizer.{argument}": reader.take_as(f"{section}.{argument}", number())})
     betas = reader.raw(f"{section}.betas")
-    if isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
+    pair = isinstance(betas, Sequence) and not isinstance(betas, str) and len(betas) == 2
+    if pair and all(isinstance(beta, int | float) for beta in betas):
         reader.mark(f"{section}.betas", "applied")
         settings["optimizer.betas"] = Setting(tuple(betas), "file", f"{section}.betas")
     others = [each for each in reader.unread() if each.startswith(f"{section}.")]
