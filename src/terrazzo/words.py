@@ -9,6 +9,7 @@ import functools
 from typing import Literal, get_args
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.given_numbers import is_count
 
 __all__ = [
     "CHECKPOINT_MODES",
@@ -153,7 +154,7 @@ def check_schedule(schedule: str, chunks: int) -> None:
             f"The pipeline schedule {schedule!r} does not exist.{did_you_mean(str(schedule), SCHEDULES)} Give one of "
             f"{known}; 1f1b with chunks=2 or more is the interleaved one."
         )
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+    if not is_count(chunks):
         raise BadInput(f"The pipeline has chunks {chunks!r}; it counts the stages of a rank: give an int, 1 or more.")
     if schedule != "1f1b" and chunks > 1:
         raise BadInput(

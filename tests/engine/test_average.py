@@ -173,6 +173,8 @@ def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
             AveragedModel(model)
         with pytest.raises(tz.BadInput, match=r"decay 1\.5"):
             tz.EMA(model, 1.5)
+        with pytest.raises(tz.BadInput, match="decay True"):
+            tz.EMA(model, True)
         with pytest.raises(tz.Misuse, match="not sharded"):
             tz.EMA(Net())
         ema = tz.EMA(model)

@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     ),
     "offload mode": (lambda m: tz.Offload(step="overlaped"), ["'overlaped'", "overlapped"]),  # type: ignore[arg-type]
     "offload block": (lambda m: tz.Offload(block_mib=0.001), ["block_mib", "4 KiB"]),
+    "offload block as a switch": (lambda m: tz.Offload(block_mib=True), ["block_mib is True", "such as 4"]),
     "offload block of nothing": (lambda m: tz.Offload(block_mib=1e-9), ["block_mib", "4 KiB"]),
     "offload folder": (lambda m: tz.Offload(path=5), ["path is 5", "a folder"]),  # type: ignore[arg-type]
     "no offload folder": (lambda m: tz.Offload(path=[]), ["path is empty"]),
@@ -100,6 +101,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     ),
     "prefetch as text": (lambda m: tz.shard(m, None, prefetch="2"), ["'2'", "an int"]),  # type: ignore[arg-type]
     "negative prefetch": (lambda m: tz.shard(m, None, prefetch=-1), ["-1", "0 or more"]),
+    "prefetch as a switch": (lambda m: tz.shard(m, None, prefetch=True), ["True", "an int"]),
     "unit that is none": (lambda m: tz.shard(m, None, units=[m.blocks]), ["ModuleList", "module classes"]),
     "place that is none": (lambda m: tz.Plan("D", "D", None, "D"), ["grad is None", "tz.Place"]),  # type: ignore[arg-type]
     "unit not in the model": (lambda m: tz.shard(m, None, units=["Blick"]), ["'Blick'", "Did you mean 'Block'"]),
@@ -491,7 +493,7 @@ def test_a_changed_requires_grad_is_named_on_the_next_forward() -> None:
             model(batch())
 
 
-@pytest.mark.parametrize("value", [0, -3.0, float("inf"), float("nan"), "3", torch.ones(2)])
+@pytest.mark.parametrize("value", [0, -3.0, float("inf"), float("nan"), "3", True, torch.ones(2)])
 def test_a_denominator_that_is_not_a_positive_number(value: Any) -> None:
     with fake_group(2):
         model, _ = tz.shard(Net(), adamw)
@@ -509,7 +511,8 @@ def test_a_denominator_in_a_tensor_is_read_when_it_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0), (float("nan"), 2.0), ("1", 2.0), (1.0, "inf")]
+    ("max_norm", "norm_type"),
+    [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0), (float("nan"), 2.0), ("1", 2.0), (True, 2.0), (1.0, "inf")],
 )
 def test_clipping_by_what_cannot_be_a_norm(max_norm: Any, norm_type: Any) -> None:
     with fake_group(2):

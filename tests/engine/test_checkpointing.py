@@ -171,6 +171,7 @@ def test_attention_is_kept_whichever_fused_kernel_torch_takes() -> None:
         ({"mode": "ful"}, "Did you mean 'full'"),
         ({"mode": "full", "every": 0}, "1 or more"),
         ({"mode": "full", "every": 1.5}, "an integer"),
+        ({"mode": "full", "every": True}, "every True"),
         ({"mode": "selective", "ops": ["mmm"]}, "mmm"),
         ({"mode": "selective", "ops": ["name"]}, "no operator 'name'"),
         ({"mode": "full", "ops": ["mm"]}, r"'mm'.*'selective'.*'full'"),

@@ -38,23 +38,43 @@ def test_float64_parameters_are_refused_where_they_would_be_rounded(precision: A
             assert type(model) is Net and model.embed.weight.dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtypes", [["fp64"] * 2 + ["fp32"] + ["fp64"] * 3, ["fp64"] * 5 + ["fp32"]])
+def test_float64_parameters_are_refused_where_their_gradients_or_moments_would_be_rounded(dtypes: list[Any]) -> None:
+    named = dict(zip(("weight", "compute", "reduce", "accumulate", "master", "moments"), dtypes, strict=True))
+    (narrower,) = (name for name, dtype in named.items() if dtype == "fp32")
+    with fake_group(2), pytest.raises(tz.BadInput, match=rf"without a word: its {narrower} is fp32\. Call model"):
+        tz.shard(Net().double(), adamw, "zero3", precision=tz.Precision(*dtypes))
+
+
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_float64_is_kept_by_a_precision_of_float64(plan: str) -> None:
-    base = Net().double()
+    base, limit = Net().double(), 0.01
     alone = copy.deepcopy(base)
-    optimizer = adamw(alone.parameters())
+    optimizer, wanted = adamw(alone.parameters()), list[Tensor]()
     for number in range(3):
         logits = alone(torch.cat([batch(number, 0), batch(number, 1)])[:, :-1])
-        step(alone, optimizer, logits.square().mean())
+        logits.square().mean().backward()
+        wanted.append(nn.utils.clip_grad_norm_(alone.parameters(), limit))
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def body(rank: int) -> dict[str, Tensor]:
+    def body(rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         model, optimizer = tz.shard(copy.deepcopy(base), adamw, plan, precision=tz.Precision(*["fp64"] * 6))  # type: ignore[arg-type]
+        norms = []
         for number in range(3):
-            step(model, optimizer, model(batch(number, rank)[:, :-1]).square().mean())
-        return full_parameters(model)
+            model(batch(number, rank)[:, :-1]).square().mean().backward()
+            own = number % 2 == 0
+            norms.append(
+                tz.clip_grad_norm_(model, limit) if own else nn.utils.clip_grad_norm_(model.parameters(), limit)
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model), norms
 
-    for found in on_ranks(2, body):
-        assert_close(found, dict(alone.named_parameters()), 1e-12)
+    assert min(wanted) > limit
+    for weights, norms in on_ranks(2, body):
+        assert_close(weights, dict(alone.named_parameters()), 1e-12)
+        torch.testing.assert_close(torch.stack(norms), torch.stack(wanted), rtol=1e-12, atol=0.0)
 
 
 def test_trainable_parameters_in_several_dtypes_are_said() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -376,17 +377,20 @@ def test_what_is_written_into_packed_weights_is_refused() -> None:
             if how is True or rank == 0:
                 parameters["blocks.0.up.weight"].zero_()
 
+    def write_over_a_zero(model: Any, number: int) -> None:
+        with tz.gathered(model, write=True) as parameters:
+            bits = parameters["blocks.1.down.weight"].detach().view(torch.int16).numpy()  # leaves no trace
+            bits[tuple(numpy.argwhere(bits == 0)[-1])] = number
+
     def body(rank: int) -> None:
         for plan in ("zero3", "zero1"):
             model, _ = shard_frozen(base, plan)
             for how in (True, "first rank"):
                 with pytest.raises((Misuse, BadInput), match=r"'blocks\.0\.up\.weight' written to|Rank 0 cannot"):
                     write(model, rank, how)
-            with (
-                pytest.raises((Misuse, BadInput), match=r"'blocks\.1\.down\.weight' written to|Rank . cannot"),
-                tz.gathered(model, write=True) as parameters,
-            ):
-                parameters["blocks.1.down.weight"].detach().view(torch.int16).numpy()[-1, -1] += 1  # without a trace
+            for number in (1, 0x7FC0):  # the second is NaN
+                with pytest.raises((Misuse, BadInput), match=r"'blocks\.1\.down\.weight' written to|Rank . cannot"):
+                    write_over_a_zero(model, number)
             with torch.no_grad(), tz.gathered(model, write=True) as parameters:
                 parameters["blocks.0.up.bias"].fill_(2.0)
             found = toys.full_parameters(model)

@@ -121,7 +121,18 @@ def test_loss_scaling_factors_are_powers_of_two(factor: dict[str, float]) -> Non
 
 
 @pytest.mark.parametrize(
-    "setting", [{"growth": 0.5}, {"backoff": 2.0}, {"interval": 0}, {"hysteresis": 0}, {"minimum": 0.0}]
+    "setting",
+    [
+        {"growth": 0.5},
+        {"growth": True},
+        {"growth": "2"},
+        {"backoff": 2.0},
+        {"interval": 0},
+        {"interval": True},
+        {"interval": 2.0},
+        {"hysteresis": 0},
+        {"minimum": 0.0},
+    ],
 )
 def test_loss_scaling_settings_that_cannot_work(setting: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="cannot work"):

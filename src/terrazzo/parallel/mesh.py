@@ -14,6 +14,7 @@ from terrazzo.engine import named_mesh
 from terrazzo.engine.mesh.family import STAGES
 from terrazzo.engine.runtime.device import kind_of_group
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.given_numbers import is_count
 
 __all__ = ["mesh", "mesh_sizes", "once_for"]
 
@@ -71,7 +72,7 @@ def mesh_sizes(wanted: dict[str, int | None], world_size: int) -> dict[str, int]
     """
     sizes = {axis: size for axis in (*AXES, "ep") if (size := wanted.get(axis)) is not None}
     for axis, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_count(size):
             raise BadInput(f"The mesh axis {axis} is {size!r}; it counts ranks: give an int, 1 or more.")
     experts = sizes.pop("ep", 1)
     others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES, is_crowded
 from terrazzo.errors import BadInput, RanksApart, listed
 from terrazzo.exchange import gather_json
+from terrazzo.given_numbers import is_count
 
 __all__ = ["check_extra", "require_alike", "text_problem"]
 
@@ -42,7 +43,7 @@ def check_extra(extra: object) -> None:
             " name in extra."
         )
     step = extra.get("step", 0)
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not is_count(step, least=0):
         raise BadInput(f"extra['step'] is {step!r}: give a whole number of finished steps.")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from terrazzo.engine.states.buffers_and_extra_state import (
 from terrazzo.engine.states.model_state import ModelState
 from terrazzo.engine.states.state_dict import shows_all, whole_state_dict
 from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.given_numbers import is_number
 
 __all__ = ["ShardedModule", "make_sharded_module"]
 
@@ -247,5 +247,5 @@ def make_sharded_module(model: nn.Module, engine: Engine) -> None:
 
 def _is_positive(number: Any) -> bool:
     """Whether it is one number, or a tensor of one element, above zero and finite."""
-    single = number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, Real)
+    single = number.numel() == 1 if isinstance(number, Tensor) else is_number(number)
     return single and 0 < float(number) < math.inf

@@ -272,7 +272,7 @@ class Bucket:
         for part in self.weight.cuts(slot.range.intersect(self.weight.range)):
             with self.weight.opened(part) as weight, self.full.buffer.opened(part) as seen:
                 value = weight.to(device=seen.device, dtype=seen.dtype)
-                if not torch.equal(value.nan_to_num(), seen.nan_to_num()):
+                if not torch.allclose(value, seen, rtol=0, atol=0, equal_nan=True):
                     return True
         return False
 

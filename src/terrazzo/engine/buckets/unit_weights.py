@@ -78,10 +78,10 @@ class UnitWeights:
             self._gathering = [Transfer(chain, label, self._streams) for chain in _gathers(self._buckets, from_rest)]
 
     def advance(self) -> None:
-        self._advance_from_drives()
+        self._advance_from_files()
         self._start_publishing_updated()
 
-    def _advance_from_drives(self) -> None:
+    def _advance_from_files(self) -> None:
         """Move a gather that begins with reading files one step on."""
         if any(bucket.spec.tiers.weight == "nvme" for bucket in self._buckets):
             for transfer in self._gathering:
@@ -95,7 +95,7 @@ class UnitWeights:
 
     def wait(self) -> None:
         self.finish_publishing()
-        self._advance_from_drives()
+        self._advance_from_files()
         self._start_publishing_updated()
         for transfer in self._gathering:
             transfer.finish()

@@ -22,9 +22,10 @@ from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.consensus.digest import digest
+from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.diloco import OUTER_BLOCKS, DiLoCo
-from terrazzo.engine.plan.layout import Range, tiles
+from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import Misuse, RanksApart
 
@@ -167,7 +168,7 @@ def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucke
     """The elements of `parts` a little at a time, as states on `nvme` are read, and where each is in the message."""
     for bucket, elements, in_message in parts:
         for cut in bucket.master.cuts(elements):
-            for tile in tiles(cut, device.type):
+            for tile in cut.pieces(tile_numel(device.type)):
                 start = in_message.start + tile.start - elements.start
                 yield bucket, tile, slice(start, start + tile.numel)
 

@@ -13,6 +13,7 @@ from terrazzo.engine.buckets.resting.buffer import Access, Buffer
 from terrazzo.engine.consensus.joint_checks import check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_number
 
 __all__ = ["Average"]
 
@@ -91,7 +92,7 @@ class Average:
 
 
 def _check_decay(decay: float) -> None:
-    if not 0 <= decay <= 1:
+    if not (is_number(decay) and 0 <= decay <= 1):
         raise BadInput(f"tz.EMA with decay {decay!r}: give a number from 0 to 1, such as 0.999.")
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from terrazzo.engine.plan.layout import PAGE_BYTES, round_up
 from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.given_numbers import is_count, is_number
 
 __all__ = ["Offload", "StepMode"]
 
@@ -74,7 +75,7 @@ class Offload:
         for name in ("pin", "direct", "digest"):
             if not isinstance(getattr(self, name), bool):
                 raise BadInput(f"offload: {name} is {getattr(self, name)!r}; give True or False.")
-        sized = isinstance(self.block_mib, int | float) and 0 < self.block_mib <= 64
+        sized = is_number(self.block_mib) and 0 < self.block_mib <= 64
         if not sized or not self.block_bytes or self.block_bytes % PAGE_BYTES:
             raise BadInput(
                 f"offload: block_mib is {self.block_mib!r}; give a multiple of 4 KiB up to 64 MiB, such as 4 or 0.25."
@@ -136,5 +137,5 @@ def _check_path(path: object) -> None:
 
 
 def _check_number(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if not is_count(value, low) or value > high:
         raise BadInput(f"offload: {name} is {value!r}; give a whole number from {low} to {high}.")

@@ -132,9 +132,9 @@ class Store:
         if tier == "nvme":
             assert self.nvme is not None, "nothing was to be on nvme"
             offset = self.nvme.swap.reserve(padded_bytes(numel * dtype.itemsize))
-            cell, blocks = self.nvme.cell_numel, space.layout.blocks
-            numel = cell if blocks is None else blocks.size_bytes(cell)
-            return NvmeBuffer(space, axes, dtype, self.nvme, offset, numel)
+            cell_numel, blocks = self.nvme.cell_numel, space.layout.blocks
+            cell_numel = cell_numel if blocks is None else blocks.size_bytes(cell_numel)  # whose elements are bytes
+            return NvmeBuffer(space, axes, dtype, self.nvme, offset, cell_numel)
         return Buffer(space, axes, self.host(numel * dtype.itemsize).view(dtype))
 
     def staging(self) -> Sequence[Tensor]:

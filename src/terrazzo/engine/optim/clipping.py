@@ -14,7 +14,7 @@ from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
 
-__all__ = ["clip_grad_norm", "norms", "overflowed"]
+__all__ = ["clip_grad_norm", "norm_dtype", "norms", "overflowed"]
 
 
 def clip_grad_norm(
@@ -26,14 +26,16 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
+    Returns:
+        The norm before that, 0-d on the mesh's device, equal on all ranks: as of `norm_dtype`.
+
     Raises:
         Diverged: with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
     finished = [bucket for bucket in buckets if bucket.gradient.finished.exists]
     gradients = [bucket.gradient.finished for bucket in finished]
     contributions = [(bucket.gradient.finished.contribution() for bucket in finished if bucket.is_primary)]
-    wide = torch.promote_types(sharding.precision.accumulate, torch.float32)  # than which torch's factor is no wider
-    total = norms(contributions, sharding, norm_type, also_over=sharding.axes.stages)[0].to(wide)
+    total = norms(contributions, sharding, norm_type, also_over=sharding.axes.stages)[0].to(norm_dtype(sharding))
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
@@ -43,7 +45,12 @@ def clip_grad_norm(
         coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.scale(coefficient)
-    return total.float()
+    return total
+
+
+def norm_dtype(sharding: ShardingSpec) -> torch.dtype:
+    """The dtype of a norm of gradients, and of the factor made of it: fp32, or fp64 where gradients are kept so."""
+    return torch.promote_types(sharding.precision.accumulate, torch.float32)
 
 
 def norms(

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from terrazzo.engine.formats.format_names import WireFormat
 from terrazzo.engine.plan.layout import ALIGN, round_up
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.given_numbers import is_count, is_number
 
 __all__ = [
     "OUTER_BLOCKS",
@@ -54,12 +55,13 @@ class DiLoCo:
     traffic: OuterTraffic = "fp32"
 
     def __post_init__(self) -> None:
-        every = self.sync_every
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise BadInput(f"diloco: sync_every is {every!r}; it counts optimizer steps: give an int, 1 or more.")
-        if not _is_number(self.lr) or not 0 < self.lr < math.inf:
+        if not is_count(self.sync_every):
+            raise BadInput(
+                f"diloco: sync_every is {self.sync_every!r}; it counts optimizer steps: give an int, 1 or more."
+            )
+        if not is_number(self.lr) or not 0 < self.lr < math.inf:
             raise BadInput(f"diloco: lr is {self.lr!r}; give a positive number, such as 0.7.")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise BadInput(f"diloco: momentum is {self.momentum!r}; give a number from 0 to below 1, such as 0.9.")
         if self.traffic not in _OUTER_TRAFFIC:
             raise BadInput(
@@ -99,7 +101,3 @@ class DiLoCo:
         if self.traffic == "int8":
             return OUTER_BLOCKS.size_bytes(numel) * (replicas - 1)
         return 2 * (self.message_numel(numel, replicas) * 4 // replicas) * (replicas - 1)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

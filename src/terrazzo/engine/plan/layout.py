@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from terrazzo.engine.formats.block_format import BlockFormat, tile_numel
+from terrazzo.engine.formats.block_format import BlockFormat
 
 __all__ = [
     "ALIGN",
@@ -25,7 +25,6 @@ __all__ = [
     "padded_bytes",
     "round_up",
     "share",
-    "tiles",
     "travels_in_blocks",
 ]
 
@@ -62,6 +61,11 @@ class Range:
     def within(self, outer: Range) -> slice:
         """This range as a slice of a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.stop - outer.start)
+
+    def pieces(self, numel: int) -> Iterator[Range]:
+        """Yield it in parts of `numel` elements, the last one shorter."""
+        for start in range(self.start, self.stop, numel):
+            yield Range(start, min(start + numel, self.stop))
 
     def around(self, blocks: BlockFormat) -> Range:
         """The whole blocks that these elements touch."""
@@ -162,13 +166,6 @@ def share(whole: Range, cuts: Sequence[tuple[int, int]]) -> Range:
         numel //= parts
         start += index * numel
     return Range(start, start + numel)
-
-
-def tiles(elements: Range, device: str) -> Iterator[Range]:
-    """Yield parts of `elements`, which begin with a block, that a kind of device encodes or decodes at once."""
-    size = tile_numel(device)
-    for start in range(elements.start, elements.stop, size):
-        yield Range(start, min(start + size, elements.stop))
 
 
 def travels_in_blocks(shape: Sequence[int]) -> bool:

@@ -238,7 +238,7 @@ class Plan:
 
     @property
     def on_disk(self) -> bool:
-        """Whether any state, of any unit, is on a drive."""
+        """Whether any state, of any unit, is on `nvme`."""
         return any("nvme" in place.shares for place in self.places().values())
 
     def over(self, axes: Container[str]) -> Plan:

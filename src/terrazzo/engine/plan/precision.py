@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, Wire
 from terrazzo.engine.plan.layout import ALIGN
 from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.given_numbers import is_count, is_number
 from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
 
 __all__ = [
@@ -60,11 +61,11 @@ class LossScaling:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.interval, int) and isinstance(self.hysteresis, int)):
-            raise BadInput(f"{self} cannot work: interval and hysteresis count steps: give whole numbers.")
-        if self.growth < 1 or self.backoff >= 1 or self.interval < 1 or self.hysteresis < 1 or self.minimum <= 0:
-            raise BadInput(f"{self} cannot work: give growth, interval, hysteresis >= 1, backoff < 1 and minimum > 0.")
+        if not (is_count(self.interval) and is_count(self.hysteresis)):
+            raise BadInput(f"{self} cannot work: interval and hysteresis count steps: give whole numbers, 1 or more.")
         factors = (self.init, self.growth, self.backoff, self.minimum)
+        if not all(map(is_number, factors)) or self.growth < 1 or self.backoff >= 1 or self.minimum <= 0:
+            raise BadInput(f"{self} cannot work: give init > 0, growth >= 1, backoff < 1 and minimum > 0, all numbers.")
         if not all(value > 0 and math.frexp(value)[0] == 0.5 for value in factors):
             raise BadInput(
                 f"Loss scaling with init {self.init}, growth {self.growth}, backoff {self.backoff} and minimum "
@@ -114,17 +115,18 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
-            value = getattr(self, name)
-            formats = _FORMATS if name == "moments" else {}
-            if isinstance(value, str):
-                value = DTYPES.get(dtype_named(value)) or formats.get(value.strip().lower(), value)
-            if value not in (*DTYPE_NAMES, *formats.values()):
-                raise BadInput(
-                    f"precision: {name} is {value!r}; it must be one of {', '.join((*DTYPES, *formats))}."
-                    f"{did_you_mean(str(value), (*_SPELLINGS, *formats))}"
-                )
-            object.__setattr__(self, name, value)
+            self._read_dtype(name, _FORMATS if name == "moments" else {})
         self._read_format("frozen", tuple(FrozenFormat), "; it must be one of {known}, or None.{hint}")
+        self._check_steps()
+        self._read_messages()
+        if not isinstance(self.loss_scaling, LossScaling | None):
+            raise BadInput(
+                f"precision: loss_scaling is {self.loss_scaling!r}; it must be a tz.LossScaling, such as "
+                "tz.LossScaling() with the usual numbers, or None."
+            )
+
+    def _check_steps(self) -> None:
+        """Refuse moments and a rounding that no step of the master weights takes."""
         if isinstance(self.moments, StateFormat) and self.master == torch.float64:
             raise BadInput(
                 f"precision: moments in {self.moments} under a master in fp64, which steps in fp64 alone. Use master "
@@ -141,6 +143,9 @@ class Precision:
                 f"master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use 'bf16-pure' "
                 "with moments 'int8', or leave rounding out."
             )
+
+    def _read_messages(self) -> None:
+        """Read the formats of what is sent, and refuse those that would lose what was asked for."""
         unless = ".{hint} Use one of {known}, or leave it out: "
         of_weights = [form for form in WireFormat if form.of_weights]
         self._read_format("gather", of_weights, unless + "weights are gathered in the dtype that is computed in.")
@@ -163,11 +168,18 @@ class Precision:
                 "precision: error_feedback of gradients that are sent in the dtype of reduce: it keeps what codes "
                 "lose. Add quantized_reduce 'int8' or 'int4', or leave error_feedback out."
             )
-        if not isinstance(self.loss_scaling, LossScaling | None):
+
+    def _read_dtype(self, name: str, formats: Mapping[str, StateFormat]) -> None:
+        """Replace the name of a dtype, or of one of these formats, in the field `name` by what it names."""
+        value = getattr(self, name)
+        if isinstance(value, str):
+            value = DTYPES.get(dtype_named(value)) or formats.get(value.strip().lower(), value)
+        if value not in (*DTYPE_NAMES, *formats.values()):
             raise BadInput(
-                f"precision: loss_scaling is {self.loss_scaling!r}; it must be a tz.LossScaling, such as "
-                "tz.LossScaling() with the usual numbers, or None."
+                f"precision: {name} is {value!r}; it must be one of {', '.join((*DTYPES, *formats))}."
+                f"{did_you_mean(str(value), (*_SPELLINGS, *formats))}"
             )
+        object.__setattr__(self, name, value)
 
     def _read_format(self, name: str, formats: Sequence[enum.StrEnum], refusal: str) -> None:
         """Replace the name of a format in the field `name` by the format.

@@ -39,7 +39,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
 
     Raises:
         BadInput: as from `tz.shard`, or the parameters have an optimizer; on every rank where ranks give others.
-        Misuse: a model with states on drives.
+        Misuse: a model whose plan places states of optimizers on `nvme`.
     """
     engine = engine_of(model)
     engine.drivers.drop_gone()
@@ -48,7 +48,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
 
     def check() -> Templates:
         if any(bucket.spec.tiers.optim == "nvme" for bucket in engine.trainable()):
-            raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
+            raise Misuse("tz.attach cannot place optimizer state on nvme: give the optimizer to tz.shard.")
         check_optimizer(optimizer, axes.device)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision, engine.sharding.diloco)
         check_narrow([type(optimizer)], engine.precision)

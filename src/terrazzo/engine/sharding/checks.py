@@ -25,11 +25,12 @@ from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.engine.plan.place import Plan
-from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.states.model_state import is_dtensor
 from terrazzo.errors import BadInput, Misuse, listed, warn
+from terrazzo.words import DTYPE_FIELDS
 
 __all__ = [
     "check_device",
@@ -181,11 +182,13 @@ def check_dtypes(model: nn.Module, precision: Precision) -> None:
     """
     floating = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
     doubles = [name for name, each in floating if each.dtype == torch.float64]
-    if doubles and {precision.weight, precision.compute, precision.master} != {torch.float64}:
+    dtypes = {name: getattr(precision, name) for name in DTYPE_FIELDS}
+    if doubles and (narrower := [name for name, dtype in dtypes.items() if dtype != torch.float64]):
+        fails = ", and float64 inputs would fail in the first product of matrices" if "compute" in narrower else ""
         raise BadInput(
-            f"{listed(doubles)}: float64, which the precision would round to {_short(precision.compute)} without a "
-            "word, and float64 inputs would then fail in the first product of matrices. Call model.float() first, or "
-            'keep it with precision=tz.Precision(*["fp64"] * 6).'
+            f"{listed(doubles)}: float64, which the precision would round without a word: its "
+            f"{', '.join(f'{name} is {MOMENTS_NAMES[dtypes[name]]}' for name in narrower)}{fails}. Call model.float() "
+            'first, or keep it with precision=tz.Precision(*["fp64"] * 6).'
         )
     trained: dict[torch.dtype, list[str]] = {}
     for name, each in floating:

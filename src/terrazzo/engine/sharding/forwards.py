@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from terrazzo.engine.offload.activations import OffloadedActivations
 from terrazzo.engine.plan.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.given_numbers import is_count
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["checkpoint_activations", "compile_units"]
@@ -70,7 +71,7 @@ def checkpoint_activations(
             f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, CHECKPOINT_MODES)} Modes:"
             f" {', '.join(CHECKPOINT_MODES)}."
         )
-    if not isinstance(every, int) or every < 1:
+    if not is_count(every):
         raise BadInput(f"activation checkpointing on every {every!r}th unit: the count must be an integer, 1 or more.")
     if ops is not None and mode != "selective":
         raise BadInput(

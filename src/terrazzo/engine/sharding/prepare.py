@@ -57,6 +57,7 @@ from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_par
 from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_count
 
 __all__ = ["OptimizerLike", "Options", "Prepared", "prepare"]
 
@@ -148,7 +149,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
 def _read_arguments(
     model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes
 ) -> _ShardArguments:
-    if not isinstance(options.prefetch, int) or options.prefetch < 0:
+    if not is_count(options.prefetch, least=0):
         raise BadInput(f"prefetch is {options.prefetch!r}; it counts units gathered ahead: give an int, 0 or more.")
     if not isinstance(options.offload, Offload):
         raise BadInput(

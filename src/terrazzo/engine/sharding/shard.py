@@ -6,7 +6,6 @@ import contextlib
 import socket
 import zlib
 from collections.abc import Iterator, Sequence
-from numbers import Real
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -47,6 +46,7 @@ from terrazzo.engine.sharding.initial_values import InitialValues
 from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.errors import BadInput, listed, warn
+from terrazzo.given_numbers import is_number
 
 __all__ = ["clip_grad_norm_", "estimate", "gathered", "shard"]
 
@@ -146,11 +146,11 @@ def clip_grad_norm_(
         error_if_nonfinite: raise `Diverged`, and scale nothing, where the norm is infinite or not a number.
 
     Returns:
-        The norm before clipping, a 0-d fp32 tensor equal on all ranks.
+        The norm before clipping, 0-d and equal on all ranks: in fp32, or in fp64 where gradients are kept in that.
     """
     engine = engine_of(model)
     numbers: list[Any] = [max_norm, norm_type]
-    if not all(isinstance(each, Real | Tensor) and float(each) > 0 for each in numbers):
+    if not all((isinstance(each, Tensor) or is_number(each)) and float(each) > 0 for each in numbers):
         raise BadInput(
             f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
             "float('inf') as norm_type takes the maximum."
@@ -183,7 +183,7 @@ def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -
             for a forward inside.
         RanksApart: at the end, on every rank, where ranks have written other values; nothing is taken over then.
     """
-    if write not in (True, False, "first rank"):
+    if not (isinstance(write, bool) or write == "first rank"):
         raise BadInput(f"tz.gathered(write={write!r}): give True, False, or 'first rank' to take what that one writes.")
     with engine_of(model).gathered(write) as parameters:
         yield parameters

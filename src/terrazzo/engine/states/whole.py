@@ -143,10 +143,10 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
         yield name, _everywhere(engine.axes, each, own)
 
 
-def _everywhere(axes: Axes, listed: Listed, own: Tensor | None) -> Tensor:
+def _everywhere(axes: Axes, parameter: Listed, own: Tensor | None) -> Tensor:
     """Bring a parameter that one stage has to the ranks of all; `own` is None on those of the others."""
-    values = torch.empty(listed.shape, dtype=listed.dtype, device=axes.device) if own is None else own
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=axes.device) if own is None else own
     if values.numel():
         for axis in axes.live(axes.stages):
-            axes.along(axis).broadcast(values.view(-1), listed.stage)
+            axes.along(axis).broadcast(values.view(-1), parameter.stage)
     return values

@@ -16,7 +16,7 @@ from terrazzo.engine.border.measuring.measures import Spread
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.noted_numbers import NotedNumbers
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.optim.clipping import norms
+from terrazzo.engine.optim.clipping import norm_dtype, norms
 from terrazzo.errors import Misuse
 
 __all__ = ["GradientAnswers", "GradientKey"]
@@ -47,7 +47,7 @@ class GradientAnswers:
         return engine
 
     def norm(self, key: GradientKey, kind: float) -> Tensor:
-        """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
+        """The norm of one parameter's gradient over all ranks, 0-d, as of `norm_dtype`. Collective."""
         if self._engine.axes.stages:  # torch's own clipping would scale each stage by the norm of that stage
             raise Misuse(
                 f"The norm of {_name(key)!r} was asked for, of a model in stages (pp): a norm over the gradients that "
@@ -79,7 +79,7 @@ class GradientAnswers:
         total = norms(
             ([bucket.gradient.finished.contribution(index)] for bucket, index in self.keys), engine.sharding, kind
         )
-        return dict(zip(self.keys, total.float().unbind(), strict=True))
+        return dict(zip(self.keys, total.to(norm_dtype(engine.sharding)).unbind(), strict=True))
 
     def change(
         self, key: GradientKey, what: str, change: Callable[[Tensor], Any], numbers: Sequence[Tensor] = ()

@@ -90,7 +90,8 @@ def _norm(grad: GradientStandIn, kind: Any = "fro", dim: Any = None, keepdim: bo
     rare = {name: each for name, each in options.items() if each is not None and each is not False}
     if rare or isinstance(kind, str) or not kind > 0 or dtype == torch.float64:  # norms for clipping sum rows in fp32
         return cast(Tensor, answers.measured(key, torch.linalg.vector_norm, kind, dtype=dtype, **rare))
-    return answers.norm(key, float(kind)).to(dtype or torch.float32)
+    norm = answers.norm(key, float(kind))
+    return norm if dtype is None else norm.to(dtype)
 
 
 def _changed(

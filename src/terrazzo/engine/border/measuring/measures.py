@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,24 +127,24 @@ def _mean(
 
 
 def _var(values: SplitValues, *rest: Any, **named: Any) -> Tensor:
-    return _squared_deviation("var", values, *rest, **named)
+    return values.as_dtype(_squared_deviation("var", values, *rest, **named))
 
 
 def _std(values: SplitValues, *rest: Any, **named: Any) -> Tensor:
-    wide = replace(values, part=values.part.double())
-    return _squared_deviation("std", wide, *rest, **named).sqrt().to(values.as_dtype(torch.empty(0)).dtype)
+    return values.as_dtype(_squared_deviation("std", values, *rest, **named).sqrt())
 
 
 def _squared_deviation(
     name: str, values: SplitValues, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **others: Any
 ) -> Tensor:
+    """The variance, in fp64, under the `name` that errors have for what was asked."""
     unbiased = dim if isinstance(dim, bool) else unbiased  # torch has two orders
     correction = others.pop("correction", None)
     correction = float(unbiased) if correction is None else correction
     _refuse(name, values, dim=None if isinstance(dim, bool) else dim, keepdim=keepdim, **others)
     part, numel = values.part.double(), values.spread.numel
     mean = values.total(part.sum()) / numel
-    return values.as_dtype(values.total((part - mean).square().sum()) / max(numel - correction, 0))
+    return values.total((part - mean).square().sum()) / max(numel - correction, 0)
 
 
 def _norm(

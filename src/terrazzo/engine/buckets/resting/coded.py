@@ -15,8 +15,8 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Access, Buffer, Resting, Space
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.formats.block_format import BlockCodes
-from terrazzo.engine.plan.layout import Range, tiles
+from terrazzo.engine.formats.block_format import BlockCodes, tile_numel
+from terrazzo.engine.plan.layout import Range
 
 __all__ = ["CodedState"]
 
@@ -50,8 +50,8 @@ class CodedState(Resting):
         own = self.range.intersect(wanted)
         for part in self.codes.cuts(own.around(self.blocks).as_bytes(self.blocks)):
             elements = part.as_elements(self.blocks)
-            each = tiles(elements, self.codes.data.device.type) if isinstance(self.codes, Buffer) else [elements]
-            yield from (cut for tile in each if (cut := tile.intersect(own)).numel)
+            step = tile_numel(self.codes.data.device.type) if isinstance(self.codes, Buffer) else elements.numel
+            yield from (cut for tile in elements.pieces(step) if (cut := tile.intersect(own)).numel)
 
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:

@@ -17,13 +17,7 @@ from terrazzo.engine.plan.layout import Range, padded_bytes, round_up
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.runtime.worker import Worker
 
-__all__ = ["NvmeBuffer", "NvmeTier", "cells"]
-
-
-def cells(elements: Range, size: int) -> Iterator[Range]:
-    """A rank's range cut into cells of `size` elements, the last one shorter."""
-    for start in range(elements.start, elements.stop, size):
-        yield Range(start, min(start + size, elements.stop))
+__all__ = ["NvmeBuffer", "NvmeTier"]
 
 
 class NvmeTier:
@@ -60,7 +54,7 @@ class NvmeBuffer(Resting):
         return self.stored
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        for cell in cells(self.range, self.cell_numel):
+        for cell in self.range.pieces(self.cell_numel):
             if (part := cell.intersect(wanted)).numel:
                 yield part
 
@@ -104,7 +98,7 @@ class NvmeBuffer(Resting):
     def _each(self, spanned: Range, raw: Tensor, write: bool) -> None:
         """Read or write whole cells, and wait for them."""
         under_way = []
-        for cell in cells(spanned, self.cell_numel):
+        for cell in spanned.pieces(self.cell_numel):
             start = (cell.start - spanned.start) * self.dtype.itemsize
             block = raw[start : start + padded_bytes(cell.numel * self.dtype.itemsize)]
             under_way.append(self.write(cell, block) if write else self.read(cell, block))
@@ -117,7 +111,7 @@ class NvmeBuffer(Resting):
         cell_bytes = padded_bytes(min(self.cell_numel, self.range.numel) * self.dtype.itemsize)
         free = [block for block in self.nvme.buffers if block.numel() >= cell_bytes] or [page_aligned(cell_bytes)]
         with self.nvme.copies.completing(mark):
-            for cell in cells(self.range, self.cell_numel):
+            for cell in self.range.pieces(self.cell_numel):
                 if not free:
                     free.append(self._take(under_way, into))
                 block = free.pop()

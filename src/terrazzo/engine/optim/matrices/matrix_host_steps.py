@@ -6,7 +6,7 @@ and from it comes back what they have made of it, both in the dtype that matrice
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,18 +20,12 @@ from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.optim.segments.segment_step import SegmentStates
 from terrazzo.engine.optim.segments.state_memory import StateMemory
 from terrazzo.engine.optim.stock.settings import frozen
-from terrazzo.engine.plan.layout import Range
 from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["ApplyOffDevice", "PrepareOffDevice"]
 
 _HOST_NUMEL = 1 << 20
 """Elements that are prepared or changed at once in host memory, which then need little beside their states."""
-
-
-def _host_tiles(held: Range) -> Iterator[Range]:
-    for start in range(held.start, held.stop, _HOST_NUMEL):
-        yield Range(start, min(start + _HOST_NUMEL, held.stop))
 
 
 @dataclass
@@ -50,7 +44,7 @@ class PrepareOffDevice:
         kept = self.optimizer.state.get(segment.parameter) or {}
         before = {key: states.load(key, value, gradient) for key, value in kept.items()}
         after, fresh = dict[str, Any](), dict[str, list[Tensor]]()
-        for tile in _host_tiles(segment.range):
+        for tile in segment.range.pieces(_HOST_NUMEL):
             within = tile.within(segment.range)
             own = {k: v[within] if segment.keeps_per_element(k, v) else frozen(v) for k, v in before.items()}
             update = self.optimizer.prepare(self.groups[segment.group], own, gradient[within])
@@ -81,7 +75,7 @@ class ApplyOffDevice:
     def run(self, segment: Segment, memory: StateMemory, values: Tensor | None, gradient: Tensor | None) -> None:
         assert values is not None
         for matrix, held in self.parts[segment]:
-            for tile in _host_tiles(held):
+            for tile in held.pieces(_HOST_NUMEL):
                 update = self.buffers.of(MatrixPart(matrix, tile)).to(values.device)
                 self.optimizer.apply(
                     self.groups[segment.group], values[tile.within(segment.range)], update, matrix.shape

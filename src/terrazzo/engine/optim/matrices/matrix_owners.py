@@ -72,10 +72,12 @@ class Owners:
     """Matrices that are exchanged at once, of buckets that are split alike, and the owner of each.
 
     Args:
-        coordinates: by matrix the owner's index along each axis of `axes`.
+        coordinates: by matrix the owner's index along each axis over which gradients are summed, and along `tp` where
+            ranks have parts.
 
     Attributes:
-        split: the axes over which their states are split; along the others of `axes`, ranks hold the same.
+        split: the axes over which their states are split.
+        copies: the other axes over which gradients are summed, along which ranks hold the same.
     """
 
     coordinates: Mapping[Matrix, Mapping[str, int]]
@@ -85,27 +87,27 @@ class Owners:
         return self.coordinates.keys()
 
     @cached_property
-    def _any(self) -> GroupedBucket:
-        return next(iter(self.coordinates)).bucket
+    def _first(self) -> Matrix:
+        """Any of them, asked for what all have alike."""
+        return next(iter(self.coordinates))
 
     @property
     def group(self) -> int:
         """Number of the param group of one of the matrices."""
-        matrix = next(iter(self.coordinates))
-        return matrix.bucket.members[matrix.number].group
+        return self._first.bucket.members[self._first.number].group
 
     @property
     def split(self) -> tuple[str, ...]:
-        return self._any.spec.optim_axes
+        return self._first.bucket.spec.optim_axes
 
     @cached_property
     def copies(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self._any.spec.ranks if axis not in self.split)
+        return tuple(axis for axis in self._first.bucket.spec.ranks if axis not in self.split)
 
     @property
     def cut(self) -> tuple[str, ...]:
         """The axis along which ranks have parts of each, if there is one."""
-        return (CUT,) if next(iter(self.coordinates)).boxes else ()
+        return (CUT,) if self._first.boxes else ()
 
     def is_here(self, matrix: Matrix) -> bool:
         """Whether this rank owns it."""
@@ -117,7 +119,7 @@ class Owners:
 
     def along(self, axis: str) -> tuple[int, int]:
         """This rank's index along an axis, and how many there are."""
-        return self._any.coordinate(axis)
+        return self._first.bucket.coordinate(axis)
 
     def held(self, matrix: Matrix) -> Range:
         """The range of a matrix that this rank holds."""

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.resting.coded import CodedState
+from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.formats.stochastic_rounding import round_stochastically
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.optim.segments.state_memory import StateMemory
 from terrazzo.engine.optim.stock.settings import frozen
 from terrazzo.engine.optim.stock.stepper import Stepper
-from terrazzo.engine.plan.layout import Range, tiles
+from terrazzo.engine.plan.layout import Range
 
 __all__ = ["SegmentStates", "step_segment"]
 
@@ -91,7 +92,7 @@ class _NarrowStates(SegmentStates):
         after: dict[str, Any] = {}
         unforeseen: dict[str, list[Tensor]] = defaultdict(list)  # such as a momentum that was 0 at first: in fp32
         values, gradient = parameter.detach(), parameter.grad
-        for tile in tiles(segment.range, values.device.type):
+        for tile in segment.range.pieces(tile_numel(values.device.type)):
             within = tile.within(segment.range)
             part = nn.Parameter(values[within].float())
             if gradient is not None:
@@ -120,8 +121,7 @@ class _NarrowStates(SegmentStates):
             values[tile.within(segment.range)] = stepped
             return
         size = -(-tile.numel // 8)  # numbers of elements and bits take 36 bytes for each
-        pieces = [Range(start, min(start + size, tile.stop)) for start in range(tile.start, tile.stop, size)]
-        for (slot, elements_of_slot), piece in itertools.product(segment.slots(), pieces):
+        for (slot, elements_of_slot), piece in itertools.product(segment.slots(), tile.pieces(size)):
             if (part := elements_of_slot.intersect(piece)).numel:
                 own = slot.own(part)
                 new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
