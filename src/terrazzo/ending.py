@@ -1,17 +1,17 @@
-"""How things end: what nobody has any more, what runs while the process exits, what a forked child must leave alone.
+"""How things end: finalizers of garbage, the exit of the process, and what a forked child must leave alone.
 
-Garbage is found at any allocation, in any thread, also in one that is inside `threading` and holds a lock there. A
-finalizer that takes a lock, joins, waits or does I/O may wait for itself then, and every later start of a thread with
-it. So finalizers here only leave a note, and a thread that lives for this acts on it; tools/lint/finalizers.py checks
-that there are no others.
+The garbage collector runs at any allocation, in any thread, even in one that is inside `threading` and holds a lock
+there. A finalizer that takes a lock, joins, waits or does I/O may then wait for itself, and every later start of a
+thread too. So finalizers here only leave a note, and a thread acts on it; tools/lint/finalizers.py checks that there
+are no others.
 
 Notes are left by `SimpleQueue.put`. The library reference says of it: "This method has a C implementation which is
 reentrant. That is, a put() or get() call can be interrupted by another put() call in the same thread without
 deadlocking or corrupting internal state inside the queue. This makes it appropriate for use in destructors such as
 __del__ methods or weakref callbacks."
 
-An interpreter that exits cuts off daemon threads wherever they next need its lock, and where that is within C++, such
-as torch's, the process aborts: "terminate called without an active exception". So everything has ended by then.
+An exiting interpreter stops daemon threads where they next need the GIL. If that is within C++, such as torch's, the
+process aborts: "terminate called without an active exception". So all threads are ended before.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ class Thread(threading.Thread):
             self._work = self._ask = self._break_off = None
 
     def can_be_broken_off(self, break_off: Callable[[], object], patience_s: float) -> None:
-        """For a thread that waits for others, who may be gone: `break_off` ends that where it has lasted too long."""
+        """For a thread that may wait for others too long: `break_off` ends its wait, `patience_s` seconds into exit."""
         self._break_off, self.patience_s = break_off, patience_s
 
     def ask(self) -> None:
-        """Have it end soon."""
+        """Ask the thread to end soon."""
         if (ask := self._ask) is not None:
             ask()
 
     def break_off(self) -> None:
-        """End what it waits for."""
+        """End the wait of the thread."""
         if (break_off := self._break_off) is not None:
             break_off()
 
 
 def start_thread(name: str, work: Callable[[], None], ask: Callable[[], object]) -> Thread:
-    """A thread that does `work`, which the exit of the process waits for.
+    """Start a thread that does `work`. The exit of the process waits for it.
 
     Args:
-        ask: has it end soon.
+        ask: is called at exit, and asks the thread to end soon.
     """
     thread = Thread(name, work, ask)
     _threads.add(thread)
@@ -92,16 +92,16 @@ _numbers = itertools.count()
 
 
 class Ending:
-    """Something that is done once: when it is called, soon after `owner` is gone, or while the process exits.
+    """Work that is done once: when this object is called, soon after `owner` is garbage, or when the process exits.
 
     Args:
-        owner: must not be within reach of `work`.
+        owner: must not be reachable from `work`.
         work: raises nothing; may take locks, wait and do I/O.
     """
 
     def __init__(self, owner: object, work: Callable[[], object]) -> None:
         global _reaper
-        if _reaper is None:  # not in a finalizer, where nothing can be started
+        if _reaper is None:  # here, as no thread can be started in a finalizer
             notes = _notes
             _reaper = start_thread("terrazzo-reaper", lambda: _reap(notes), lambda: notes.put(None))
         self._work = work
@@ -114,7 +114,7 @@ class Ending:
             self._work()
 
     def cancel(self) -> bool:
-        """Have it never done; False if it has been begun."""
+        """Prevent the work; returns False if it has begun already."""
         try:
             _open.remove(self)
         except KeyError:
@@ -127,7 +127,7 @@ def _reap(notes: queue.SimpleQueue[Ending | None]) -> None:
     while (ending := notes.get()) is not None:
         try:
             ending()
-        except Exception:  # the next one has its owner, too
+        except Exception:  # the others are still to be done
             traceback.print_exc()
         del ending
 
@@ -155,10 +155,10 @@ def _end_all() -> None:
 
 
 def _await_gloo() -> None:
-    """Return once gloo's own threads are idle.
+    """Wait until gloo's own threads are idle.
 
-    They let go of a collective's tensors a moment after whoever waited for it has gone on, and need the interpreter
-    for that (docs/decisions.md). torch has nothing that waits for it, but the kernel knows who sleeps.
+    They release a collective's tensors a moment after the collective has returned, and need the GIL for that
+    (docs/decisions.md). torch has no call that waits for it, but the kernel says whether threads sleep.
     """
     deadline = time.monotonic() + _PATIENCE_S
     before = _gloo_threads()
@@ -171,7 +171,7 @@ def _await_gloo() -> None:
 
 
 def _gloo_threads() -> dict[str, str]:
-    """For each such thread, whether it sleeps and how often it has gone to sleep; empty where that is not known."""
+    """For each of gloo's threads its state and counts of context switches; empty if that is not known."""
     statuses = {}
     try:
         for task in _TASKS.iterdir():
@@ -191,15 +191,15 @@ class _Owner(Protocol):
 
 
 def leaves_to_parent(owner: _Owner) -> None:
-    """Have a forked child call `owner.leave_to_parent()`, so that it holds on to nothing that is the parent's.
+    """Have a forked child call `owner.leave_to_parent()`, so that it holds nothing that is the parent's.
 
-    That may close descriptors, but take no lock: who held it when the process was forked is not there to release it.
+    The method may close descriptors, but take no locks: a thread that held one is not there to release it.
     """
     _owners.add(owner)
 
 
 def require_own(process: int, what: str = "sharded model") -> None:
-    """Raises: `Misuse` if this is not `process` but a fork of it, which has none of its threads and connections."""
+    """Raise `Misuse` if this is not `process` but a fork of it, without its threads and connections."""
     if process != os.getpid():
         raise Misuse(
             f"This {what} belongs to the process that this one was forked from (pid {process}), and cannot be used "

@@ -52,16 +52,16 @@ __all__ = [
 
 
 ALL = "?"
-"""In the place of a name from a table: is refused with all of the table's names."""
+"""Given in place of a name from a table, it is refused with a list of all names."""
 
 
 class TerrazzoError(Exception):
     """Base of every error that Terrazzo raises on purpose.
 
     Attributes:
-        exit_code: of a run that it ends.
-        says_all: its message is shown without a traceback.
-        lasts: a run that is started again would end so, too.
+        exit_code: the exit code of a run that it ends.
+        says_all: whether the message is enough, so that no traceback is shown.
+        lasts: whether a run that is started again would end in the same way.
     """
 
     exit_code = FAILED
@@ -135,7 +135,7 @@ class SwapChanged(SwapFailed, Corrupted):
 BY_NAME: dict[str, type[TerrazzoError]] = {
     name: each for name, each in globals().items() if isinstance(each, type) and issubclass(each, TerrazzoError)
 }
-"""The error tree by the names of its classes, for an error that another rank has told of."""
+"""The classes of the error tree by name, for errors that other ranks report."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -151,32 +151,32 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def install(extra: str) -> str:
-    """The edit for a package that is not there, without the full stop."""
+    """The edit for a missing package, without the full stop."""
     return f"Install the extra, in a clone of Terrazzo: pip install -e '.[{extra}]'"
 
 
 def listed(things: Sequence[object], most: int = 3, mark: str = ",") -> str:
-    """`"a, b, c and 5 more"`: the first `most` of them, and how many that leaves.
+    """`"a, b, c and 5 more"`: the first `most` things, and how many are left.
 
     Args:
-        mark: between two of them.
+        mark: stands between two things.
     """
     shown = f"{mark} ".join(map(str, things[:most]))
     return f"{shown} and {len(things) - most} more" if len(things) > most else shown
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey."""
+    """`text` with control characters escaped, except line ends."""
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Text of at most so many characters; what is cut off is three dots."""
+    """At most `most` characters of `text`; if it is longer, it ends with three dots."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def warn(message: str) -> None:
-    """Warn, at the line that called into this package, however many of its own functions are between."""
+    """Warn, with the location where user code called into this package."""
     package, frame, level = __name__.partition(".")[0], sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         frame, level = frame.f_back, level + 1

@@ -19,9 +19,9 @@ from terrazzo.errors import BY_NAME, SaveFailed, TerrazzoError
 __all__ = ["agree", "broadcast_json", "gather_json", "on_first", "patiently", "timeout_s", "together"]
 
 ROUND_S = 1.0
-"""How long ranks that have done their part of `patiently` wait until they ask again."""
+"""Seconds between two rounds in which the ranks of `patiently` ask whether all are done."""
 LAST_S = 5.0
-"""How long the exit of a process waits for work that nobody waits for any more."""
+"""Seconds for which the exit of a process waits for work of `patiently` that nobody needs any more."""
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def gather_json(value: Any) -> list[Any]:
 def broadcast_json(value: Any) -> Any:
     """Rank 0's `value` (anything JSON can hold) on every rank, once all have come. Collective.
 
-    A long value is sent as it is: `gather_json` would have every rank send as many bytes as the longest takes.
+    Only rank 0 sends its value; in `gather_json` every rank sends as many bytes as the longest value has.
     """
     device = _device()
     encoded = json.dumps(value).encode() if dist.get_rank() == 0 else b""
@@ -58,13 +58,13 @@ def broadcast_json(value: Any) -> Any:
 
 
 def _device() -> torch.device:
-    """Where values lie on their way: in the host's memory if the group has a backend there, else on its own device."""
+    """The device on which values are exchanged: the CPU if the group has a backend for it, else the group's device."""
     kinds = [*backends_by_device()]
     return devices.current("cpu" if "cpu" in kinds else kinds[0])
 
 
 def timeout_s() -> float:
-    """How long ranks of the default group wait for each other."""
+    """Seconds for which ranks of the default group wait for each other."""
     return timeout_s_of(dist.distributed_c10d._get_default_group(), _device())
 
 
@@ -74,9 +74,10 @@ def agree(problem: str | None) -> str | None:
 
 
 def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
-    """This rank's `work`, which must not talk to other ranks, once no rank has failed at its own. Collective.
+    """Do `work`, which must not talk to other ranks; returns this rank's result once no rank has failed. Collective.
 
-    Raises on all ranks what the first one raised that did; as `failed` where it is not an error of Terrazzo's.
+    Raises:
+        TerrazzoError: on all ranks, what the first rank that failed has raised; other errors become `failed`.
     """
     result, problem = _tried(work, failed)
     _refuse(gather_json(problem))
@@ -84,11 +85,11 @@ def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
 
 
 def patiently(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
-    """As `together`, for work that may take one rank longer than ranks wait for each other. Collective.
+    """`together`, for work that may take a rank longer than ranks wait for each other. Collective.
 
-    It is done in a thread, and must not talk to other ranks. Meanwhile all ranks ask in rounds whether everybody is
-    done: a rank that is gone is noticed as in any collective, one that takes its time is waited for. Where another is
-    gone, nobody waits for this one's work, and the exit of the process no longer than `LAST_S`.
+    The work is done in a thread, and must not talk to other ranks. Meanwhile all ranks ask in rounds whether everybody
+    is done: a slow rank is waited for, and one that has died is noticed as in any collective. In that case the exit of
+    this process waits for its own work no longer than `LAST_S`.
     """
     doing: Future[T] = Future()
     start_thread("terrazzo-patiently", partial(_fulfil, doing, work), lambda: None).patience_s = LAST_S
@@ -105,9 +106,10 @@ def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) -> T:
-    """What `work` returns on rank 0 (anything JSON can hold), where alone it is done, on every rank. Collective.
+    """Do `work` on rank 0 only; returns its result (anything JSON can hold) on every rank. Collective.
 
-    Raises on all ranks what it raises there; as `failed` where that is not an error of Terrazzo's.
+    Raises:
+        TerrazzoError: on all ranks, what `work` has raised; other errors become `failed`.
     """
     text, problem = _tried(lambda: json.dumps(work()), failed) if dist.get_rank() == 0 else (None, None)
     told, problem = broadcast_json([text, problem])

@@ -1,4 +1,4 @@
-"""How processes of this package end: each exit code is a row of one table.
+"""The table of exit codes with which processes of this package end.
 
 `docs/reference/exit-codes.md` and `terrazzo train --help` are written from it, `exit.json` of a run takes its keys, and
 each error of `terrazzo.errors` has its code.
@@ -40,8 +40,8 @@ class ExitRow(NamedTuple):
 
     Attributes:
         reason: its key in `exit.json`.
-        meaning: in a few words; the cause in `exit.json` of a run that went well.
-        edit: what to do, in Markdown, for the page of the reference.
+        meaning: in a few words; also the cause in `exit.json` of a run that went well.
+        edit: what to do, in Markdown, for the reference page.
     """
 
     reason: str
@@ -86,12 +86,12 @@ EXIT_CODES: dict[int, ExitRow] = {
 
 
 def reason_of(code: int) -> str:
-    """The key of a code, also of one that is not in the table: `killed` where it stands for a signal."""
+    """The key of any code; of one that is not in the table `killed`, if it stands for a signal, else `failed`."""
     if code in EXIT_CODES:
         return EXIT_CODES[code].reason
     return "killed" if code > 128 else EXIT_CODES[FAILED].reason
 
 
 def exit_codes_text() -> str:
-    """What each code of a run means, on one line, for `--help`."""
+    """The meanings of all exit codes of a run on one line, for `--help`."""
     return "; ".join(f"{code} {row.meaning}" for code, row in EXIT_CODES.items() if code != UNREAD)

@@ -1,6 +1,6 @@
-"""Writing files, so that readers find the old one or the new one; how sizes are said; the way to a store behind a URL.
+"""Replacing files atomically, sizes in words, and file systems behind URLs.
 
-What may have been made by a stranger is read by `untrusted_files`.
+Files that strangers may have made are read by `untrusted_files`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = [
 ]
 
 CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in that of a run, where nothing else was said."""
+"""The default folder of checkpoints, in the folder of a run."""
 
 GIB = 2**30
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
-"""The extra of ours that a protocol needs; of others fsspec says what to install."""
+"""The extra of this package that a protocol needs; for other protocols fsspec says what to install."""
 
 
 def gib_text(count_bytes: float) -> str:
-    """As messages about room have it."""
+    """A number of bytes in GiB, for messages."""
     return f"{count_bytes / GIB:,.2f} GiB"
 
 
 def open_file_system(url: str, what: str) -> tuple[Any, str]:
-    """Fsspec's file system for a URL, and the path in it; `what` is what errors call it.
+    """Fsspec's file system for a URL, and the path in it; `what` names the URL in errors.
 
     Raises:
-        BadInput: its package is not installed, or it is no URL that fsspec knows.
+        BadInput: a package for it is not installed, or fsspec does not know the URL.
     """
     from fsspec.core import url_to_fs  # only those that have URLs wait for it
 
@@ -58,14 +58,14 @@ def open_file_system(url: str, what: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sync: bool) -> Iterator[Path]:
-    """A hidden path beside `path`, to write a file at: it takes the place of `path` once the block has succeeded.
+    """A hidden path beside `path` to write a file to, which replaces `path` when the block has succeeded.
 
-    So a reader finds the old file or the new one, and each is whole. Nothing stays behind of a block that fails, and
-    `path` stays as it is where the block leaves no file.
+    Readers find the old file or the new one, each complete. A block that fails leaves nothing behind, and one that
+    leaves no file does not change `path`.
 
     Args:
-        sync: the new file is on the disk before it is renamed, and the rename after it: a loss of power leaves the old
-            file or the new one. Without it such a loss may leave an empty file.
+        sync: flush the new file to the disk before the rename, and the rename after it: a power failure then leaves the
+            old file or the new one. Without it, it may leave an empty file.
     """
     beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
     try:
@@ -82,7 +82,7 @@ def replacing(path: Path, *, sync: bool) -> Iterator[Path]:
 
 
 def replace_file(path: Path, text: str, *, sync: bool) -> None:
-    """Give a small file this text, in UTF-8, all at once; see `replacing`."""
+    """Replace a small file by one with this text, in UTF-8; see `replacing`."""
     with replacing(path, sync=sync) as beside:
         beside.write_text(text, encoding="utf-8")
 
@@ -101,7 +101,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def to_nowhere(stream: IO[str]) -> None:
-    """Whatever waits in a stream or is written to it goes nowhere from here on. One without a descriptor is left."""
+    """Discard what is in the buffer of a stream and what is written to it from now on, if it has a descriptor."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks are together.
+    """Which ranks are on which host.
 
     Attributes:
-        ranks: of each host, ascending; hosts are in the order of their first.
-        own: this rank's host, by its number.
+        ranks: the ranks of each host, ascending; hosts are in the order of their first ranks.
+        own: the number of this rank's host.
     """
 
     ranks: Sequence[Sequence[int]]
@@ -34,7 +34,7 @@ class Hosts:
 
     @classmethod
     def that_share(cls, what: str) -> Hosts:
-        """Ranks that name the same are together. Collective."""
+        """Ranks that give the same `what` count as one host. Collective."""
         told = gather_json(what)
         names = list(dict.fromkeys(told))
         ranks = [[rank for rank, theirs in enumerate(told) if theirs == name] for name in names]
@@ -42,7 +42,7 @@ class Hosts:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of hosts."""
         return len(self.ranks)
 
     @property
@@ -57,11 +57,11 @@ class Hosts:
 
     @property
     def before(self) -> int:
-        """The host whose partner this one is: each keeps a copy of what the one before has."""
+        """The host before this one, which is its partner: each host keeps a copy of what the one before it has."""
         return (self.own - 1) % self.count
 
     def on_firsts(self, work: Callable[[], T], failed: type[TerrazzoError]) -> T | None:
-        """What `work` returns to the first rank of each host, where alone it is done. Collective; see `together`."""
+        """Do `work` on the first rank of each host, which gets the result; others get None. Collective: `together`."""
         return together(lambda: work() if self.is_first else None, failed)
 
 
@@ -74,7 +74,7 @@ def open_listener() -> socket.socket:
 
 
 def own_address() -> str:
-    """How other hosts reach this one: as it reaches the first rank's, and the first rank's as all others do."""
+    """This host's address for other hosts: the one from which it reaches MASTER_ADDR, or MASTER_ADDR itself."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     with contextlib.suppress(OSError):
         family, kind, _, _, where = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]

@@ -1,7 +1,7 @@
-"""Names of a package that are imported when they are first asked for.
+"""Names of a package that are imported when they are first used.
 
-Whoever imports a module pays for the `__init__` of every package around it. A process that needs a few modules, such
-as the one that writes checkpoints, is there sooner, and smaller, for not importing torch.
+Importing a module runs the `__init__` of every package around it. A process that needs only a few modules, such as the
+one that writes checkpoints, starts faster and is smaller if that does not import torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["lazily"]
 
 
 def lazily(package: str, homes: Mapping[str, Iterable[str]] | None = None) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`.
+    """A `__getattr__` for `package`.
 
     Args:
-        homes: modules, and of each the names in it, or its own, to be had; None for what the source of the package
-            imports `if TYPE_CHECKING`, so that each name stands there once.
+        homes: for each module the names to take from it; its own name stands for the module. None takes what the
+            package's source imports under `if TYPE_CHECKING`, so that each name is written once.
     """
     home_of = _stated(package) if homes is None else {name: home for home, names in homes.items() for name in names}
 
@@ -36,7 +36,7 @@ def lazily(package: str, homes: Mapping[str, Iterable[str]] | None = None) -> Ca
 
 
 def _stated(package: str) -> dict[str, str]:
-    """By name, the module that the package imports it from where a type checker reads alone."""
+    """For each name that the package imports under `if TYPE_CHECKING`, the module that it comes from."""
     spec = sys.modules[package].__spec__
     assert spec is not None
     source = spec.loader.get_source(package)  # type: ignore[union-attr]

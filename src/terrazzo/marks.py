@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class Mark(Generic[T]):
-    """An attribute of objects that are not Terrazzo's: it goes where they go, into copies too.
+    """An attribute on objects that are not Terrazzo's, which stays with them, also in copies.
 
-    Of a module it is a plain one, whatever it holds: no parameter, buffer or submodule of that.
+    On a module it is a plain attribute, whatever it holds: never a parameter, buffer or submodule.
 
     Args:
-        name: of the attribute; none of theirs begins with "terrazzo_".
+        name: of the attribute, beginning with "terrazzo_".
     """
 
     def __init__(self, name: str) -> None:
@@ -33,12 +33,12 @@ class Mark(Generic[T]):
         return found
 
     def of(self, owner: object) -> T:
-        """What has been left there. Raises: `KeyError` where nothing has."""
+        """The value on `owner`; raises `KeyError` if there is none."""
         left: T = vars(owner)[self._name]
         return left
 
     def all_in(self, model: nn.Module) -> Iterator[T]:
-        """What has been left on modules of `model`."""
+        """The values on the modules of `model`."""
         return (vars(module)[self._name] for module in model.modules() if self._name in vars(module))
 
 

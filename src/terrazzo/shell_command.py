@@ -1,4 +1,4 @@
-"""Commands that are printed to be copied: as the user's shell finds and reads them."""
+"""Commands that are printed for users to copy into their shell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = "terrazzo"
 
 
 def terrazzo_command() -> str:
-    """What runs the `terrazzo` of this environment: its name where this shell finds it by that, else its path."""
+    """The command for this environment's `terrazzo`: its name if the shell finds it by that, else its path."""
     beside = Path(sys.executable).with_name(_NAME)
     if not beside.exists():
         return f"{shlex.quote(sys.executable)} -m {_NAME}"
@@ -24,7 +24,7 @@ def terrazzo_command() -> str:
 
 
 def fold_command(label: str, command: str, width: int) -> str:
-    """`label` and a command, over as many lines of `width` as it takes, which a shell reads as one."""
+    """`label` and a command, folded into lines of at most `width` that a shell reads as one command."""
     first, *words = map(shlex.quote, shlex.split(command))  # a quoted word with a space stays on one line
     lines = [label + first]
     for word in words:

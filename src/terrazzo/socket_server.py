@@ -1,4 +1,4 @@
-"""Connections to a listening socket: each is handled in a thread of its own, until the socket is closed."""
+"""Serves a listening socket: each connection is handled in a thread of its own, until the socket is closed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Callable
 __all__ = ["serve"]
 
 _RETRY_S = 0.1
-"""Until the next connection is accepted where the system could not have one now."""
+"""Seconds to wait if the system cannot accept a connection now."""
 
 
 def serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
-    """Begin to accept connections, and to close each when `handle` has ended, whatever it raises.
+    """Accept connections in the background, and close each when `handle` ends, whatever it raises.
 
-    A client that has gone again, or no descriptor or thread to be had, is not the end of it: others connect later.
+    Clients that disconnect, or a lack of descriptors or threads, do not end this: others may connect later.
 
     Args:
-        handle: must not call torch: the threads are daemons, which the exit of the process cuts off. It may do so in
-            Python, but not inside of C++ (`terrazzo.ending`).
+        handle: must not call torch: the threads are daemons, which the exit of the process cuts off, and that must not
+            happen within C++ (see `terrazzo.ending`).
     """
     _start_thread(_accept, listener, handle)
 

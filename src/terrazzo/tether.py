@@ -1,7 +1,7 @@
-"""Python that does not outlive its parent: `python tether.py PARENT -m MODULE ...`, or a FILE for the module.
+"""Runs Python so that it does not outlive its parent: `python tether.py PARENT_PID -m MODULE ...`, or FILE for -m.
 
-A process that asks for its parent after seconds of imports may be told of whoever has adopted it meanwhile. So the
-parent says its number itself, and this file is run by its path, before anything of the package is imported.
+A process that asks for its parent only after seconds of imports may get the pid of another one that has adopted it. So
+the parent gives its own pid, and this file is run by its path, before anything of the package is imported.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ import time
 __all__ = ["PARENT", "become", "interpreter_flags", "tethered", "tie"]
 
 PARENT = os.getppid()
-"""The parent of this process, read as early as the package can."""
+"""The pid of this process's parent, read as early as the package can."""
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_EVERY_S = 0.5
 
 
 def tethered(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """The command of a Python process that ends with this one: `arguments` are `-m`, a module and its own, or a file's.
+    """The command of a Python process that ends with this one.
 
-    On Linux it ends with the thread that starts it: use the main one.
+    On Linux it ends with the thread that starts it: start it from the main thread.
+
+    Args:
+        arguments: `-m`, a module and its arguments, or a file and its arguments.
+        flags: options for the interpreter.
     """
     return [sys.executable, *flags, os.path.abspath(__file__), str(os.getpid()), *arguments]
 
 
 def interpreter_flags() -> tuple[str, ...]:
-    """The options that this interpreter itself was started with, such as `-u -X dev -W error`, to start another one so.
+    """The options that this interpreter was started with, such as `-u -X dev -W error`, to start another one alike.
 
-    `-i` is left out: what is started in the background has no terminal to go on at.
+    `-i` is left out: a process in the background has no terminal for it.
     """
     flags: list[str] = []
     words = iter(sys.orig_argv[1:])
@@ -58,7 +62,7 @@ def interpreter_flags() -> tuple[str, ...]:
 
 
 def tie(parent: int) -> None:
-    """Have this process killed when its parent ends; end it now where that has happened already."""
+    """Have this process killed when its parent ends; end it now if that has happened already."""
     tied = sys.platform == "linux" and _kernel_kills()
     if os.getppid() != parent:  # asked for after the kernel was told: nothing happens unseen between the two
         os._exit(1)
@@ -67,8 +71,8 @@ def tie(parent: int) -> None:
 
 
 def _kernel_kills() -> bool:
-    """Whether the kernel will kill this process when its parent ends, from now on."""
-    import ctypes  # others can do without
+    """Ask the kernel to kill this process when its parent ends; returns whether it will."""
+    import ctypes  # slow to import, and needed on Linux only
 
     number = ctypes.c_ulong(signal.SIGKILL)
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
@@ -81,7 +85,7 @@ def _watch(parent: int) -> None:
 
 
 def become(arguments: list[str]) -> None:
-    """Run `-m`, a module and its arguments, or a file and its own, as `python` would have run them in this process."""
+    """Run `-m`, a module and its arguments, or a file and its arguments, in this process, as `python` would."""
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else list(arguments)
     if not sys.flags.safe_path:  # whatever was run first gives way to what Python itself would have put there

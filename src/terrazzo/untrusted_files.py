@@ -16,7 +16,7 @@ from terrazzo.errors import BadInput
 __all__ = ["brackets", "check_model_file", "is_deeper", "read_json", "read_plain", "size_inside"]
 
 MAX_DEPTH = 64
-"""Of JSON."""
+"""Deepest nesting of JSON that is read."""
 
 
 def read_plain(path: Path, limit_bytes: int) -> bytes:
@@ -24,7 +24,7 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
 
     Raises:
         BadInput: it is a pipe, a device or a folder, is larger than `limit_bytes`, or cannot be read.
-        FileNotFoundError: there is none; callers know what should be there.
+        FileNotFoundError: it does not exist; callers know what should be there.
     """
     try:
         # A pipe would make open() wait for ever, and a device has no end.
@@ -46,7 +46,7 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
 
 
 def read_json(path: Path, limit_bytes: int) -> Any:
-    """What a JSON file holds. Raises: those of `read_plain`; `BadInput` where it is no JSON, or is nested too deep."""
+    """The content of a JSON file. Raises what `read_plain` does, and `BadInput` for bad or too deeply nested JSON."""
     data = read_plain(path, limit_bytes)
     try:
         text = data.decode("utf-8-sig")
@@ -60,25 +60,25 @@ def read_json(path: Path, limit_bytes: int) -> Any:
 
 
 def brackets(text: str) -> Iterator[int]:
-    """1 for each bracket of JSON that opens, and -1 for each that closes, those in quotes left out."""
+    """1 for each opening bracket of JSON and -1 for each closing one, without those in strings."""
     for found in re.finditer(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', text, re.DOTALL):
         if found[0] in "[]{}":
             yield 1 if found[0] in "[{" else -1
 
 
 def is_deeper(steps: Iterable[int], limit: int) -> bool:
-    """Whether steps in and out ever lead more than `limit` deep; what comes after that is not read."""
+    """Whether the sum of the first steps ever exceeds `limit`; stops reading there."""
     return any(depth > limit for depth in accumulate(steps))
 
 
 def size_inside(path: Path, folder: Path) -> int:
-    """The bytes of a plain file of a folder that somebody else made, `path` being in it or in a subfolder of it.
+    """The size in bytes of a plain file in a folder that somebody else made, or in a subfolder of it.
 
-    A link may lead to another file beside it. The cache of the Hugging Face Hub keeps the files of a folder
-    `snapshots/<revision>`, and of its subfolders, in `blobs`, two folders up from where that really is.
+    A link may only lead to another file beside it, or into the cache of the Hugging Face Hub: that keeps the files of a
+    folder `snapshots/<revision>` in `blobs`, two folders up.
 
     Raises:
-        BadInput: it is no plain file, or a link to elsewhere.
+        BadInput: it is not a plain file, or a link to elsewhere.
         OSError: it cannot be read; callers know what should be there.
     """
     try:
@@ -100,13 +100,13 @@ def size_inside(path: Path, folder: Path) -> int:
 
 
 def check_model_file(path: Path, limit_bytes: int, folder: Path | None = None) -> None:
-    """That a file in a model's folder can be given to a library that reads all of it.
+    """Refuse a file in a model's folder that a library should not be given to read.
 
     Args:
-        folder: of the model, where the file is in a subfolder.
+        folder: the model's folder, if the file is in a subfolder.
 
     Raises:
-        BadInput: as for `size_inside`, or it cannot be read, or is larger than `limit_bytes`.
+        BadInput: as for `size_inside`; or it cannot be read, or is larger than `limit_bytes`.
     """
     try:
         size_bytes = size_inside(path, path.parent if folder is None else folder)

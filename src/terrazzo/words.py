@@ -1,6 +1,6 @@
-"""Words that configurations and code share: dtypes and precisions, memory tiers, styles and schedules by their names.
+"""Names that configurations and code share: of dtypes, precisions, memory tiers, tensor-parallel styles, schedules.
 
-Nothing here imports torch, so that a configuration can be read, and refused, without it.
+Nothing here imports torch, so that configurations can be read, and refused, without it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 FILL_IN = "FILL-IN"
-"""Stands in a written configuration for what only its user knows; a run does not start with it."""
+"""Stands in a generated configuration for what only the user knows; a run does not start with it."""
 
 CheckpointMode = Literal["none", "full", "selective", "selective_half"]
 """What activation checkpointing does with a unit; `every_N` is `full` for one unit in N."""
@@ -38,11 +38,11 @@ CHECKPOINT_MODES: tuple[CheckpointMode, ...] = get_args(CheckpointMode)
 # -- dtypes --------------------------------------------------------------------------------------------------------
 
 DTYPE_SPELLINGS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-"""Every dtype that a state may have, by its name in configurations, as torch calls it."""
+"""torch's name of every dtype that a state may have, by its name in configurations."""
 _DTYPE_OF = {spelling: name for name, long in DTYPE_SPELLINGS.items() for spelling in (name, long)}
 
 DTYPE_FIELDS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
-"""What of a `Precision` is a dtype."""
+"""The fields of a `Precision` that are dtypes."""
 PRESET_DTYPES = {
     name: dict(zip(DTYPE_FIELDS, dtypes, strict=True))
     for name, dtypes in {
@@ -75,10 +75,10 @@ _UNCLEAR = {
 
 
 def preset_named(name: object) -> str:
-    """The preset that a spelling stands for; a word that stands for none comes back as it is.
+    """The preset that a spelling stands for; an unknown word is returned as it is.
 
     Raises:
-        BadInput: one that may mean several, or what there is no preset for.
+        BadInput: the word may mean several presets, or a precision that is no preset.
     """
     word = str(name).strip().lower().removeprefix("torch.").replace("_", "-")
     if word in _UNCLEAR:
@@ -87,25 +87,25 @@ def preset_named(name: object) -> str:
 
 
 def dtype_named(name: object) -> str:
-    """The short name of a dtype, of a state, by any of its names; a word that names none comes back as it is."""
+    """The short name of a dtype, given any of its names; an unknown word is returned as it is."""
     return _DTYPE_OF.get(str(name).strip().lower().removeprefix("torch."), str(name))
 
 
 # -- tiers ---------------------------------------------------------------------------------------------------------
 
 TIERS = ("device", "cpu", "nvme")
-"""Where a state can lie: the device's memory, the host's, files on a drive."""
+"""Where a state can be kept: in the device's memory, the host's, or files on a drive."""
 _TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'
 
 
 @functools.cache
 def tier_shares(tier: str) -> dict[str, float]:
-    """Tier to its share of the units, as `cpu:0.7` or `nvme:0.5,cpu:0.3` says it; device first, nvme last.
+    """The share of the units in each tier, parsed from `cpu:0.7` or `nvme:0.5,cpu:0.3`; device first, nvme last.
 
-    What is returned is shared, and not to be changed.
+    The dict is cached: do not change it.
 
     Raises:
-        BadInput: what is no tier or share.
+        BadInput: a part is not a tier or a share.
     """
     given: dict[str, float] = {}
     for part in tier.split(","):
@@ -136,18 +136,14 @@ STYLE_NAMES = (
     *("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "embedding_rowwise", "replicate"),
     *("enter", "sequence"),
 )
-"""Styles of tensor parallelism in a plan, which `parallel.tensor.styles` has."""
+"""Styles of tensor parallelism, which `parallel.tensor.styles` implements."""
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
-"""Of a pipeline; `1f1b` with several chunks is the interleaved one."""
+"""Schedules of a pipeline. `1f1b` with several chunks is the interleaved one."""
 
 
 def check_schedule(schedule: str, chunks: int) -> None:
-    """Refuse a schedule that is unknown, or that does not go with so many chunks.
-
-    Raises:
-        BadInput: there.
-    """
+    """Raise `BadInput` for an unknown schedule, or one that cannot have so many chunks."""
     if schedule not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise BadInput(

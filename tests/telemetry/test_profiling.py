@@ -19,11 +19,25 @@ from typer.testing import CliRunner
 from terrazzo import cli
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import advice_for, steps_of, verdict_of
-from terrazzo.telemetry.profiling import command
+from terrazzo.telemetry.profiling import command, probe
 from terrazzo.telemetry.profiling.command import profile
 from terrazzo.telemetry.profiling.merging import StepMerger
 from tests.helpers import programs
 from tests.helpers.cover import mostly_long
+
+PEAK = """
+import sys, types
+from pathlib import Path
+for name in ("torch", "torch.distributed"):  # a process as small as can be
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["torch"].distributed = sys.modules["torch.distributed"]
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("probe", sys.argv[1])
+probe = module_from_spec(spec)
+spec.loader.exec_module(probe)
+held = b"x" * (100 << 20)
+print(probe.ScriptProbe(Path("nowhere"))._memory()["peak"])
+"""
 
 SCRIPT = """
 import sys, time, torch
@@ -137,6 +151,14 @@ def test_sharded_models_are_seen_too(mode: str, tmp_path: Path) -> None:
     assert record["cause_s"]["gather"] + record["cause_s"]["late_peer"] > 0
     assert len(record["skew"]["late_peer_s"]) == 2
     assert facts.get("fsdp" if mode == "fsdp" else "terrazzo")
+
+
+def test_the_peak_of_a_script_is_its_own_and_not_that_of_who_has_started_it() -> None:
+    large = b"x" * (700 << 20)
+    del large
+    command = [sys.executable, "-c", PEAK, str(Path(probe.__file__))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert 100 << 20 < int(done.stdout) < 300 << 20
 
 
 def test_a_late_rank_is_told_from_bytes_by_when_all_were_there(tmp_path: Path) -> None:

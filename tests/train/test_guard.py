@@ -70,7 +70,11 @@ def test_a_step_that_is_left_out_leaves_all_as_it_was(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("left_out", "save_every", "expected"),
-    [({10}, None, [5, 11, 15, 20]), ({20}, None, [5, 10, 15, 19]), ({18, 19, 20}, 1, [5, 10, 15, 17])],
+    [
+        ({10}, None, [1, 5, 11, 15, 20]),
+        ({20}, None, [1, 5, 10, 15, 19]),
+        ({18, 19, 20}, 1, [1, 5, 10, 15, 17]),
+    ],
 )
 def test_a_row_is_of_its_own_step_where_the_log_step_was_left_out(
     left_out: set[int], save_every: int | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

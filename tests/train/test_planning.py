@@ -352,6 +352,22 @@ def test_the_command_refuses_before_any_process_starts(monkeypatch: pytest.Monke
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_finds_no_gpu_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A configuration that was planned for other machines may leave the device open."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("terrazzo.train.start_trainer.launch_ranks", lambda *_, **__: 0)
+    path, large = tmp_path / "config.yaml", ["model.dim=16384", "model.layers=64", "model.heads=64"]
+    path.write_text(json.dumps({"launch": {"ranks": 2}, "log": {"folder": str(tmp_path / "run")}}))
+    with pytest.raises(BadInput, match="free memory, where torch sees no CUDA device, is "):
+        start_training(load_config(path, large), path, large)
+    assert start_training(load_config(path, []), path, []) == 0
+    assert start_training(load_config(path, ["launch.device=cpu"]), path, ["launch.device=cpu"]) == 0
+    lines = ["starting 2 CPU ranks (torch sees no CUDA device) ...", "starting 2 CPU ranks ..."]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
 def test_what_the_machine_has_left_is_known_here() -> None:
     available, resident = available_host_bytes(), resident_bytes()
     assert available is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -284,6 +285,23 @@ def test_a_line_of_the_first_rank_is_one_write_also_where_python_is_unbuffered(t
         os.close(end)
     assert done.returncode == 0
     assert written == [b"one line\n", b"tw", b"o\n"]
+
+
+def test_the_traceback_of_a_mistake_ends_where_the_script_calls_this_package(tmp_path: Path) -> None:
+    """The message says what to change; a frame of the package would say nothing of it."""
+    script = tmp_path / "mine.py"
+    script.write_text("from terrazzo.words import tier_shares\ndef asks():\n    tier_shares('moon')\nasks()\n")
+    told, tell = os.pipe()
+    command = [sys.executable, "-m", "terrazzo.train.launch.script.script_rank", str(script)]
+    environment = {**os.environ, "RANK": "0", REPORT: str(tell)}
+    subprocess.run(command, env=environment, pass_fds=[tell], timeout=60, check=False)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        (failure,) = [line["failure"] for line in map(json.loads, pipe) if "failure" in line]
+    *trace, message = failure["text"].splitlines()
+    assert message.startswith("terrazzo.errors.BadInput: 'moon' names the tier 'moon'")
+    frames = [line.split(", ") for line in trace if line.startswith("  File")]
+    assert frames == [[f'  File "{script}"', "line 4", "in <module>"], [f'  File "{script}"', "line 3", "in asks"]]
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -35,6 +36,7 @@ from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.run_progress import RunProgress, read_saved
 from terrazzo.train.settings.optimizer import learning_rate_share
 from terrazzo.train.steps.cadence import SaveInterval
+from tests.helpers.chat import save_tokenizer
 from tests.helpers.threads import run_in_threads
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -322,6 +324,32 @@ def test_twenty_steps_after_a_resumption_are_those_of_the_uninterrupted_run(tmp_
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 26
+
+
+def test_the_header_says_what_the_loss_is_per(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(config_in(tmp_path, train={"steps": 1}))
+    assert "\nloss      nats per byte\n" in capsys.readouterr().out
+    folder = save_tokenizer(tmp_path / "tokenizer")
+    elsewhere = {"folder": str(tmp_path / "other")}
+    trained(config_in(tmp_path, train={"steps": 1}, data={"tokenizer": str(folder)}, checkpoint=elsewhere))
+    text = (tmp_path / "text.txt").read_text()
+    tokens = len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids) + 1  # the end of the document
+    size = f"{len(text) / tokens:.2f} bytes of text in the mean"
+    assert f"\nloss      nats per token of {folder}, {size}; bits per byte are of" in capsys.readouterr().out
+
+
+def test_the_first_step_of_each_start_has_a_row(tmp_path: Path) -> None:
+    """That the run works, and where its loss begins, is seen before the first log step."""
+    for name, every, stops in (("all", 1, None), ("rare", 5, 3)):
+        (tmp_path / name).mkdir()
+        config = config_in(tmp_path / name, train={"steps": 12}, log={"every": every})
+        trained(config, stop_after=stops)
+    assert [line["step"] for line in metrics(tmp_path / "rare")] == [1, 3]
+    trained(config)
+    losses = {line["step"]: line["loss"] for line in metrics(tmp_path / "all")}
+    rare = metrics(tmp_path / "rare")
+    assert [line["step"] for line in rare] == [1, 3, 4, 5, 10, 12]
+    assert [line["loss"] for line in rare] == [losses[line["step"]] for line in rare]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,35 +1,33 @@
-"""The command line: `terrazzo VERB`. Each verb is the file or the folder of its name, and this file only puts them
-together.
+"""The command line: `terrazzo VERB`. Each verb is the file or the folder of its name; this file puts them together.
 
     train       trains what a configuration describes
-    run         starts a script on several ranks
+    run         starts a training script on several ranks
     init        asks a few questions, and writes a configuration
     plan        memory, traffic and time of a model before it runs
-    config      configurations of any dialect: explained, checked, converted, compared
-    checkpoint  checkpoints of any format: shown, verified, compared, pruned, converted
-    watch       a run while it runs
-    report      report.html of a run
-    verdict     what bounds a run's step, and the edit that would help
-    trace       the last steps of all ranks, for Perfetto
-    profile     a script of somebody else's, measured while it runs
-    bench       Terrazzo timed beside FSDP2, DeepSpeed and others
-    shared      what all verbs have
+    config      explains, checks, converts and compares configurations of any dialect
+    checkpoint  shows, verifies, compares, prunes and converts checkpoints of any format
+    watch       shows a run while it runs
+    report      writes report.html of a run
+    verdict     says what bounds a run's step, and the edit that would help
+    trace       writes the last steps of all ranks, for Perfetto
+    profile     measures a training script that does not use Terrazzo
+    bench       times Terrazzo beside FSDP2, DeepSpeed and others
+    shared      what several verbs use
 
-How a verb is made:
+How a verb is written:
 
-- A function with annotated parameters, of which typer makes the options: its docstring is what `--help` says. It stands
-  in the file of the verb's name, of a folder in `command` or `commands`. Of `plan` and `init` the options are rows of a
-  table, `plan.options` and `init.questions`, and `shared.parameters` makes parameters of them.
-- That file imports no torch, so that `--help` comes at once. What the verb does is imported inside the function, which
-  hands on typed values: options that belong together as one object (`PlanArguments`, `ContextOptions`,
-  `HuggingFaceOptions`). In `checkpoint` and `config` each verb has a file of its name, with one function that does it:
-  `VERB_checkpoint` or `VERB_config`, in the plural where it takes several (`diff_configs`), and `prune_folder`.
-- It raises `BadInput` for what is wrong with its arguments, and ends by `typer.Exit(code)`. `main` prints the message
-  of an error that says all, of others the traceback, and ends with the error's exit code, one of
-  `terrazzo.exit_codes`. A verb that answers a question, such as `config check` or
-  `checkpoint verify`, says in its docstring what its 1, or 2, answers.
+- It is a function with annotated parameters, which typer turns into options; its docstring is what `--help` prints. It
+  is in the verb's file, or in `command` or `commands` of its folder. The options of `plan` and `init` are rows of a
+  table (`plan.options`, `init.questions`), which `shared.parameters` turns into parameters.
+- Its file does not import torch, so that `--help` comes at once. The function imports what does the work, and passes on
+  typed values; options that belong together are one object (`PlanArguments`, `ContextOptions`, `HuggingFaceOptions`).
+  In `checkpoint` and `config` each verb has a file of its name with one function that does the work:
+  `VERB_checkpoint(s)`, `VERB_config(s)`, or `prune_folder`.
+- It raises `BadInput` for wrong arguments, and ends by `typer.Exit(code)`. `main` prints the message of an error that
+  `says_all`, and the traceback of any other; the process ends with the error's exit code, one of `terrazzo.exit_codes`.
+  A verb that answers a question, such as `config check`, says in its docstring what its exit codes 1 and 2 mean.
 
-To add one: write the function, give it a row in `VERBS`, and name it in the list above. `python -m
+To add a verb: write the function, give it a row in `VERBS`, and name it in the list above. `python -m
 tools.reference_pages` writes its page.
 """
 
@@ -95,18 +93,18 @@ def _root(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Options that stand before the verb."""
+    """Options before the verb."""
 
 
 class VerbRow(NamedTuple):
-    """A verb, and what `main` knows of it.
+    """A verb, and what `main` needs to know about it.
 
     Attributes:
-        function: its name is the verb's.
-        answer: to an option that it does not have; None: in typer's words.
-        takes_script: what stands behind its first argument is a script's, options too.
-        outlives_reader: it is not over when nobody reads its lines; others end with `UNREAD`.
-        epilog: what `--help` ends with.
+        function: does it; its name is the verb's.
+        answer: answers an option that the verb does not have; None leaves that to typer.
+        takes_script: whether all that follows its first argument belongs to a script, options included.
+        outlives_reader: whether it goes on when nobody reads its output; others end with `UNREAD`.
+        epilog: the last lines of `--help`.
     """
 
     function: Callable[..., Any]
@@ -128,7 +126,7 @@ VERBS = (
     VerbRow(trace),
     VerbRow(bench),
 )
-"""In the order of `--help`."""
+"""The verbs that are functions, in the order of `--help`."""
 
 for row in VERBS:
     app.command(
@@ -164,5 +162,5 @@ def _run() -> None:
 
 
 def _print_traceback(error: Exception) -> None:
-    """As Python would show it, but for passwords."""
+    """Print the traceback as Python would, without passwords."""
     print(without_passwords("".join(traceback.format_exception(error))), end="", file=sys.stderr)

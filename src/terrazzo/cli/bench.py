@@ -57,7 +57,7 @@ def bench(
 
 
 def _suites() -> dict[str, Any]:
-    """The benchmarks of the checkout that this command runs in: the module of each suite."""
+    """The module of each suite, from the checkout in the current folder."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         modules = [importlib.import_module(name) for name in ("benchmarks.cpu.suite", "benchmarks.timeline.suite")]

@@ -1,4 +1,4 @@
-"""`terrazzo profile -- COMMAND ...`: somebody else's script, measured while it runs."""
+"""`terrazzo profile -- COMMAND ...`: any training script, measured while it runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def profile(
 
 
 def _lines(outcome: ProfiledScript, folder: Path) -> list[str]:
-    """What is said of a script that has ended; however it has, its exit code stays the command's."""
+    """What is said after the script has ended, however it ended."""
     if not outcome.steps:
         unseen = [] if outcome.code else [_UNSEEN]
         return ["no step of a torch.optim optimizer was seen, so there is nothing to say.", *unseen]

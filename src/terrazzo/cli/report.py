@@ -1,4 +1,4 @@
-"""`terrazzo report RUN`: a run's report.html, written from what there is of it so far."""
+"""`terrazzo report RUN`: writes report.html from what a run has written so far."""
 
 from __future__ import annotations
 

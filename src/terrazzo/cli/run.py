@@ -1,4 +1,4 @@
-"""`terrazzo run SCRIPT ...`: a script of the user's own on several ranks, as torchrun would."""
+"""`terrazzo run SCRIPT ...`: a training script of the user's on several ranks, as torchrun starts it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ def run(
 
 
 def _ranks_of(target: str, arguments: list[str]) -> tuple[int | None, list[str]]:
-    """`--ranks` right behind the script, where it was not before it, and the script's own arguments.
+    """The number in a `--ranks` right after the script, and the script's own arguments.
 
-    Raises: `BadInput` for one that stands later, of which nobody can tell whose it is.
+    Raises:
+        BadInput: `--ranks` comes later, where it may be the script's.
     """
     first, equals, value = (arguments or [""])[0].partition("=")
     if first == _RANKS:

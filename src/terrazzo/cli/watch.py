@@ -1,4 +1,4 @@
-"""`terrazzo watch RUN`: a run while it goes on, on a screen, or line by line into a pipe."""
+"""`terrazzo watch RUN`: follows a running run, on a screen or line by line into a pipe."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from terrazzo.cli.shared.arguments import RunArgument
 from terrazzo.telemetry.log.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 __all__ = ["watch"]
 
 _WAIT_S = 0.5
 _FAILED_S = 20.0
-"""So long after a run has noted that it failed, nobody starts it again any more."""
+"""Seconds after its note of a failure for which a run may still be started again."""
 
 
 def watch(
@@ -37,7 +40,7 @@ def watch(
             lines = watched.lines()
             console.print(watched.screen(lines, watched.verdict(lines), console.width), soft_wrap=True)
         elif console.is_terminal:
-            _on_screen(watched)
+            _on_screen(watched, console)
         else:
             _as_lines(watched, console.width)
     except KeyboardInterrupt:
@@ -48,7 +51,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 class _WatchedRun:
-    """A run's files, as another process writes them."""
+    """The files of a run that another process writes."""
 
     def __init__(self, folder: Path) -> None:
         from terrazzo.telemetry import LiveRanks
@@ -56,7 +59,7 @@ class _WatchedRun:
         self._files, self._ranks = RunFolder(folder), LiveRanks(folder)
 
     def lines(self, waits: bool = False) -> Lines:
-        """None yet, if that `waits`, where there is a folder that a run may be about to write into."""
+        """The lines of `metrics.jsonl`; with `waits`, none while a run may still begin in the folder."""
         from terrazzo.errors import BadInput
         from terrazzo.telemetry import run_lines
 
@@ -69,7 +72,7 @@ class _WatchedRun:
             raise
 
     def stamp(self) -> tuple[int, int] | None:
-        """Other than before where there are new lines."""
+        """A value that changes when the file has new lines."""
         try:
             status = self._files.metrics.stat()
         except OSError:
@@ -77,21 +80,21 @@ class _WatchedRun:
         return status.st_mtime_ns, status.st_size
 
     def steps(self) -> int | None:
-        """How many steps the whole run has, as its configuration says; None for a loop of one's own."""
+        """The steps of the whole run, as its configuration says; None if it has none."""
         try:
             return int((self._files.settings() or {})["train"]["steps"])
         except (ValueError, KeyError, TypeError):
             return None
 
     def verdict(self, lines: Lines) -> str | None:
-        """What bounds its step."""
+        """What bounds the run's step, as a sentence; None before the first record."""
         from terrazzo.train.planning.run_review import RunReview
 
         bound = RunReview(self._files.path, lines).verdict() if lines else None
         return None if bound is None else str(bound)
 
     def failed(self, lines: Lines) -> str | None:
-        """How it has ended without a summary, in a line; None where it goes on, or is about to be started again."""
+        """How the run failed, in a line; None while it is running, or may be started again."""
         from terrazzo.telemetry import has_ended
         from terrazzo.telemetry.log.exit_note import exit_of
 
@@ -104,27 +107,26 @@ class _WatchedRun:
         return f"ended with exit code {note.code}: {note.cause}"
 
     def screen(self, lines: Lines, verdict: str | None, width: int) -> Any:
-        """All that is shown of it at once, as rich's text."""
+        """The screen as rich's text."""
         from rich.text import Text
 
         from terrazzo.errors import printable
         from terrazzo.telemetry import has_ended, screen_of
 
+        ranks = [] if has_ended(lines) else self._ranks.lines()
         if not lines:
-            return "\n".join(["waiting for the first log step", *self._ranks.lines()])
+            return Text(printable("\n".join(["waiting for the first log step", *ranks])))
         name, age_s = str(self._files.path), max(0.0, time.time() - self._files.metrics.stat().st_mtime)
-        now = [] if has_ended(lines) else self._ranks.lines()
-        text = screen_of(name, lines, steps=self.steps(), verdict=verdict, age_s=age_s, width=width, ranks=now)
+        text = screen_of(name, lines, steps=self.steps(), verdict=verdict, age_s=age_s, width=width, ranks=ranks)
         return Text(printable(text))
 
 
-def _on_screen(run: _WatchedRun) -> None:
-    from rich.console import Console
+def _on_screen(run: _WatchedRun, console: Console) -> None:
     from rich.live import Live
 
     from terrazzo.telemetry import has_ended
 
-    console, stamp, verdict = Console(highlight=False), None, None
+    stamp, verdict = None, None
     lines: Lines = []
     with Live(console=console, auto_refresh=False) as live:
         while not (has_ended(lines) or run.failed(lines)):

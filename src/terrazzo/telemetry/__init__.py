@@ -1,50 +1,51 @@
-"""Where the time and the memory of a run go: what is measured of its steps, where that is written, and who reads it.
+"""Where the time and the memory of a run go: what is measured in its steps, where it is written, and who reads it.
 
-Each folder imports from those before it in this list, and `attachment`, for a training loop of one's own, from all:
+Each folder imports only from those above it in this list; `attachment` imports from all:
 
     log         what a run writes into its folder, and how it is read back
-    steps       what is measured of a step
-    flight      the flight recorder: what each rank has exchanged, exchange by exchange
+    steps       what is measured in a step
+    flight      the flight recorder: what each rank did last, exchange by exchange
     display     a run's records as a verdict, tables, a screen of text and a page
-    watchdog    ranks that stand still
-    profiling   a script of somebody else's, measured while it runs
-    attachment  `attach`: all of this for a training loop of one's own
+    watchdog    finds ranks that stand still, says why, and ends them
+    profiling   measures a training script that does not use Terrazzo
+    attachment  `attach`: all of this for a training loop that is not the trainer's
 
-How a measurement goes, from the step to the file and back:
+The way of a measurement, from the step to the file and back:
 
-1. In a step the engine counts: seconds of each phase, and of each exchange how long the host waited (`engine.tally`).
-2. Behind the step `steps.step_recorder.StepRecorder.step_done` takes the counts. The training loop calls it, of one's
-   own loop the optimizer's hook that `attach` has set.
-3. At a log step `StepRecorder.record()` makes one dict of all steps since the last: the record of a step, whose fields
-   `docs/concepts/step-record.md` has. `terrazzo train` adds what each rank has measured, as its `skew`; ranks of a loop
-   of one's own exchange nothing for it.
+1. During a step the engine counts the seconds of each phase, and how long the host waited for each exchange
+   (`engine.tally`).
+2. After the step `steps.step_recorder.StepRecorder.step_done` takes the counts. The trainer calls it; in any other loop
+   the optimizer hook does that `attach` sets.
+3. At a log step `StepRecorder.record()` makes one dict of all steps since the last one: the record of a step, whose
+   fields `docs/concepts/step-record.md` describes. `terrazzo train` adds what each rank has measured, as `skew`; in
+   other loops ranks exchange nothing for a record, and it has no `skew`.
 4. On rank 0 `log.sinks.JsonLines.log("step", number, record)` writes it as a line of `metrics.jsonl`, in the folder
    whose files `log.run_folder.RunFolder` names; `TensorBoard` does the same for event files.
-5. Whoever looks reads the lines by `log.records`, and makes of them `display.verdict`, `display.tables`,
-   `display.screen` (`terrazzo watch`) or `display.page` (report.html).
+5. `log.records` reads the lines back, and `display` turns them into a verdict, tables, the screen of `terrazzo watch`
+   or report.html.
 
-A run of `terrazzo train` also writes lines of kind `train`, a row of its step table each: the newest loss, and rates
-over the steps since the row before. The loop measures into `train.report.log_window.LogWindow`, whose `row` makes a
-`steps.metrics.StepMetrics` of it; some of its numbers are columns of `display.step_table`.
+A run of `terrazzo train` also writes lines of kind `train`, one for each row of its step table: the newest loss, and
+rates over the steps since the row before. `train.report.log_window.LogWindow` measures them, and its `row` returns them
+as `steps.metrics.StepMetrics`; some of them are columns of `display.step_table`.
 
-To measure one thing more:
+To measure something new:
 
-- Where the time or the traffic of a step goes, of a loop of one's own too: a number of kind `step`. Count it in
-  `StepRecorder` (2), put it into the dict (3); sinks take any number by its name. To have `terrazzo train` compare it
-  between ranks, add it to `StepRecorder.numbers` and `skew`.
-- How training itself goes, which needs the session, and which one number tells for all ranks: a number of kind `train`.
-  Two edits: a field of `StepMetrics`, None by default, and its value in `LogWindow.row`. Files have it then; a
-  `_Column` of `display.step_table` puts it on screen.
+- Time or traffic of a step, in any loop: a number of kind `step`. Count it in `StepRecorder` (2) and put it into the
+  dict (3); sinks take any number by its name. For `terrazzo train` to compare it between ranks, add it to
+  `StepRecorder.numbers` and `skew`.
+- How training goes, as one number for all ranks, known to the trainer's session: a number of kind `train`. It takes a
+  field of `StepMetrics`, None by default, and its value in `LogWindow.row`. That puts it into the files; a `_Column` of
+  `display.step_table` puts it on screen.
 
-Beside that each rank writes single exchanges, as they happen, into a ring in memory: `flight.recorder.RingRecorder`.
-`terrazzo trace` draws it, and the watchdog reads from it what a rank that stands still waits for.
+Independently of all this each rank writes every exchange, as it happens, into a ring buffer in shared memory:
+`flight.recorder.RingRecorder`. `terrazzo trace` draws it, and the watchdog reads from it what a stuck rank waits for.
 
 Open to other packages:
 
-    log        the files of a run's folder, and how it has ended
+    log        the files in a run's folder, and how the run ended
     flight     what each rank has recorded
-    profiling  a script of somebody else's
-    watchdog   whether ranks stand still, for whoever has started them
+    profiling  for `terrazzo profile`
+    watchdog   for the launcher, which looks after the ranks that it starts
 """
 
 from typing import TYPE_CHECKING

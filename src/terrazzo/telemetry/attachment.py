@@ -1,4 +1,4 @@
-"""`tz.telemetry.attach`: records of steps, and somebody who sees whether ranks stand still, for a loop of one's own."""
+"""`tz.telemetry.attach`: step records, the flight recorder and the watchdog, for a training loop of the user's."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["Telemetry", "attach"]
 
 
 class Telemetry:
-    """Writes what `attach` asks for, on rank 0, until it is closed. Each record is in the file as soon as it is made.
+    """Writes step records on rank 0 until it is closed; see `attach`. Each is in the file as soon as it is made.
 
     Args:
-        recorder: of the model.
-        sinks: where records go.
+        recorder: measures the steps of the model.
+        sinks: the files that records go to; empty on all ranks but the first.
         every: steps between two records.
-        first_step: steps that were made before.
-        flight_recorder: where each exchange is recorded, on all ranks.
-        stop_looking: has nobody look after this rank any more.
+        first_step: steps that earlier starts of the run have made.
+        flight_recorder: records each exchange, on all ranks.
+        stop_looking: ends the watchdog's look at this rank; None where there is no watchdog.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Telemetry:
                 sink.log("step", self._step, record)
 
     def verdict(self) -> Verdict | None:
-        """What bounds the step, of all records so far; at any step, and after `close`.
+        """What bounds the step, by all records so far. May be called at any step, and after `close`.
 
         Returns:
-            On rank 0, whose records these are; `str()` of it is one sentence. None on other ranks, and before there is
-            a record.
+            The verdict on rank 0, which has the records; `str()` of it is one sentence. None on other ranks, and before
+            the first record.
         """
         return None if self._path is None else verdict_of(steps_of(lines_of(self._path)))
 
     def close(self) -> None:
-        """Write no more; what is in the files stays."""
+        """Stop writing and watching. What has been written stays."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -98,34 +98,34 @@ def attach(  # structure: signature fixed by what the records of a run have
     tensorboard: bool = False,
     stall_s: float | None = 20.0,
 ) -> Telemetry:
-    """Write a record of where the time of steps goes into `folder/metrics.jsonl`, on rank 0. Collective.
+    """Write where the time of steps goes into `folder/metrics.jsonl`, on rank 0. Collective.
 
-    Each rank also records the newest exchanges in memory, for `terrazzo trace folder`, and leaves them in
-    `folder/flight` when it ends. A process of its own on each machine looks whether they
-    stand still: one that does inside of a step, for good, is named, what all were doing is kept in `folder/stall`, and
-    they are ended with exit code 81. What a loop does between steps may last; see `docs/guides/slow-runs.md`.
+    Each rank also keeps its newest exchanges in memory, for `terrazzo trace folder`, and leaves them in `folder/flight`
+    when it ends. A separate process on each machine watches whether ranks stand still. If one hangs within a step, it
+    is named, what all ranks were doing is kept in `folder/stall`, and they are ended with exit code 81. What the loop
+    does between steps may take any time; see `docs/guides/slow-runs.md`.
 
-    A step ends when the model's optimizer has stepped, the last of several. The record is the mean of the steps since
-    the last one; `docs/concepts/step-record.md` has its fields. Nothing of what the model computes changes, and ranks
-    exchange nothing more.
+    A step ends when the model's optimizer has stepped; of several optimizers, the last one. A record is the mean of the
+    steps since the record before; `docs/concepts/step-record.md` describes its fields. What the model computes does not
+    change, and no step has another exchange for it.
 
     Args:
         model: sharded, with its optimizer.
-        folder: is made if it is not there.
+        folder: is made if it does not exist.
         every: steps between two records.
-        micro_batches: of a step on this rank, for what the record has of promises.
-        first_step: steps of the run that were made before, where it goes on in the folder of its earlier records: those
-            of later steps are dropped.
+        micro_batches: in a step on this rank, for the promises in the record.
+        first_step: steps that the run made before this start, if it continues in the folder of its earlier records:
+            records of later steps are dropped.
         tensorboard: write event files to `folder/tensorboard`, too.
-        stall_s: seconds in which nothing happens, and five times a phase's longest, after which ranks stand still;
-            None: nobody looks after them.
+        stall_s: seconds after which ranks in which nothing happens are taken to stand still, or five times the longest
+            instance of the phase they are in, if that is more; None for no watchdog.
 
     Returns:
-        What `close()` ends; it may be dropped otherwise.
+        An object whose `close()` ends it all. It need not be kept.
 
     Raises:
-        BadInput: the folder cannot be written, or has records and `first_step` is 0; a number is too small; on all
-            ranks.
+        BadInput: the folder cannot be written, or has records and `first_step` is 0; a number is too small. Raised on
+            all ranks.
         Misuse: the model is not sharded, or has no optimizer.
     """
     engine = engine_of(model)
@@ -155,7 +155,7 @@ def attach(  # structure: signature fixed by what the records of a run have
 
 
 def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:
-    """Where rank 0 writes to; of which all hear where it cannot."""
+    """The files that rank 0 writes. `attach` raises an error of these on all ranks."""
     _claim(path, is_new=first_step == 0)
     others = [] if events is None else [TensorBoard(events, first_step)]  # may fail: before a file is open
     lines = JsonLines(path, first_step)
@@ -165,7 +165,7 @@ def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:
 
 
 def _claim(path: Path, is_new: bool) -> None:
-    """Refuse a file that cannot be written, or holds another run's records; how an earlier start ended is removed."""
+    """Refuse a file that cannot be written, or has another run's records; remove the note of how a run ended there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):

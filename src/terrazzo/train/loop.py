@@ -29,7 +29,7 @@ __all__ = ["TrainingLoop"]
 
 
 class TrainingLoop:
-    """Runs a session to its last step, or until it is asked to stop; `on_step_end` is called behind each step."""
+    """Runs a session to its last step, or until it is asked to stop; `on_step_end` is called after each step."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TrainingLoop:
         self.recorder = StepRecorder(self.engine, session.micro_batches)
 
     def run(self) -> int:
-        """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
+        """Train; returns the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
         try:
             return self._run()
         except BaseException:
@@ -72,17 +72,17 @@ class TrainingLoop:
             self.recorder.step_done()
             self.on_step_end(session.step)
             if not joined:
-                continue  # groups of ranks train by themselves: there is nothing that all have alike
+                continue  # groups of ranks are training by themselves: there is no common state to report
             if session.step > before:
                 self.after_step(stopped=stopped)
-            else:  # back at a checkpoint, which has all that is due there
+            else:  # it went back to a checkpoint, where all that was due has been done
                 self.went_back()
         is_cut_short = stopped and session.step < train.steps
         self.finish(trained=session.step > first_step, stopped=is_cut_short)
         return PREEMPTED if is_cut_short else 0
 
     def agree_to_stop(self) -> bool:
-        """Whether any rank was asked to stop; all raise where one has lost a folder or a save. Collective."""
+        """Whether any rank was asked to stop; raises on all ranks if one has lost a folder or a save. Collective."""
         checkpoints = self.session.checkpoints
         lost = checkpoints.lost() or self.report.lost()
         self.engine.traffic.record("control", self.stop.NBYTES)
@@ -94,10 +94,15 @@ class TrainingLoop:
         return stopped
 
     def after_step(self, *, stopped: bool) -> None:
-        """What is due after a step that was taken: a log step, an evaluation, a checkpoint."""
+        """Do what is due after a step that was taken: a log step, an evaluation, a checkpoint."""
         session = self.session
         due = due_work(
-            session, self.cadence, newest=self.judge.newest, row_step=self.window.first_step, stopped=stopped
+            session,
+            self.cadence,
+            newest=self.judge.newest,
+            row_step=self.window.first_step,
+            is_first_row=self.window.is_first,
+            stopped=stopped,
         )
         if due.row:
             self.log()
@@ -110,21 +115,21 @@ class TrainingLoop:
             self.record()
 
     def finish(self, *, trained: bool, stopped: bool) -> None:
-        """The end of a run that went well: what is left to save, to export and to say.
+        """End a run that went well: save, export and report what is left.
 
         Args:
-            trained: a step was taken since this start.
-            stopped: there are steps left.
+            trained: whether a step was taken since this start.
+            stopped: whether there are steps left.
         """
         session = self.session
         with self.phases.during("save"):
-            if session.checkpoints.lacks(session.step):  # it was gone back to, and is on this machine alone
+            if session.checkpoints.lacks(session.step):  # after going back, this step may be saved on this machine only
                 self.report.checkpoint(session.save())
             session.checkpoints.wait()
             if session.step == session.config.train.steps and session.config.checkpoint.save_format == "hf":
                 path = export(session.config, session.checkpoints, session.model, session.step, trained=trained)
                 self.report.export(path)
-            session.checkpoints.finish()  # others may remove what was exported
+            session.checkpoints.finish()  # releases the folder: from now on others may change it
             self.report.end(stopped=stopped)
 
     @property
@@ -151,7 +156,7 @@ class TrainingLoop:
         self.report.step_done(self.engine.traffic)
 
     def skip_step(self, why: str) -> None:
-        """The step that is under way is not taken."""
+        """Leave out the step that is under way, as the guard wants it."""
         session, before = self.session, self.session.step
         forget_load(session.model)
         with self.phases.during("save"):  # it may read a checkpoint
@@ -161,7 +166,7 @@ class TrainingLoop:
         self.report.skip(done, session.progress.skipped[-1])
 
     def went_back(self) -> None:
-        """Forget what was measured, and what was found to be right, of steps that are done again."""
+        """Forget measurements and checks of steps that will be done again."""
         self.checks.went_back()
         self.judge.forget()
         self.window.begin()
@@ -169,15 +174,16 @@ class TrainingLoop:
         self.cadence.begin()
 
     def log(self) -> None:
-        """Check the losses and report the newest, with what was measured since the last log step."""
+        """Check all losses since the last log step, and report the newest with what was measured since then."""
         loss, grad_norm = self.judge.check()
         assert self.judge.newest is not None
         self.report.log_step(self.window.row(self.judge.newest, loss, grad_norm))
         self.window.begin()
 
     def record(self) -> None:
-        """Write where the time of the steps since the last record went, what is between them included, on each rank.
-        Collective; it waits for no device.
+        """Write where each rank's time went since the last record, between steps too. Collective.
+
+        It does not wait for the device.
         """
         numbers = torch.tensor(self.recorder.numbers(), dtype=torch.float64)
         of_ranks = torch.zeros(dist.get_world_size(), len(numbers), dtype=torch.float64)
@@ -186,10 +192,10 @@ class TrainingLoop:
         with self.engine.traffic.times_of("", "control").waiting(late=True):
             dist.all_reduce(of_ranks)
         self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(of_ranks.tolist())})
-        self.recorder.take()  # of the next record: the next step counts its exchanges from zero
+        self.recorder.take()  # this exchange belongs to the next record; the next step counts from zero
 
     def validate(self) -> None:
-        """Measure and report the validation loss, where there are data for it. Raises `Diverged`: it is not finite."""
+        """Measure and report the validation loss, if there are data for it; raises `Diverged` if it is not finite."""
         validation = evaluate(self.session)
         if validation is not None:
             self.judge.refuse(f"validation loss of step {self.session.step}", validation.loss)
@@ -197,7 +203,7 @@ class TrainingLoop:
         self.report.validation(validation)
 
     def between_steps(self, due: DueWork) -> None:
-        """Comparisons, evaluation, checkpoints and samples that are due after the current step."""
+        """Do the checks, evaluation, save and sample that are due after the current step."""
         session = self.session
         with self.cadence.apart():
             self.checks.after_step()
@@ -219,7 +225,7 @@ class TrainingLoop:
                 copied = session.save_locally()
             if copied is not None:
                 self.report.partner_copy(copied)
-        if due.sample:  # nothing is lost to it
+        if due.sample:  # last: if it fails, nothing is lost
             with self.phases.during("evaluate"), self.cadence.apart():
                 text = sample_text(session)
             self.report.sample(text)

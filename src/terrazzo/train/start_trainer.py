@@ -1,4 +1,4 @@
-"""`terrazzo train` as the launcher: refuse what cannot run, start the ranks, and end as they end."""
+"""`terrazzo train` as the launcher: refuses what cannot run, starts the ranks, and ends as they end."""
 
 from __future__ import annotations
 
@@ -28,20 +28,25 @@ ALONE = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "0",
 }
-"""The environment of the only rank."""
+"""The environment of a run's only rank."""
 
 
 def start_training(config: Config, path: Path, overrides: list[str]) -> int:
-    """The exit code of `terrazzo train PATH OVERRIDES`, which `config` is. Alone, this process becomes the only rank.
+    """Run `terrazzo train PATH OVERRIDES`; returns its exit code. A single rank runs in this process.
+
+    Args:
+        config: what `path` and `overrides` say.
 
     Raises:
-        BadInput: found before any process was started.
+        BadInput: the configuration cannot work. No process has been started.
     """
     command = RunCommand(path, overrides)
     ranks = ranks_to_start(config)
     check(config, ranks)
     check_fewer(config, ranks)
-    RunConsole().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
+    device = resolve_device(config.launch)
+    why = " (torch sees no CUDA device)" if (config.launch.device, device) == ("auto", "cpu") else ""
+    RunConsole().say(f"starting {counted(ranks, f'{device.upper()} rank')}{why} ...")
     if ranks == 1 and not config.launch.restarts:
         os.environ.update(ALONE)
         return train_as_rank(path, overrides, command)

@@ -45,10 +45,10 @@ _NOBODY_LOOKS = (
 
 
 def train_as_rank(path: Path, overrides: list[str], command: RunCommand | None = None) -> NoReturn:
-    """This process trains as the rank that its environment says it is, and ends with the exit code.
+    """Train as the rank that the environment says this process is, and end the process with the exit code.
 
     Args:
-        command: by which the run goes on; default: that of the launcher, which others may be.
+        command: the command that continues the run; default: that of the launcher, if Terrazzo's has started this rank.
     """
     launched = REPORT in os.environ  # by `start_training`, which says what there is to say of a stop
     command = command or (RunCommand(path, overrides) if launched else RunCommand())
@@ -64,8 +64,8 @@ class _RankOfRun:
     """What a rank was started with.
 
     Attributes:
-        command: by which the run goes on.
-        launched: by `start_training`, which starts ranks again where that is asked for.
+        command: the command that continues the run.
+        launched: whether `start_training` has started this rank, which also restarts ranks.
     """
 
     process: RankProcess
@@ -76,7 +76,7 @@ class _RankOfRun:
     launched: bool
 
     def train(self) -> int:
-        """Run this rank to its end; its exit code. Ranks read a file each: what is wrong on one is raised on all."""
+        """Run this rank to its end; returns its exit code. Ranks read a file each: an error in one is raised on all."""
         restart = take_restart_note()
         self.process.reach(Milestone.READY)
         ranks = join(self._launch_section())
@@ -100,25 +100,25 @@ class _RankOfRun:
         return load_config(self.path, self.overrides)
 
     def _launch_section(self) -> LaunchConfig:
-        """What to join with; where this rank cannot read it, all hear of it once they have met."""
+        """The settings to join with. If this rank cannot read them, all ranks are told once they have met."""
         try:
             return self._config().launch
         except BadInput:
             return LaunchConfig()
 
     def _claim_folders(self, config: Config) -> None:
-        """No other run may use them now: how an earlier one ended is forgotten, and how this one does noted there."""
+        """The folders are this run's now: remove the note of how an earlier run ended; this one's end is noted."""
         on_first(lambda: forget_exit(config.log.folder), BadInput)
         self.process.note_end_in(config.log.folder, lambda: None)
 
     def _announce_steps(self, session: Session) -> None:
-        """The run is set up: whoever has started this rank hears of it, and its end is noted with its step."""
+        """The run is set up: tell whoever started this rank, and note its end with the step from now on."""
         self.process.note_end_in(session.config.log.folder, lambda: session.step)
         self.process.reach(Milestone.TRAINING)
         self.stop.trains = True
 
     def _step_end(self, flight_recorder: FlightRecorder) -> Callable[[int], None]:
-        """What is called behind each step: it is recorded, and whoever has started this rank hears of the first."""
+        """A function to call after each step: records it, and tells whoever started this rank of the first one."""
 
         def step_ended(step: int) -> None:
             flight_recorder.events.step_done(step)
@@ -135,7 +135,7 @@ def _stay_stopped(ranks: Ranks) -> int:
 
 @contextmanager
 def _looked_after(session: Session, flight_recorder: FlightRecorder) -> Iterator[None]:
-    """Inside, what this rank does is recorded, and somebody sees whether it stands still."""
+    """Within this context, what the rank does is recorded, and a launcher or warden sees whether it stands still."""
     config, ranks = session.config, session.ranks
     flight_recorder.follow(engine_of(session.model), config.log.folder)
     stop_looking = None
@@ -146,7 +146,7 @@ def _looked_after(session: Session, flight_recorder: FlightRecorder) -> Iterator
     try:
         yield
     finally:
-        flight_recorder.events.phase(LEFT)  # what is left to do may take long, and is not looked after
+        flight_recorder.events.phase(LEFT)  # what is left may take long, and is not watched
         if stop_looking is not None:
             stop_looking()
         flight_recorder.close()

@@ -1,12 +1,12 @@
-"""`terrazzo checkpoint VERB`: `commands` has the options of all verbs, a file of its own what each does.
+"""`terrazzo checkpoint VERB`: `commands` has all verbs with their options; each verb's work is in the file of its name.
 
 commands  the verbs with their options
-options   what `convert` takes, as values
-inspect   what is in a checkpoint, or which are in a folder
-verify    its files against their digests
-diff      two checkpoints compared
-prune     old checkpoints of a folder removed
-convert   a checkpoint in another format
-progress  the bar that shows how far a verb is
-text      what the verbs print, as lines and tables
+options   the options of `convert` as values
+inspect   shows what is in a checkpoint, or which are in a folder
+verify    checks files against their digests
+diff      compares two checkpoints
+prune     removes old checkpoints of a folder
+convert   writes a checkpoint in another format
+progress  the progress bar of a verb
+text      lines and tables that the verbs print
 """

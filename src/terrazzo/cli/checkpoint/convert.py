@@ -1,4 +1,4 @@
-"""`terrazzo checkpoint convert`: a checkpoint of any format written as Terrazzo, Hugging Face or DCP has it."""
+"""`terrazzo checkpoint convert`: writes a checkpoint of any format as Terrazzo, Hugging Face or DCP has it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _check_target(to: Target, dst: str, flags: list[str]) -> None:
 
 
 def _export_keywords(options: HuggingFaceOptions) -> dict[str, Any]:
-    """Arguments of `export_huggingface`: those that are written, the rest have its defaults."""
+    """Keyword arguments of `export_huggingface` for the options that were given; the others keep their defaults."""
     keywords: dict[str, Any] = {}
     if options.dtype is not None:
         dtype = dtype_named(options.dtype)
@@ -78,7 +78,7 @@ def _parse_size(text: str) -> int:
 
 
 def _model_of(src: str, source: Source, reference: Path | None) -> ModelDescription:
-    """What the model is: as the reference says, else the folder of weights, else the run that saved it."""
+    """The model's description: from `reference`, else from the folder of weights, else from the run that saved it."""
     if reference is not None:
         return describe_folder(reference)
     if (Path(src) / CONFIG_FILE).is_file():

@@ -1,4 +1,4 @@
-"""`terrazzo checkpoint diff`: two checkpoints compared, state by state."""
+"""`terrazzo checkpoint diff`: compares two checkpoints state by state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["diff_checkpoints"]
 
 
 def diff_checkpoints(paths: tuple[str, str], kind: str | None, show_all: bool, as_json: bool) -> int:
-    """Compare two checkpoints; the exit code."""
+    """Compare two checkpoints and print the result; returns the exit code."""
     sources = open_source(paths[0]), open_source(paths[1])
     settings = [] if kind else compare_settings(*sources)
     with progress("comparing", sum(describe.total_bytes(source, kind) for source in sources)) as advance:

@@ -1,4 +1,4 @@
-"""`terrazzo checkpoint inspect`: what a checkpoint holds, or which checkpoints are in a folder."""
+"""`terrazzo checkpoint inspect`: shows what a checkpoint holds, or which checkpoints are in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `terrazzo checkpoint convert` takes, as it is written on the command line."""
+"""The options of `terrazzo checkpoint convert` as values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Target(StrEnum):
 
 
 class HuggingFaceOptions(NamedTuple):
-    """The options that `--to hf` alone has, as they are written; None for those left out."""
+    """The options for `--to hf` only, as they were written; None for those left out."""
 
     reference: Path | None
     dtype: str | None
@@ -26,5 +26,5 @@ class HuggingFaceOptions(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """The flags of the options that are written."""
+        """The flags of the options that were given."""
         return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]

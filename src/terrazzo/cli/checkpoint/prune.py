@@ -1,4 +1,4 @@
-"""`terrazzo checkpoint prune`: all checkpoints of a folder removed but those to keep."""
+"""`terrazzo checkpoint prune`: removes all checkpoints of a folder but those to keep."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["KeptCheckpoints", "prune_folder"]
 
 
 class KeptCheckpoints(NamedTuple):
-    """Which checkpoints of a folder stay, as the options have it.
+    """Which checkpoints of a folder are kept.
 
     Attributes:
         keep_last: how many of the highest steps.
         keep_every: also those whose step is a multiple of it.
         keep_best: also so many with the lowest validation loss.
-        run: of this run only, by its name; None for every run's.
+        run: prune only the checkpoints of the run of this name; None for all runs.
     """
 
     keep_last: int

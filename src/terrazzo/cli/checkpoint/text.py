@@ -1,4 +1,4 @@
-"""What the verbs of `terrazzo checkpoint` print, as lines and tables."""
+"""Lines and tables that the verbs of `terrazzo checkpoint` print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["differences_text", "inspect_text", "listing_text", "tensors_text"]
 
 
 def inspect_text(description: Mapping[str, Any]) -> str:
-    """What `describe` gives, for people."""
+    """The text of what `describe` returns."""
     rows = [*_head_rows(description), *_optimizer_rows(description["optimizer"]), *_extra_rows(description["extra"])]
     parts = [columns(rows, "<<"), _states_text(description["states"])]
     parts.append(columns([["largest tensors", "shape", "size"], *map(_tensor_row, description["largest"])], "<<>"))
@@ -24,7 +24,7 @@ def inspect_text(description: Mapping[str, Any]) -> str:
 
 
 def tensors_text(tensors: Sequence[Mapping[str, Any]]) -> str:
-    """What `tensors` gives, a line each, below what else is printed."""
+    """A table of what `tensors` returns, to be printed below `inspect_text`."""
     rows = [["all tensors", "shape", "size", "states"]]
     for tensor in tensors:
         by_dtype: dict[str, list[str]] = {}
@@ -36,7 +36,7 @@ def tensors_text(tensors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def differences_text(differences: Sequence[StateDifference], show_all: bool) -> str:
-    """A row for each tensor, in it the largest absolute difference of each kind of state; at the end those of all."""
+    """A row per tensor with the largest absolute difference of each kind of state; below it the totals."""
     different = {each.name for each in differences if not each.equal}
     kinds = list(dict.fromkeys(each.kind for each in differences))
     rows: dict[str, dict[str, str]] = {}
@@ -67,7 +67,7 @@ def _worst(kind: str, differences: Sequence[StateDifference]) -> list[str]:
 
 
 def listing_text(listing: Mapping[str, Any]) -> str:
-    """Checkpoints of a folder, a line each."""
+    """A table of the checkpoints of a folder."""
     rows = [["name", "step", "run", "ranks", "plan", "size", "metric", "state"]]
     rows += map(_listing_row, listing["checkpoints"])
     unfinished = [f"not finished: {unmistakable(name)}" for name in listing["unfinished"]]
@@ -150,5 +150,5 @@ def _tensor_row(tensor: Mapping[str, Any]) -> list[str]:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    """Names with their values, without those that are off."""
+    """Names with their values, without those that are None or False."""
     return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None and value is not False)

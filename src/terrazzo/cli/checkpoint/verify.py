@@ -1,4 +1,4 @@
-"""`terrazzo checkpoint verify`: every digest recomputed, and what is not as it was written."""
+"""`terrazzo checkpoint verify`: recomputes every digest, and names what is not as it was written."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from terrazzo.errors import BadInput, Damaged
 __all__ = ["verify_checkpoints"]
 
 CODE_OF_STATE = {"whole": 0, "not verified": 2, "damaged": 1}
-"""The exit code, of the last state that applies."""
+"""Exit codes. The last state in this order that a checkpoint has counts."""
 
 
 def verify_checkpoints(paths: Sequence[str], threads: int | None, as_json: bool) -> int:
-    """Recompute every digest; the exit code."""
+    """Recompute every digest and print the results; returns the exit code."""
     checkpoints = [checkpoint for path in paths for checkpoint in describe.expand(path)]
     results, start = [], time.perf_counter()
     for path in checkpoints:
@@ -42,7 +42,7 @@ def verify_checkpoints(paths: Sequence[str], threads: int | None, as_json: bool)
 
 
 def _verify(path: str, threads: int) -> dict[str, Any]:
-    """What `verify` reports of one checkpoint."""
+    """Verify one checkpoint; returns its entry in the report."""
     result: dict[str, Any] = {"path": path, "state": "whole", "problems": [], "size_bytes": 0}
     try:
         audit = open_audit(path)

@@ -1,4 +1,4 @@
-"""`terrazzo config check`: what is wrong with a configuration of any dialect."""
+"""`terrazzo config check`: finds what is wrong with a configuration of any dialect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_config"]
 
 
 def check_config(file: Path, dialect: str | None, options: ContextOptions, as_json: bool) -> int:
-    """Find what is wrong with a configuration; the exit code."""
+    """Print what is wrong with a configuration; returns the exit code."""
     understood = understand(file, dialect, reading_context(options))
     findings = check(understood)
     if as_json:

@@ -16,7 +16,11 @@ LOAD_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def reading_context(options: ContextOptions) -> ReadingContext:
-    """What they mean for a reader. Raises: `BadInput` for one that means nothing."""
+    """The context that the options describe.
+
+    Raises:
+        BadInput: an option has a value without a meaning.
+    """
     load_dtype = None if options.load_dtype is None else dtype_named(options.load_dtype)
     if load_dtype not in (None, *LOAD_DTYPES):
         raise BadInput(f"--load-dtype is '{load_dtype}'; there are: {', '.join(LOAD_DTYPES)}.")
@@ -40,7 +44,7 @@ def _versions(texts: list[str]) -> dict[str, str]:
 
 
 def _sizes(model: str) -> dict[str, Any]:
-    """What readers and checks need of a model."""
+    """The fields of `ReadingContext` that describe a model."""
     from terrazzo.planner import model_shape  # takes a moment, and few ask for it
 
     shape = model_shape(model)

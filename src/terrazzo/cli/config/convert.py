@@ -1,4 +1,4 @@
-"""`terrazzo config convert`: a configuration in another dialect, and what became of every key."""
+"""`terrazzo config convert`: writes a configuration in another dialect, and says what became of every key."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Dialects", "convert_config"]
 
 
 OF_USER = ("model", "data")
-"""Sections of a configuration for `terrazzo train` that stand for what a script has in code."""
+"""Sections of a configuration for `terrazzo train` that correspond to what a training script has in code."""
 
 
 class Dialects(NamedTuple):
-    """Names: of the file's dialect, None for the one that it looks like, and of the one to write."""
+    """The name of the file's dialect (None: to be recognised), and of the dialect to write."""
 
     source: str | None
     target: str
@@ -38,11 +38,11 @@ class Dialects(NamedTuple):
 def convert_config(
     file: Path, dialects: Dialects, options: ContextOptions, out: Path | None, partial: bool, as_json: bool
 ) -> int:
-    """Write a configuration in another dialect; the exit code.
+    """Write a configuration in another dialect; returns the exit code.
 
     Args:
         out: the file to write; None to print the document.
-        partial: write although keys are refused, without them.
+        partial: write even if keys are refused, without these.
     """
     target = dialect(dialects.target)
     if out is not None:
@@ -112,7 +112,7 @@ def _say_conversion(file: str, conversion: Conversion, context: ReadingContext, 
 
 
 def _say_what_is_left(conversion: Conversion, *, stderr: bool) -> None:
-    """Which sections the user is still to write, of a configuration that was made of what goes with a script."""
+    """Say which sections the user still has to write, if the source is a configuration that goes with a script."""
     missing = [name for name in OF_USER if name not in conversion.document]
     if missing and conversion.target.name == "terrazzo" and conversion.source is not conversion.target:
         say(
@@ -164,7 +164,7 @@ def _memory_cells(cost: Cost, context: ReadingContext) -> list[str]:
 
 
 def _as_json(file: str, conversion: Conversion, context: ReadingContext, written: Path | None) -> dict[str, Any]:
-    """The whole report."""
+    """The whole report as plain values."""
     sides = {"before": conversion.before, "after": conversion.after}
     ranks = _ranks(conversion)
     return {

@@ -1,4 +1,4 @@
-"""`terrazzo config diff`: what two configurations mean, compared."""
+"""`terrazzo config diff`: compares what two configurations mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["diff_configs"]
 def diff_configs(
     files: tuple[Path, Path], dialects: tuple[str | None, str | None], options: ContextOptions, as_json: bool
 ) -> int:
-    """Compare what two configurations mean; the exit code."""
+    """Compare what two configurations mean and print it; returns the exit code."""
     context = reading_context(options)
     one, other = (understand(file, name, context) for file, name in zip(files, dialects, strict=True))
     differences = compare(one.description, other.description)
@@ -33,7 +33,7 @@ def diff_configs(
 
 
 def _say_differences(a: tuple[str, str], b: tuple[str, str], differences: Sequence[SettingDifference]) -> None:
-    """A line per difference."""
+    """Print a line per difference."""
     say(f"A  {a[0]}: {a[1]}\nB  {b[0]}: {b[1]}")
     if not differences:
         say("They mean the same.")

@@ -1,4 +1,4 @@
-"""`terrazzo config explain`: what a configuration means, with effective values."""
+"""`terrazzo config explain`: shows what a configuration means, with effective values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["explain_config"]
 
 
 def explain_config(file: Path, dialect: str | None, options: ContextOptions, everything: bool, as_json: bool) -> None:
-    """Say what a configuration means."""
+    """Print what a configuration means."""
     page = explain(understand(file, dialect, reading_context(options)))
     say_report(page) if as_json else _say_page(str(file), page, everything=everything)
 
 
 def _say_page(file: str, page: Page, *, everything: bool) -> None:
-    """The plan in words, then what the file sets, and with `everything` also what it does not."""
+    """Print the plan in words, then what the file sets, and with `everything` also what it does not."""
     say(f"{file}: {page.title}", "bold")
     say("\n".join(page.plan))
     in_file = [option for option in page.options if option.key]

@@ -1,4 +1,4 @@
-"""The options that several verbs of `terrazzo config` have."""
+"""Options that several verbs of `terrazzo config` have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AllOption = Annotated[
 
 
 class ContextOptions(NamedTuple):
-    """What the file does not say, as it is written on the command line."""
+    """What the file does not say, as given on the command line; None for what was left out."""
 
     world: int | None
     model: str | None
@@ -49,4 +49,4 @@ CONTEXT_PARAMETERS = (
         metavar="NAME=VERSION",
     ),
 )
-"""The options of `ContextOptions`, as all verbs have them."""
+"""The parameters for the fields of `ContextOptions`, which all verbs have."""

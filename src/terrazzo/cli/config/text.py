@@ -1,4 +1,4 @@
-"""What the verbs of `terrazzo config` print alike: reports as JSON, keys with what became of them, cells of tables."""
+"""Printing that the verbs of `terrazzo config` share: reports as JSON, keys with their verdicts, cells of tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def say_report(value: Any) -> None:
 
 
 def say_verdicts(verdicts: Sequence[KeyVerdict], *, stderr: bool = False) -> None:
-    """A line for each key, with why below it where that is to be said."""
+    """Print a line for each key, and below it why, if there is more to say."""
     rows = [[verdict.kind, f"{verdict.key} = {cell_text(verdict.value)}", _becomes(verdict)] for verdict in verdicts]
     if not rows:
         return

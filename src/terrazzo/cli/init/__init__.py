@@ -1,7 +1,7 @@
 """`terrazzo init`: questions, the planner's choice for the answers, and a configuration that says why.
 
-command    the options, and who answers a question: an option, its default, or somebody at the terminal
-questions  the questions, each of which is an option
-answers    what an answer to each means, and its default by the answers before it
-document   the configuration for the answers: chosen by the planner, checked, written
+command    the command; asks the questions that its options leave open
+questions  the table of questions, each of which is also an option
+answers    parses the answer to each question, and its default, which earlier answers decide
+document   has the planner choose a configuration for the answers, checks it and writes it
 """

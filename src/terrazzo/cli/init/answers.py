@@ -1,4 +1,4 @@
-"""What an answer of `terrazzo init` means, and what is answered where nothing is, by the answers before it."""
+"""Parses the answers of `terrazzo init`, and has their defaults, which depend on earlier answers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["ANSWERS", "DECODER", "InitAnswers", "Machine", "Model", "answer"]
 
 GOALS = ("pretrain", "finetune")
 DECODER = {"kind": "decoder", "dim": 256, "layers": 6, "heads": 4}
-"""The model that needs nothing: small enough for a CPU."""
+"""The built-in model: it needs no files, and is small enough for a CPU."""
 
 LONGEST = 1024
-"""The longest sequences that are proposed. A model's own positions are often more than memory has room for."""
+"""Longest default of --seq: many models have more positions than there is memory for."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to train: `name` as it was given, a preset unless it is a `folder` or the built-in decoder."""
+    """A model to train: a `folder`, the built-in decoder, or else a preset; `name` is what was given."""
 
     name: str
     shape: ModelShape
@@ -38,13 +38,13 @@ class Model:
 
     @property
     def built_in(self) -> bool:
-        """Whether it is the built-in decoder, and not a folder of that name."""
+        """Whether it is the built-in decoder, and not a folder of the same name."""
         return self.name == "decoder" and self.folder is None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it will run; `is_here` where that is this machine, which can then be asked for more."""
+    """Where the run will be. `is_here`: it is this machine, so that its limits can be checked."""
 
     cluster: Cluster
     is_here: bool
@@ -55,7 +55,7 @@ class Machine:
 
 
 class InitAnswers(TypedDict, total=False):
-    """What has been answered so far, by the question's name; all of it once every question was."""
+    """The answers so far, by the question's name."""
 
     goal: str
     model: Model
@@ -96,7 +96,7 @@ def _model(text: str, answers: InitAnswers) -> Model:
 
 
 def _data(text: str, answers: InitAnswers) -> str:
-    """The source, once it is there; an object store is not asked yet."""
+    """The source, which must exist; a URL is not looked up yet."""
     if "://" not in text:
         find_files(text)
     return text
@@ -119,7 +119,7 @@ def _default_ranks(answers: InitAnswers) -> str:
 
 def _ranks(text: str, answers: InitAnswers) -> int:
     machine = answers["gpu"]
-    ranks = _whole("--ranks", text)
+    ranks = _whole("--ranks", text, MOST_DEVICES)
     if machine.is_here and not machine.on_cpu and ranks > machine.cluster.count:
         raise BadInput(f"--ranks is {ranks}, but this machine has {machine.cluster.count} GPUs, one for each rank.")
     return ranks
@@ -152,18 +152,21 @@ def _batch(text: str, answers: InitAnswers) -> int:
     return batch
 
 
-def _whole(flag: str, text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= MOST_DEVICES:
-        raise BadInput(f"{flag} is '{text}', expected a whole number from 1 to {MOST_DEVICES:,}.")
-    return int(text)
+def _whole(flag: str, text: str, most: int | None = None) -> int:
+    """A whole number above 0, and no more than `most` where that is given."""
+    number = int(text) if text.isdecimal() and len(text) < 19 else 0
+    if number < 1 or (most is not None and number > most):
+        bounds = "above 0" if most is None else f"from 1 to {most:,}"
+        raise BadInput(f"{flag} is '{text}', expected a whole number {bounds}.")
+    return number
 
 
 class _Answer(NamedTuple):
-    """How a question is answered.
+    """How a question is answered. Both functions get the answers to earlier questions.
 
     Attributes:
-        default: what is answered where nothing is, by the answers before it; None where there is none.
-        read: what an answer means, by the answers before it. Raises: `BadInput` for what cannot be.
+        default: the default as text; None if there is none.
+        read: parses the text of an answer; raises `BadInput` for one that is not possible.
     """
 
     default: Callable[[InitAnswers], str | None]
@@ -182,13 +185,14 @@ ANSWERS = {
         lambda answers: "1000" if answers["goal"] == "pretrain" else "300", lambda text, _: _whole("--steps", text)
     ),
 }
-"""By the question's name."""
+"""For each question, by its name."""
 
 
 def answer(question: Question, text: str | None, answers: InitAnswers) -> Any:
-    """What `text` means, or the default where it is None.
+    """The answer that `text` gives, or the default if it is None.
 
-    Raises: `BadInput` for what cannot be, and where there is no default.
+    Raises:
+        BadInput: the answer is not possible, or there is no default.
     """
     default, read = ANSWERS[question.name]
     text = default(answers) if text is None else text

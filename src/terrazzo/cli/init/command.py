@@ -55,7 +55,7 @@ def init(
 
 
 def _check_askable(texts: Mapping[str, str | None], yes: bool) -> None:
-    """Somebody is there to be asked, or nothing is left to ask."""
+    """Refuse open questions if there is no terminal to ask them on."""
     missing = [question.flag for question in QUESTIONS if texts[question.name] is None]
     if missing and not yes and not _can_ask():
         raise BadInput(
@@ -65,7 +65,7 @@ def _check_askable(texts: Mapping[str, str | None], yes: bool) -> None:
 
 
 def _free_file(file: Path, yes: bool, overwrite: bool) -> Path:
-    """`file`, or the one that is named in its place where it exists and is to stay."""
+    """`file`, or another one that is asked for if it exists and is not to be replaced."""
     while file.exists() and not overwrite:
         if yes or not _can_ask():
             raise BadInput(f"'{file}' exists, and is not replaced: name another file, or give --overwrite.")
@@ -78,7 +78,7 @@ def _free_file(file: Path, yes: bool, overwrite: bool) -> Path:
 
 
 def _answers(texts: Mapping[str, str | None], yes: bool) -> InitAnswers:
-    """What every question is answered with: as its option says, else its default, or else what is typed."""
+    """The answers to all questions: from options, else typed, or with `yes` the defaults."""
     from terrazzo.cli.init.answers import ANSWERS, answer  # imports the planner and the trainer
 
     by_name: dict[str, Any] = {}
@@ -94,7 +94,7 @@ def _answers(texts: Mapping[str, str | None], yes: bool) -> InitAnswers:
 
 
 def _ask_until_read(text: str, default: str | None, read: Callable[[str | None], T]) -> T:
-    """What is typed, or the default, as `read` takes it: asked for again until it does."""
+    """Ask until `read` accepts what is typed, or the default; returns what `read` does."""
     while True:
         typed = input(f"{text}{'' if default is None else f' [{default}]'}: ").strip()
         try:
@@ -108,7 +108,7 @@ def _can_ask() -> bool:
 
 
 def _checked_file(file: Path) -> Path:
-    """`file`; raises `BadInput` for what cannot be written."""
+    """`file`; raises `BadInput` if it cannot be written."""
     if file.suffix.lower() not in (".yaml", ".yml"):
         raise BadInput(f"FILE is '{file}': its name must end with .yaml or .yml.")
     if not file.parent.is_dir():

@@ -1,4 +1,4 @@
-"""What `terrazzo init` writes: the planner's choice for the answers, as YAML that says why."""
+"""Writes the file of `terrazzo init`: the planner's choice for the answers, as YAML with comments that say why."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from terrazzo.train.preflight import check
 __all__ = ["write_config"]
 
 LARGEST_UNTIMED = 8
-"""Sequences of a micro-batch where no speed is known; more would only take memory."""
+"""Largest micro-batch for a device whose speed is not known: more would only take memory."""
 RATES = {"pretrain": 3e-4, "finetune": 2e-5}
 DECODER_RATE = 1e-3
 
 
 def write_config(file: Path, answers: InitAnswers) -> None:
-    """Choose, check and write. Raises: `BadInput` before anything is written, where no choice fits or can run; and
-    where a file cannot be written.
+    """Choose, check and write a configuration.
+
+    Raises:
+        BadInput: no choice fits or can run, before anything is written; or a file cannot be written.
     """
     model, machine = answers["model"], answers["gpu"]
     frontier = _search(answers)
@@ -84,7 +86,7 @@ def _search(answers: InitAnswers, checkpointing: str | None = None) -> Frontier:
 
 
 def _best(frontier: Frontier, answers: InitAnswers) -> Estimate:
-    """The planner's first. Where it knows no speed, the first that recomputes least, in larger micro-batches."""
+    """The planner's first choice. If no speed is known: the first that recomputes least, in larger micro-batches."""
     if frontier.best is None:
         nearest = frontier.nearest
         why = f" Nearest is {nearest.strategy}: {nearest.reason.rstrip('.')}." if nearest else ""
@@ -108,7 +110,7 @@ def _precision(machine: Machine) -> str:
 
 
 def _checked(config: Config, files: TrainFiles, ranks: int) -> list[str]:
-    """What `terrazzo train` would refuse is refused now; its notes. A model's config.json is not written yet."""
+    """Refuse now what `terrazzo train` would refuse; returns its notes. The model's config.json is not written yet."""
     if files.model_config is None:
         return check(config, ranks)
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +123,7 @@ def _checked(config: Config, files: TrainFiles, ranks: int) -> list[str]:
 
 
 def _document(files: TrainFiles, answers: InitAnswers, file: Path) -> dict[str, Any]:
-    """All sections in the order in which they are read."""
+    """All sections of the configuration, in the order in which one reads them."""
     model, goal, config = answers["model"], answers["goal"], dict(files.config)
     log = Path("runs") / file.stem
     section = dict(DECODER) if model.built_in else config["model"]
@@ -148,12 +150,12 @@ def _document(files: TrainFiles, answers: InitAnswers, file: Path) -> dict[str, 
 
 
 def _every(steps: int, times: int) -> int:
-    """Steps between two of `times` in a run of so many, and no fewer than 100, so that they are a small part of it."""
+    """An interval that comes `times` times in a run, but at least 100 steps (or the run), to take little of it."""
     return max(min(steps, 100), steps // times)
 
 
 def _reasons(frontier: Frontier, best: Estimate, answers: InitAnswers) -> dict[str, list[str]]:
-    """Why each section is as it is, by its name."""
+    """The comments of each section: why it is as it is."""
     setup, machine = best.setup, answers["gpu"]
     batch = (
         f"{setup.global_batch} sequences of {setup.sequence} tokens in a step,"
@@ -213,7 +215,7 @@ def _checkpointing_reason(mode: str) -> str:
 
 
 def _memory(best: Estimate) -> str:
-    """Every room that the plan uses: a rank's device, and what its host's ranks take together."""
+    """The memory that is expected to be used: of a rank's device, and of its host and disks by all ranks there."""
     names = {"device": "", "host": " of each host's memory", "disk": " of each host's disks"}
     amounts = []
     for room in best.memory.rooms:

@@ -1,4 +1,4 @@
-"""What `terrazzo init` asks, each question a row: an option of the command, or else a line to be typed."""
+"""The questions of `terrazzo init`, as a table. Each is an option of the command, or else is asked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["QUESTIONS", "Question"]
 
 
 class Question(NamedTuple):
-    """One setting. What an answer means, and what is answered by default, is in `answers`, which imports the planner.
+    """One question. Its parser and default are in `answers`, which imports the planner.
 
     Attributes:
-        name: of its answer in `InitAnswers`.
-        metavar: what stands for the value in the help.
-        text: as it is asked.
+        name: its key in `InitAnswers`.
+        metavar: stands for the value in the help.
+        text: of the question.
         help: of the option.
     """
 
@@ -67,4 +67,4 @@ QUESTIONS = (
     ),
     Question("steps", "N", "Steps", "Optimizer steps; default: 1000, or 300 to finetune."),
 )
-"""In this order: later defaults come from earlier answers."""
+"""The questions, in an order in which later defaults can depend on earlier answers."""

@@ -1,4 +1,4 @@
-"""What `terrazzo plan` does with its arguments: find the answer, write files, print."""
+"""Carries out `terrazzo plan`: finds the answer, writes files, prints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["answer_plan"]
 
 
 def answer_plan(arguments: PlanArguments) -> None:
-    """`terrazzo plan`: from its arguments to what it writes and prints."""
+    """Answer, write the files that were asked for, and print."""
     check_files(arguments.emit, arguments.picture, arguments.html)
     source = _source(arguments)
     _refuse_options(source, arguments)
@@ -79,7 +79,7 @@ def _model_request(arguments: PlanArguments) -> Request:
 
 
 def _of_count(text: str, arguments: PlanArguments) -> BareAnswer:
-    """States and traffic. The recipe is the ZeRO paper's 2 + 2 + 12 bytes unless another was asked for."""
+    """States and traffic of a bare number of parameters; by default with the ZeRO paper's 2 + 2 + 12 bytes each."""
     if "@" in (arguments.strategy or ""):
         raise BadInput("An offload says nothing about a bare number of parameters: name a model with --model.")
     precision = "zero" if arguments.precision is None else arguments.precision
@@ -92,7 +92,7 @@ def _of_count(text: str, arguments: PlanArguments) -> BareAnswer:
 
 
 def _request(arguments: PlanArguments, **changes: Any) -> Request:
-    """What is asked of the planner; `changes` replace fields of it."""
+    """The request to the planner; `changes` replace fields of it."""
     strategy, offload = _strategy(arguments.strategy, arguments.offload)
     own = {"strategy": strategy, "offload": offload, "sequence_parallel": not arguments.no_sequence_parallel}
     try:
@@ -102,7 +102,7 @@ def _request(arguments: PlanArguments, **changes: Any) -> Request:
 
 
 def _strategy(name: str | None, tier: str | None) -> tuple[str | None, bool]:
-    """A strategy with its tier, and whether the search may choose one."""
+    """The strategy, with its tier if one was given, and whether the search may choose a tier."""
     if tier is not None:
         check_tier(tier)
     if tier == "any" and name is not None:
@@ -123,7 +123,7 @@ LETTERS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def _count(text: str) -> float:
-    """`70e9`, `70B`, `1.5t`."""
+    """The number that a text such as `70e9`, `70B` or `1.5t` stands for."""
     match = COUNT.fullmatch(text.replace(",", "").replace("_", ""))
     try:
         value = float(match[1]) * LETTERS[match[2].lower()] if match else math.nan
@@ -138,7 +138,7 @@ def _count(text: str) -> float:
 
 
 def _source(arguments: PlanArguments) -> PlanSource:
-    """What describes the model. Raises: `BadInput` unless it is exactly one."""
+    """What describes the model; raises `BadInput` unless exactly one thing does."""
     sources: list[PlanSource] = []
     if arguments.config is not None:
         sources.append(FromConfig(arguments.config, arguments.overrides))
@@ -154,7 +154,7 @@ def _source(arguments: PlanArguments) -> PlanSource:
 
 
 def _check_config(path: Path | None) -> None:
-    """Raises `BadInput` for the name of a model in the place of a file."""
+    """Raise `BadInput` if CONFIG is the name of a model and not a file."""
     if path is None or path.suffix or path.exists():
         return
     meant = str(path) if preset_name(str(path)) else next(iter(get_close_matches(str(path), list(PRESETS), n=1)), "")
@@ -163,7 +163,7 @@ def _check_config(path: Path | None) -> None:
 
 
 def _refuse_options(source: PlanSource, arguments: PlanArguments) -> None:
-    """What has no meaning beside a configuration, which says what a run is, or beside a bare number of parameters."""
+    """Raise `BadInput` for options that have no meaning with a configuration or with a bare number of parameters."""
     reasons = {
         "CONFIG": "was given beside a configuration, which decides it: write an override, such as plan.name=zero2.",
         "--params": "says nothing about a bare number of parameters: name a model with --model.",
@@ -201,7 +201,7 @@ def _write(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArgum
 
 
 def _write_page(answer: Answer, arguments: PlanArguments, path: Path) -> None:
-    """With all plans that are possible, also where one was named."""
+    """Write the page of all possible plans, also if one plan was named."""
     request, frontier = _model_request(arguments), answer.frontier
     if frontier is None:
         opened = replace(request, strategy=None, micro_batch=None, checkpointing=None)
@@ -220,7 +220,7 @@ def _print(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArgum
 
 
 def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) -> list[TextBlock]:
-    """The commands that run the plan, where this version can."""
+    """The commands that run the plan, if this version can."""
     here = answer.best.memory.fits is not False and runnable(answer.best.setup)
     start = _start(answer.best.setup.cluster)
     if isinstance(source, FromConfig):
@@ -244,7 +244,7 @@ def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) ->
 
 
 def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
-    """The override that starts the ranks that were asked for, where one host has them and `config` says otherwise."""
+    """The override for the number of ranks that was planned, if one host has them and `config` has another number."""
     cluster, configured = answer.best.setup.cluster, config.rank_numbers[-1:]
     if gpus is None or list(configured) == [cluster.count] or not _on_one_host(cluster):
         return []
@@ -252,7 +252,7 @@ def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
 
 
 def _start(cluster: Cluster) -> str:
-    """What starts ranks on every host; on one this command does."""
+    """The command that starts the ranks: torchrun if there are several hosts."""
     if _on_one_host(cluster):
         return terrazzo_command()
     ranks = min(cluster.count, cluster.device.per_node)

@@ -1,4 +1,4 @@
-"""The files that `terrazzo plan` writes: checked before any work, written at the end."""
+"""The files that `terrazzo plan` writes. Their names are checked before any work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMITTED = (".yaml", ".yml", ".json")
 
 
 def check_files(emitted: Path | None, picture: Path | None, page: Path | None) -> None:
-    """Refuse names that cannot be written. Raises: `BadInput`."""
+    """Raise `BadInput` for names that cannot be written."""
     named = (("--emit", emitted, EMITTED), ("--picture", picture, SUFFIXES), ("--html", page, (".html", ".htm")))
     for option, path, suffixes in named:
         if path is None:
@@ -34,12 +34,14 @@ def check_files(emitted: Path | None, picture: Path | None, page: Path | None) -
 
 
 def emit(estimate: Estimate, model: str, path: Path) -> None:
-    """Write the configuration of a plan, and beside it the model's own where no config.json holds that.
+    """Write the configuration of a plan, and the model's config.json if `model` is not a folder that has one.
 
     Args:
-        model: what `--model` was.
+        model: the value of `--model`.
+        path: of the configuration.
 
-    Raises: `BadInput` where the plan cannot fit or run, and for a folder that holds another model.
+    Raises:
+        BadInput: the plan cannot fit or run, or another model's config.json is there.
     """
     if estimate.memory.fits is False:
         raise BadInput(f"--emit: nothing is written, because the plan {verdict(estimate.memory)}.")
@@ -56,11 +58,12 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
 
 
 def files_of(estimate: Estimate, model: str, path: Path) -> TrainFiles:
-    """What `emit` writes: the model's own weights where they are there, and `FILL_IN` for what is unknown of its data.
+    """The contents that `emit` writes, with `FILL_IN` for the unknown data.
 
-    Adapters have no other beginning than weights that are there before a run.
+    Training begins with the model folder's weights if it has any. Adapters always do, as they cannot begin otherwise.
 
-    Raises: `BadInput` where this version cannot run the plan, or cannot build the model.
+    Raises:
+        BadInput: this version cannot run the plan, or cannot build the model.
     """
     files = train_config(estimate.setup, model, path.with_suffix(""))
     section, config = dict(files.config["model"]), dict(files.config)
@@ -73,12 +76,12 @@ def files_of(estimate: Estimate, model: str, path: Path) -> TrainFiles:
 
 
 def missing_parts(files: TrainFiles) -> list[str]:
-    """Keys that are left to the user."""
+    """The keys that the user has to fill in."""
     return [f"data.{key}" for key, value in files.config["data"].items() if value == FILL_IN]
 
 
 def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
-    """What each section is, and what of it its user has to say."""
+    """The comments of each section: what it is, and what the user has to fill in."""
     setup, section = estimate.setup, files.config["model"]
     size, folder = parameters_text(setup.model), section.get("path")
     if section.get("weights") == "pretrained":

@@ -1,6 +1,4 @@
-"""The arguments of `terrazzo plan`: `PlanArguments`, in which each option is declared once, and `OPTION_ROWS`, the
-table of them: how each is written, what the help says, and what it is to the planner.
-"""
+"""The options of `terrazzo plan`. Each is declared once, as a field of `PlanArguments`; `OPTION_ROWS` lists them."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ class PlanOption:
 
     Attributes:
         usage: its names and the metavar, as the help shows them.
-        help: what it says of them.
-        field: of a `Request` that the value is; empty where it is none.
-        beside: what it has a meaning beside, but for `--model`: `CONFIG`, `--params`.
-        default: what is meant without it; None leaves a choice open.
-        unit: how many times as much the field is.
-        panel: of the help.
-        kind: of the value; a `bool` is a switch, which is off by default.
+        help: its text in the help.
+        field: the field of the planner's `Request` that it sets; empty if it sets none.
+        beside: what it may be given with other than `--model`: `CONFIG`, `--params`.
+        default: the value if it is not given; None leaves the choice open.
+        unit: the factor from the option's value to the field's: 1e9 for GB.
+        panel: the section of the help.
+        kind: the type of the value; a `bool` is a switch, off by default.
     """
 
     usage: str
@@ -43,36 +41,36 @@ class PlanOption:
 
     @cached_property
     def names(self) -> list[str]:
-        """As they are written, with `--`."""
+        """Its names, with `--`."""
         return [word for word in self.usage.split() if word.startswith("--")]
 
     @cached_property
     def metavar(self) -> str | None:
-        """What stands for the value."""
+        """What stands for the value in the help."""
         return " ".join(word for word in self.usage.split() if word not in self.names) or None
 
     @cached_property
     def flag(self) -> str:
-        """The first name, of a pair the one that turns it on."""
+        """Its first name; of `--on/--off` the one that turns it on."""
         return self.names[0].partition("/")[0]
 
     @cached_property
     def is_number(self) -> bool:
-        """Whether the value is a number, which is read from text so that a wrong one has an answer."""
+        """Whether the value is a number. typer gets it as text, so that errors are in our own words."""
         return self.kind in (int, float)
 
     @cached_property
     def argument(self) -> str:
-        """The name of the parameter by which the command gets the value."""
+        """The name of the command's parameter for it."""
         return self.flag.removeprefix("--").replace("-", "_")
 
     def in_unit(self, value: Any) -> Any:
-        """A value of the option as the field has it: GB in bytes."""
+        """The option's value in the unit of the field: GB in bytes."""
         return value if value is None or self.unit is None else value * self.unit
 
 
 def _option(panel: str, usage: str, words: str, name: str = "", **more: Any) -> Any:
-    """A field that is an option; its kind is that of the annotation."""
+    """A dataclass field that is an option; its `kind` is taken from the annotation."""
     return field(metadata={"option": PlanOption(usage, words, name, panel=panel, **more)})
 
 
@@ -82,12 +80,12 @@ _splitting, _output = partial(_option, "Splitting"), partial(_option, "Output")
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """What `terrazzo plan` was called with. A field has the name of its option; None where that was left out.
+    """The arguments that `terrazzo plan` was called with. Fields have the names of their options; None if left out.
 
     Attributes:
-        config: a file of `terrazzo train`, in place of `--model` and the rest.
-        overrides: settings that replace those of the file `config`.
-        written: names of the arguments that were written, and not left at their defaults.
+        config: a configuration of `terrazzo train`, in place of `--model` and the rest.
+        overrides: settings that replace those of `config`.
+        written: names of the arguments that were given, not left at their defaults.
     """
 
     config: Path | None
@@ -303,12 +301,12 @@ class PlanArguments:
 
     @property
     def request_fields(self) -> dict[str, Any]:
-        """Fields of the planner's `Request`: the value of every option that is one, in the field's unit."""
+        """The fields of the planner's `Request` that options set, in the fields' units."""
         return {row.field: row.in_unit(getattr(self, row.argument)) for row in OPTION_ROWS if row.field}
 
 
 def _rows() -> Iterator[PlanOption]:
-    """The rows of the fields that are options, each with the kind of its annotation."""
+    """The options among the fields of `PlanArguments`, each with the `kind` of its annotation."""
     hints = get_type_hints(PlanArguments)
     for each in fields(PlanArguments):
         if (row := each.metadata.get("option")) is not None:
@@ -317,4 +315,4 @@ def _rows() -> Iterator[PlanOption]:
 
 
 OPTION_ROWS = [*_rows()]
-"""In the order of the help."""
+"""All options, in the order of the help."""

@@ -1,4 +1,4 @@
-"""The answer of `terrazzo plan CONFIG`: a configuration of `terrazzo train`, planned as it is."""
+"""The answer of `terrazzo plan CONFIG`: plans a configuration of `terrazzo train` as it is."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["plan_config"]
 
 
 def plan_config(source: FromConfig, arguments: PlanArguments, machines: Request) -> Answer:
-    """What `terrazzo train` promises of a configuration, here or on other machines.
+    """What `terrazzo train` would promise for a configuration, here or on other machines.
 
     Args:
-        machines: its fields that describe machines are what was said of them; the rest is not looked at.
+        machines: the machines that the options describe; its other fields are ignored.
     """
     config = source.config
     notes = [_calibrated(source)] if arguments.calibrate else []
@@ -52,14 +52,14 @@ def plan_config(source: FromConfig, arguments: PlanArguments, machines: Request)
 
 
 class ChangedSettings(NamedTuple):
-    """What a configuration is planned with: settings behind the file, and a number of ranks."""
+    """Changes to try: settings that override the configuration, and a number of ranks."""
 
     overrides: tuple[str, ...]
     ranks: int
 
 
 def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
-    """Settings that take less memory, as they are written behind the file."""
+    """Changes that may save memory, as overrides on the command line."""
 
     def settings(*overrides: str) -> Changed[ChangedSettings]:
         return Changed(" ".join(overrides), ChangedSettings(overrides, ranks))
@@ -94,7 +94,7 @@ def _ranks(arguments: PlanArguments, config: Config) -> int:
 
 
 def _cluster(request: Request) -> Cluster | None:
-    """The machines that were named, or this one with what was said of it; None where nothing was."""
+    """The machines that the options describe, or this machine with what they change; None without such options."""
     if request == Request(request.model, request.gpus):
         return None
     if request.gpu is not None:

@@ -1,4 +1,4 @@
-"""What describes the model that `terrazzo plan` plans: a configuration, a name, or a bare number."""
+"""What describes the model for `terrazzo plan`: a configuration, a name, or a bare number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FromConfig", "FromCount", "FromModel", "PlanSource"]
 
 @dataclass(frozen=True)
 class FromConfig:
-    """A configuration of `terrazzo train`, with the settings that replace some of the file's."""
+    """A configuration of `terrazzo train`, with settings that override the file's."""
 
     label: ClassVar[str] = "CONFIG"
     path: Path
@@ -23,7 +23,7 @@ class FromConfig:
 
     @cached_property
     def config(self) -> Config:
-        """Read once. Raises: `BadInput` for what `terrazzo train` would refuse too."""
+        """The configuration, read once; raises `BadInput` for what `terrazzo train` would refuse too."""
         from terrazzo.config import load_config  # the schema, which --help can do without
 
         return load_config(self.path, self.overrides)
@@ -31,7 +31,7 @@ class FromConfig:
 
 @dataclass(frozen=True)
 class FromModel:
-    """A model by its name or path, which the options plan."""
+    """A model by its name or path."""
 
     label: ClassVar[str] = "--model"
     name: str
@@ -39,11 +39,11 @@ class FromModel:
 
 @dataclass(frozen=True)
 class FromCount:
-    """A bare number of parameters, as it was written."""
+    """A bare number of parameters, as text."""
 
     label: ClassVar[str] = "--params"
     text: str
 
 
 PlanSource = FromConfig | FromModel | FromCount
-"""What describes the model. `label` is what the command line calls it, and `PlanOption.beside`."""
+"""What describes the model. `label` is its name on the command line and in `PlanOption.beside`."""

@@ -1,4 +1,4 @@
-"""Values of `terrazzo plan` as people write them, and options by the names that other tools have for them."""
+"""Parses values of `terrazzo plan` as people write them, and knows what other tools call its options."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ OTHER_NAMES = {
     "--emit": "output out write o config save",
     "--picture": "plot figure image svg png",
 }
-"""What else an option is called, here or by other tools."""
+"""Other names of an option, from other tools or from habit."""
 
 OTHER_TIERS = {
     name: tier for tier, names in {"cpu": "host memory ram dram", "nvme": "disk ssd drive storage"}.items()
     for name in names.split()
 }  # fmt: skip
-"""What else a tier of `--offload` is called."""
+"""Other names of a tier of `--offload`."""
 
 _KNOWN = {
     known.removeprefix("--"): option for option in OPTION_ROWS for name in option.names for known in name.split("/")
@@ -55,9 +55,14 @@ _SIZES = {"": 1, "k": 1024, "ki": 1024, "m": 1024**2, "mi": 1024**2}
 
 
 def read_arguments(values: Mapping[str, Any], written: Collection[str]) -> PlanArguments:
-    """The arguments from what typer has of each, by name; text that is to be a number is one.
+    """The arguments from typer's values by name, with numbers parsed.
 
-    Raises: `BadInput` for text that is no number where one is expected, before any work.
+    Args:
+        values: of all parameters; numbers as text.
+        written: names of the parameters that were given.
+
+    Raises:
+        BadInput: a number is expected and the text is none.
     """
     numbers = {option.argument: _read(option, values[option.argument]) for option in OPTION_ROWS if option.is_number}
     overrides = values["overrides"] or []
@@ -65,14 +70,14 @@ def read_arguments(values: Mapping[str, Any], written: Collection[str]) -> PlanA
 
 
 def by_option(problem: str) -> str:
-    """What is wrong with a field of a request, told of the option that it is: `gpus is ...` as `--gpus is ...`."""
+    """An error about a field of `Request` in terms of the option that sets it: `gpus is ...` as `--gpus is ...`."""
     field, is_word, rest = problem.partition(" is ")
     flag = next((option.flag for option in OPTION_ROWS if option.field == field and option.unit is None), None)
     return problem if flag is None else f"{flag}{is_word}{rest}"
 
 
 def check_tier(text: str) -> None:
-    """Raises: `BadInput` for a value of `--offload` that names no tier."""
+    """Raise `BadInput` for a value of `--offload` that names no tier."""
     from terrazzo.engine import OFFLOADS  # torch, which --help does without
 
     known, name = [*OFFLOADS, "any"], text.strip().lower().replace("_", "-").partition(":")[0]
@@ -86,8 +91,8 @@ def check_tier(text: str) -> None:
 
 
 def answer_plan_option(option: str, value: str, words: list[str]) -> str | None:
-    """Which option of `terrazzo plan` an unknown one means, by the names that other tools have; beside a file, which
-    setting.
+    """The answer of `terrazzo plan` to an unknown option: the one that it means, by the names that other tools use, or
+    the setting, if a configuration is planned.
     """
     name = option.lstrip("-").replace("_", "-").lower()
     meant = _OTHERS.get(name)
@@ -130,7 +135,7 @@ def _read(option: PlanOption, text: str | None) -> float | None:
 
 
 def _edit(option: PlanOption, text: str) -> str:
-    """The number that is in it, such as 80 of `80GB` and 8192 of `8k`."""
+    """The edit for a text with a number in it: `Write 80.` for `80GB`, `Write 8192.` for `8k`; empty if unclear."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or len(text) > LONGEST:
         return ""

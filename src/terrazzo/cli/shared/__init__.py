@@ -1,9 +1,9 @@
-"""What all verbs have.
+"""What several verbs use.
 
-verb           the class of a command; answers to options that it does not have
+verb           the class of a command, and answers to options that it does not have
 arguments      arguments and options that several commands have
-parameters     parameters of a command whose options are rows of a table
-terminal       lines, tables and JSON as they are printed
-written_files  a configuration with comments, and a model's config.json
-unread         a reader of what is printed may leave: `terrazzo ... | head`
+parameters     turns rows of a table into a command's parameters
+terminal       prints lines, tables and JSON
+written_files  writes a configuration with comments, and a model's config.json
+unread         ends a command whose output nobody reads any more: `terrazzo ... | head`
 """

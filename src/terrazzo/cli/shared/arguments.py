@@ -13,7 +13,7 @@ __all__ = ["AsJsonOption", "RunArgument"]
 
 
 def _folder(run: Path) -> Path:
-    """The folder of a run, which is named by it or by the `metrics.jsonl` in it."""
+    """The folder of a run that is given as the folder or as its `metrics.jsonl`."""
     return RunFolder.of(run).path
 
 

@@ -1,4 +1,4 @@
-"""Commands whose options are rows of a table: the parameters that typer reads are made of them."""
+"""Turns rows of a table into the parameters from which typer makes a command's options."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def option_parameter(name: str, kind: Any, option: Any, default: Any = None) -> Parameter:
-    """A parameter `name` of a `kind` that is written as a `typer.Option`; may be None where that is the default."""
+    """A keyword parameter of type `kind` (or None, if that is the default) with a `typer.Option`."""
     or_none: Any = kind if default is not None else kind | None
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[or_none, option], default=default)
 
 
 def with_parameters(parameters: Iterable[Parameter], before: str = "") -> Callable[[Command], Command]:
-    """A decorator: the function has these parameters in the place of its `**`. Its own ones from `before` on follow."""
+    """A decorator that gives a function these parameters in place of its `**`, before its own parameter `before`."""
 
     def decorate(function: Command) -> Command:
         own = [each for each in signature(function, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD]

@@ -1,4 +1,4 @@
-"""What all commands print with: lines, tables, JSON."""
+"""Printing lines, tables and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["columns", "say", "say_json", "unmistakable"]
 
 
 def say(text: str, style: str = "", *, stderr: bool = False) -> None:
-    """Print lines as they are, and nothing that a terminal would obey."""
+    """Print lines, with control characters escaped."""
     Console(highlight=False, soft_wrap=True, stderr=stderr).print(Text(printable(text), style))
 
 
@@ -25,13 +25,18 @@ def say_json(value: Any) -> None:
 
 
 def unmistakable(text: object) -> str:
-    """`printable`, and in letters of which no two look alike."""
+    """`printable`, with all characters but ASCII escaped: of others some look alike."""
     shown = str(text)
     return shown if shown.isascii() and shown.isprintable() else ascii(shown)[1:-1]
 
 
 def columns(rows: Sequence[Sequence[str]], align: str = "", cell: Callable[[str], str] = unmistakable) -> str:
-    """Rows of cells, each as `cell` shows it, as aligned lines; `align` has `<` or `>` for each column, else `<`."""
+    """Rows of cells as aligned lines.
+
+    Args:
+        align: `<` or `>` for each column; default: all `<`.
+        cell: makes the text that is shown of a cell.
+    """
     cells = [[cell(each) for each in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     sides = align or "<" * len(widths)

@@ -1,4 +1,4 @@
-"""Whoever reads what is printed, and may leave at any time: `terrazzo ... | head`."""
+"""Ends a command whose output nobody reads any more: `terrazzo ... | head`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["ending_unread"]
 
 @contextmanager
 def ending_unread() -> Iterator[None]:
-    """Inside, a write to standard output or error that nobody reads ends the process: no word, exit code `UNREAD`.
+    """Within this context a write to a closed pipe on stdout or stderr silently ends the process with code `UNREAD`.
 
-    As an exit and not as the signal itself: what is open is closed, and half-written files are removed.
+    It ends by SystemExit, not by the signal: open files are closed, and half-written ones removed.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Checked(stream)) for stream in streams)
@@ -25,14 +25,14 @@ def ending_unread() -> Iterator[None]:
         yield
     finally:
         try:
-            sys.stdout.flush()  # while it can still be answered: the interpreter would have words of its own
+            sys.stdout.flush()  # here and not at exit, where the interpreter would print an error
             sys.stderr.flush()
         finally:
             sys.stdout, sys.stderr = streams
 
 
 class _Checked:
-    """A text stream whose reader may go."""
+    """A text stream whose reader may leave."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -54,5 +54,5 @@ def _leaving(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        to_nowhere(stream)  # what waits in it would be tried again
+        to_nowhere(stream)  # the interpreter would try to flush it again
         raise SystemExit(UNREAD) from None

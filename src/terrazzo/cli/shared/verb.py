@@ -1,5 +1,6 @@
-"""What all verbs are: commands whose help flows, and which may answer an option that they do not have with what was
-meant. Most such options are settings, which are written without dashes.
+"""The class of all verbs, and answers to options that a verb does not have.
+
+Most such options are settings of a configuration, which are written without dashes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ __all__ = [
 ]
 
 OptionAnswer = Callable[[str, str, list[str]], str | None]
-"""What is said of an option that a verb does not have: gets the option, its value if one follows, and all arguments."""
+"""Answers an option that a verb does not have: gets the option, the value that follows if any, and all arguments."""
 
 SCRIPTS_OWN = {"allow_interspersed_args": False}
-"""Settings of a verb that takes a script: what stands behind that is the script's, options too."""
+"""Settings of a verb that takes a script: all that follows the script belongs to it, options included."""
 
 _FILES = ("-o", "--output", "--out", "--file", "--config", "-c", "-f")
 _CONFIGS = (".yaml", ".yml", ".json", ".toml")
@@ -43,14 +44,14 @@ _RANKS = (
 
 
 class Verb(TyperCommand):
-    """A command whose help is as wide as the terminal: lines of a docstring are no lines of it, paragraphs are."""
+    """A command whose help has the paragraphs of the docstring, but not its line breaks: it fits the terminal."""
 
     def __init__(self, name: str | None, *, help: str | None = None, **rest: Any) -> None:
         super().__init__(name, help=help and re.sub(r"(?<!\n)\n(?!\n)", " ", help), **rest)
 
 
 def verb_answering(answer_option: OptionAnswer) -> type[Verb]:
-    """A verb that answers options which it does not have, in typer's own words where `answer_option` has none."""
+    """A class of verbs that answers unknown options; where `answer_option` returns None, typer does."""
 
     class Answering(Verb):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -70,7 +71,7 @@ def verb_answering(answer_option: OptionAnswer) -> type[Verb]:
 
 
 def answer_train_option(option: str, value: str, words: list[str]) -> str | None:
-    """For verbs of a configuration: the setting, as it is written behind the file."""
+    """The answer of verbs that take a configuration: the setting as it is written after the file."""
     if option in _FILES:
         return f"the file stands without one: {value or 'FILE'}."
     if not any(word.lower().endswith(_CONFIGS) for word in words):
@@ -80,7 +81,7 @@ def answer_train_option(option: str, value: str, words: list[str]) -> str | None
 
 
 def answer_init_option(option: str, value: str, words: list[str]) -> str | None:
-    """For `init`: what it writes has all settings."""
+    """The answer of `init`: the file that it writes has all settings."""
     if option in _FILES:
         return f"the file that it writes stands without one: {terrazzo_command()} init {value or 'FILE'}."
     settings = _settings(option, value)
@@ -88,12 +89,12 @@ def answer_init_option(option: str, value: str, words: list[str]) -> str | None:
 
 
 def answer_run_option(option: str, value: str, words: list[str]) -> str | None:
-    """For `run`: how others say how many ranks there are."""
+    """The answer of `run`: `--ranks`, for what other launchers call it."""
     return f"write --ranks {value or 'N'}." if option in _RANKS else None
 
 
 def _value(option: str, words: list[str]) -> str:
-    """What stands behind an option, if that is no option itself."""
+    """The value that follows an option; empty if another option does."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == option:
@@ -103,7 +104,7 @@ def _value(option: str, words: list[str]) -> str:
 
 
 def _settings(option: str, value: str) -> str | None:
-    """`plan=zero1`, or which settings it may be, of `--plan zero1`."""
+    """`plan=zero1` for `--plan zero1`; several settings if it may be any of them; None if it is none."""
     from terrazzo.config import keys_meant  # the schema, which --help can do without
 
     keys = keys_meant(option.lstrip("-").replace("-", "_"))

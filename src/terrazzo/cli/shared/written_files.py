@@ -1,4 +1,4 @@
-"""What verbs write for `terrazzo train`: a configuration that says why it is so, and a model's config.json."""
+"""Writes files for `terrazzo train`: a configuration with comments that say why, and a model's config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 110
 
 
 def with_comments(document: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
-    """Sections as YAML, each below its comments; those of no section, under the empty name, come first."""
+    """Sections as YAML, each below its comments. Comments under the empty name come first."""
     parts = ["".join(f"# {line}".rstrip() + "\n" for line in comments.get("", ()))]
     for name, section in document.items():
         lines = [line for text in comments.get(name, ()) for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)]
@@ -27,12 +27,16 @@ def with_comments(document: Mapping[str, Any], comments: Mapping[str, Sequence[s
 
 
 def model_text(config: Mapping[str, Any]) -> str:
-    """The config.json of a model."""
+    """The text of a model's config.json."""
     return json.dumps(config, indent=2) + "\n"
 
 
 def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
-    """Write a model's config.json, for which `writer` asks. Raises: `BadInput` where another model's is there."""
+    """Write a model's config.json; `writer` names the command in errors.
+
+    Raises:
+        BadInput: another model's file is there.
+    """
     text = model_text(config)
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise BadInput(f"{writer} would replace '{path}', the config of another model: give FILE another name.")

@@ -1,4 +1,4 @@
-"""What may bound a step, each in a row of one table: by it a verdict is worded, a picture coloured, advice given."""
+"""What may bound a step: a table with the words of verdicts and advice, and the colors of pictures."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["BOUNDS", "BoundRow"]
 
 
 class BoundRow(NamedTuple):
-    """A cause of the record of a step, or what a verdict says in place of one.
+    """One bound: a cause in step records, or what a verdict says where records tell no causes apart.
 
     Attributes:
-        kind: how records have it: as a number of its own in a step (`part`) or between two (`between`), by axis
-            (`exchange`), by rank (`late`), or as what is left (`rest`).
-        title: its name in a verdict; `{rank}` is the rank that others wait for.
-        evidence: what was measured, in the words behind the seconds.
-        edit: what would help, where no setting is known to, or there are none; `{axis}` is that of the exchange.
-        script_edit: the same for a script of somebody else's, where nothing that it uses says more; empty where that
-            always does.
-        color: of its part in a picture; empty for what no record has as a cause.
+        kind: how records measure it: as one number within a step (`part`) or between two (`between`), by axis
+            (`exchange`), by rank (`late`), or as what is left of the step (`rest`).
+        title: its name in a verdict; `{rank}` stands for the rank that others wait for.
+        evidence: what was measured, in words that follow the seconds.
+        edit: what would help, if no setting does; `{axis}` stands for the axis of the exchange.
+        script_edit: the same for a script that `terrazzo profile` has measured, if what the script uses suggests
+            nothing better; empty where something always does.
+        color: of its part in a picture; empty for bounds that are not causes in records.
     """
 
     kind: Literal["rest", "exchange", "late", "part", "between"]
@@ -130,4 +130,4 @@ BOUNDS: dict[str, BoundRow] = {
         "#5d6b7a",
     ),
 }
-"""In the order in which their parts of a step stand in a picture."""
+"""The bounds by name. Pictures stack their parts of a step in this order."""

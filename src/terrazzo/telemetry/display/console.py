@@ -1,4 +1,4 @@
-"""Standard output of a run: lines, and below them on a terminal how far it has come."""
+"""Standard output of a run: lines, and on a terminal a progress bar below them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["RunConsole"]
 
 
 class _UnreadConsole(Console):
-    """Falls silent when whoever reads standard output has gone, where rich ends the process."""
+    """Falls silent when nobody reads standard output any more; rich would end the process."""
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave it as it is: a rank that is killed could not bring it back."""
+        """Never hide the cursor: a rank that is killed could not show it again."""
         return False
 
     def on_broken_pipe(self) -> None:
         self.fall_silent("nobody reads it any more")
 
     def fall_silent(self, why: str) -> None:
-        """Print nothing from here on; what waits in the stream goes nowhere."""
+        """Print nothing from now on, and drop what is still in the stream's buffer."""
         self.quiet = True
         to_nowhere(self.file)
         warn_on_stderr(f"Standard output is closed ({why}): nothing more is printed there. The log files go on.")
 
 
 class RunConsole:
-    """Lines on stdout, with a progress bar below them on a terminal and nothing but the lines in a pipe.
+    """Prints lines on stdout, with a progress bar below them if that is a terminal.
 
-    A run does not end with its reader (`terrazzo train ... | head`), or for a full disk under its output: it goes on
-    without lines, and says so on stderr.
+    A run does not end because its reader does (`terrazzo train ... | head`), or because the disk under its output is
+    full: it goes on without lines, and says so on stderr.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class RunConsole:
         return self._console.width
 
     def wrapped(self, text: str, indent: int) -> str:
-        """`text` over as many lines of the terminal as it takes, all but the first indented; in a pipe as it is."""
+        """`text` wrapped to the width of the terminal, all lines but the first indented; unchanged in a pipe."""
         if not self._console.is_terminal or len(text) <= self.width:
             return text
         room, words = max(self.width, indent + 20), " " * indent
@@ -55,7 +55,7 @@ class RunConsole:
         return "\n".join(lines)
 
     def begin(self, steps: int, first_step: int = 0) -> None:
-        """Show how far the run has come, on a terminal."""
+        """Start the progress bar, if this is a terminal."""
         if self._console.is_terminal:
             columns = (
                 TextColumn("step"),
@@ -69,7 +69,7 @@ class RunConsole:
             self._progress.start()
 
     def say(self, text: str, *, needed: bool = False) -> None:
-        """Print `text` as it is, at once; on stderr what is `needed` where nobody reads standard output any more."""
+        """Print `text` as it is, at once. If nobody reads stdout any more, what is `needed` goes to stderr."""
         if self._console.quiet and needed:
             warn_on_stderr(text)
             return
@@ -80,7 +80,7 @@ class RunConsole:
             self._console.fall_silent(error.strerror or str(error))
 
     def advance(self, step: int) -> None:
-        """The run stands behind this step: a later one than before, or an earlier one that it went back to."""
+        """Move the progress bar to this finished step; it may be an earlier one, after a rollback."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 

@@ -1,4 +1,4 @@
-"""The one edit that would help against what bounds a step."""
+"""The one edit that would help most against what bounds a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Advice(NamedTuple):
     """What would help.
 
     Attributes:
-        text: a whole sentence without its full stop, or what is to be written.
-        is_code: whether it is to be written as it is: a setting `section.key=value`, or a line of a script.
+        text: a sentence without its full stop, or the text to write.
+        is_code: whether the text is to be written as it is: a setting `section.key=value`, or a line of a script.
     """
 
     text: str
@@ -28,19 +28,19 @@ class Advice(NamedTuple):
 
 
 Admits = Callable[[str], bool]
-"""Whether a run with this `section.key=value` in its configuration is one that can be, and fits."""
+"""Tells whether the run's configuration would still be valid, and fit in memory, with this `section.key=value`."""
 
 ConfigValues = Mapping[str, Any]
 
 
 def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admits) -> Advice:
-    """A setting, or a sentence where no setting would help and can be.
+    """The first setting that helps and that `admits` allows; a sentence if there is none.
 
     Args:
-        cause: of `BOUNDS`.
-        axis: of the exchange, if it is one.
-        settings: of the run, as in its `config.json`; None for a loop of one's own.
-        admits: asked of each edit, the best first.
+        cause: a key of `BOUNDS`.
+        axis: of the exchange, if the cause is one.
+        settings: of the run, as in its `config.json`; None for a loop that has no configuration.
+        admits: is asked about each setting, the best first.
     """
     for setting in _candidates(cause, axis, settings) if settings is not None else ():
         if admits(setting):
@@ -80,7 +80,7 @@ def _reducing(settings: ConfigValues) -> list[str]:
 
 
 def _larger(settings: ConfigValues) -> list[str]:
-    """Fewer and larger micro-batches of the same batch; nothing where a rank has one alone."""
+    """Half as many micro-batches of twice the size; nothing if a rank has only one per step."""
     batch, mesh = settings["batch"], settings["plan"]["mesh"]
     size, whole = batch["micro_batch"], batch["global_batch"]
     shards = [mesh.get(name) for name in ("dp_replicate", "dp_shard")]
@@ -109,7 +109,7 @@ def _saving(settings: ConfigValues) -> list[str]:
 
 
 def _rarer(settings: ConfigValues, section: str, key: str) -> list[str]:
-    """As often as four times now, at most once a run; nothing where the run finds out how often by itself."""
+    """A quarter as often, at least once a run; nothing if the run chooses the interval itself (`auto`)."""
     every, steps = settings[section][key], settings["train"]["steps"]
     if every == "auto":
         return []

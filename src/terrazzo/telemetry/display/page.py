@@ -1,4 +1,4 @@
-"""`report.html`: a run's curves, where its time went, what was promised and measured, and what its model writes."""
+"""`report.html`: loss curves, where the time went, what was promised and measured, and a sample of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terrazzo.telemetry.log.sinks import Sink
 __all__ = ["VERDICT", "ReportPage", "page_of"]
 
 VERDICT = "What bounds the step"
-"""Heading of the detail that stands above all others, beside the picture of steps."""
+"""Heading of the detail that comes first, together with the picture of steps."""
 
 Point = tuple[float, float]
 
@@ -39,14 +39,14 @@ td:first-child, th:first-child { text-align: left; } th { font-weight: 500; }
 
 
 class ReportPage(Sink):
-    """Written when the run ends, however it does, from `metrics.jsonl`, so that a resumed run has all of it.
+    """Writes the page when the run ends, also if it fails, from `metrics.jsonl`, which has resumed runs as a whole.
 
     Args:
         path: of the page.
         metrics: path of `metrics.jsonl`.
         title: of the page.
         details: text by heading.
-        summary: lines of the values of kind `summary`.
+        summary: makes lines of the values of a line of kind `summary`.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ def page_of(
     against: Sequence[Mapping[str, Any]] = (),
     tables: Sequence[Table] = (),
 ) -> str:
-    """The page of a run, of the lines of its `metrics.jsonl`; it needs no other file.
+    """The page of a run as HTML that needs no other file.
 
     Args:
         title: of the page.
-        lines: of the run.
+        lines: of the run's `metrics.jsonl`.
         details: text by heading.
-        against: lines of another run, whose loss is drawn beside this one's.
-        tables: beside those of the records.
+        against: lines of another run, whose loss is drawn as well.
+        tables: to be shown after those made of the records.
     """
     curves = {kind: _points(lines, kind) for kind in ("train", "validation")}
     if against:
@@ -121,7 +121,7 @@ def _section(heading: str, text: str) -> str:
 
 
 def _points(lines: Sequence[Mapping[str, Any]], kind: str) -> list[Point]:
-    """Step and loss; of many, every so many-th and the last."""
+    """Step and finite loss of lines of a kind: at most some `MOST_POINTS`, evenly thinned, the last one always."""
     points = [(float(line["step"]), float(line["loss"])) for line in lines if line["kind"] == kind and "loss" in line]
     points = [point for point in points if math.isfinite(point[1])]
     thinned = points[:: max(1, math.ceil(len(points) / MOST_POINTS))]
@@ -129,7 +129,7 @@ def _points(lines: Sequence[Mapping[str, Any]], kind: str) -> list[Point]:
 
 
 def _chart(curves: Mapping[str, Sequence[Point]]) -> str:
-    """All curves over steps, with the ends of both axes named."""
+    """All curves over steps, with the values at both ends of each axis."""
     points = [point for curve in curves.values() for point in curve]
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)

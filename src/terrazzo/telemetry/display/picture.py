@@ -1,4 +1,4 @@
-"""Seconds of a step over a run, by cause, as a picture in a page."""
+"""Seconds of a step by cause, over the course of a run, as an SVG picture in a page."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from html import escape
 from typing import Any
 
 from terrazzo.telemetry.display.bounds import BOUNDS
+from terrazzo.telemetry.log.records import mean_of
 
 __all__ = ["MARGIN", "PICTURE_STYLE", "WIDTH", "axes", "drawing", "step_picture"]
 
 WIDTH, MARGIN = 720, 48
-"""The width of every drawing of a page, and its margin, in pixels."""
+"""Width and margin of every picture in a page, in pixels."""
 
 HEIGHT, MOST_BARS = 300, 120
 
 COLORS = {name: row.color for name, row in BOUNDS.items() if row.color}
 COLORS |= {"forward": "#3b7dd8", "backward": "#8f5fbf", "clip": "#c9a227", "other": "#8b8f94"}
-"""Colors of causes, and of phases where causes are not known."""
+"""Colors of causes, and of phases for records without causes."""
 
 PICTURE_STYLE = "\n".join(f".part-{name} {{ fill: {color}; }}" for name, color in COLORS.items())
 
 
 def step_picture(records: Sequence[Mapping[str, Any]]) -> str:
-    """Bars of seconds, one for each record, or for the mean of several neighbours; a part says its number on hover."""
+    """A stacked bar for each record, or for the mean of several in a row; each part shows its seconds on hover."""
     field = "cause_s" if "cause_s" in records[-1] else "phase_s"
     groups = list(_groups(records))
-    names = [name for name in COLORS if any(values.get(name, 0.0) > 0 for values in _parts(groups, field))]
     bars = list(_parts(groups, field))
+    names = [name for name in COLORS if any(values.get(name, 0.0) > 0 for values in bars)]
     high = max(sum(values.values()) for values in bars) or 1.0
     bottom, room = HEIGHT - MARGIN, HEIGHT - 1.5 * MARGIN
     width = (WIDTH - 2 * MARGIN) / len(bars)
@@ -49,12 +50,12 @@ def step_picture(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def drawing(height: int, label: str, drawn: Sequence[str]) -> str:
-    """Elements as one picture of a page."""
+    """SVG elements as one picture of a page."""
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
 
 def axes(height: int, ends: tuple[str, str], high: str) -> list[str]:
-    """The axis below a picture, with words for both of its ends, and a word at the top of the one beside it."""
+    """The horizontal axis with a label at each of its `ends`, and the label `high` at the top of the vertical one."""
     bottom = height - MARGIN
     return [
         f'<line class="axis" x1="{MARGIN}" y1="{bottom}" x2="{WIDTH - MARGIN}" y2="{bottom}"/>',
@@ -71,10 +72,10 @@ def _groups(records: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[s
 
 
 def _parts(groups: Sequence[Sequence[Mapping[str, Any]]], field: str) -> Iterator[dict[str, float]]:
+    """The mean seconds by part of each group of records."""
     for group in groups:
-        steps = sum(record["steps"] for record in group)
         names = dict.fromkeys(name for record in group for name in record.get(field, {}))
-        yield {name: sum(r.get(field, {}).get(name, 0.0) * r["steps"] for r in group) / steps for name in names}
+        yield {name: mean_of(group, field, name) for name in names}
 
 
 def _steps(group: Sequence[Mapping[str, Any]]) -> str:
@@ -82,7 +83,7 @@ def _steps(group: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _legend(names: Sequence[str]) -> list[str]:
-    """Below the axis, in the order in which parts stand on each other."""
+    """Names and colors below the axis, in the order in which parts are stacked."""
     drawn, x = [], float(MARGIN)
     for name in names:
         drawn.append(f'<rect class="part-{name}" x="{x:.0f}" y="{HEIGHT - 22}" width="10" height="10"/>')

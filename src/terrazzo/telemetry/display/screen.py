@@ -1,4 +1,4 @@
-"""A run that goes on, as a screen of text: how far it is, its last log steps, and where the time of a step goes."""
+"""A running run as a screen of text: how far it is, its last log steps, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Lines = Sequence[Mapping[str, Any]]
 _ROWS = 12
 _BAR = 40
 _LATE = 5
-"""Times what lies between two records: a run that has been silent for longer is said to be."""
+"""A run is called silent after so many times the usual time between two records, and after `_PATIENCE_S`."""
 _PATIENCE_S = 30.0
 
 
 def has_ended(lines: Lines) -> bool:
-    """Whether the run has come to its end: its last line is the summary."""
+    """Whether the run has ended in order: its last line is the summary."""
     return bool(lines) and lines[-1]["kind"] == "summary"
 
 
 def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
-    """A header and, below it, a row for each log step, evaluation and change of the run.
+    """A header and, below it, a row for each log step, evaluation and restart of the run.
 
-    Of a run whose first log step is still to come there are none: it tells which columns there are.
+    Empty before the first log step of a run of `terrazzo train`, which tells which columns there are.
 
     Args:
-        steps: of the whole run; None where that is not known, as of a loop of one's own.
-        width: the most characters of a line.
+        steps: of the whole run; None if that is not known, as for a loop without a configuration.
+        width: most characters in a line.
     """
     parsed = [(line, _metrics(line)) for line in lines]
     known = {name for _, metrics in parsed if metrics is not None for name in metrics.as_dict()}
@@ -49,7 +49,7 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
             rows.append(table.remark(line["step"], validation_text(line), f"{line['loss']:.4f}")[:width])
         elif line["kind"] == "restart":
             rows.append(table.remark(line["step"], restart_text(line))[:width])
-        elif not known and line["kind"] == "step":  # a loop of one's own, which says nothing of its loss
+        elif not known and line["kind"] == "step":  # written by `attach`, which does not know the loss
             rows.append(f"{line['step']:>6}  {line['step_s']:.3g} s a step")
     return rows
 
@@ -64,14 +64,15 @@ def screen_of(  # structure: signature fixed by what a screen shows
     width: int,
     ranks: Sequence[str] = (),
 ) -> str:
-    """All of it, as lines of at most `width` characters, but for the verdict.
+    """The whole screen. Lines have at most `width` characters, except for the verdict's.
 
     Args:
         name: of the run.
-        lines: its records so far, at least one.
-        steps: of the whole run; None where that is not known.
+        lines: of its `metrics.jsonl` so far, at least one.
+        steps: of the whole run; None if that is not known.
+        verdict: the sentence that ends the screen, if any.
         age_s: seconds since the last line was written.
-        ranks: where each is now, in a line.
+        ranks: a line for each rank that says where it is now.
     """
     records = [line for line in lines if line["kind"] == "step" and line.get("step_s")]
     parts = [_heading(name, lines, records, steps, age_s)]
@@ -87,7 +88,7 @@ def screen_of(  # structure: signature fixed by what a screen shows
 
 
 def _metrics(line: Mapping[str, Any]) -> StepMetrics | None:
-    """None for a line that is not of a log step, or of one of another version."""
+    """The metrics of a line; None if it is not of a log step, or lacks fields (another version wrote it)."""
     values = {"loss": math.nan, **line}  # a loss that is not finite is not in the line
     if line["kind"] != "train" or any(
         field.default is MISSING and field.name not in values for field in fields(StepMetrics)
@@ -111,7 +112,7 @@ def _heading(name: str, lines: Lines, records: Lines, steps: int | None, age_s: 
 
 
 def _causes(record: Mapping[str, Any]) -> str:
-    """A bar for each cause that takes a hundredth of the step."""
+    """A bar for each cause that takes at least a hundredth of the step."""
     whole = record["step_s"]
     spent = record.get("cause_s") or record.get("phase_s") or {}
     shares = {name: seconds / whole for name, seconds in spent.items() if seconds >= 0.01 * whole}
@@ -121,7 +122,7 @@ def _causes(record: Mapping[str, Any]) -> str:
 
 
 def _ranks(skew: Mapping[str, Sequence[float]]) -> str:
-    """How long each rank waited for others: the one that all wait for waits least."""
+    """A bar for how long each rank waited for others; the rank that all wait for waits least."""
     waits = skew.get("late_peer_s", ())
     most = max(waits, default=0.0)
     bars = [f"  rank {rank:<4} {wait:>8.3g} s  {_bar(wait / most if most else 0.0)}" for rank, wait in enumerate(waits)]

@@ -1,4 +1,4 @@
-"""Log steps as rows of a table: one line each, as wide as the terminal at most."""
+"""Log steps as rows of a table, each one line that fits the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StepTable", "duration"]
 
 
 class _Column(NamedTuple):
-    """`needs` is the metric without which a run does not have it; of two that do not fit, the lower `rank` stays."""
+    """A column. Runs without the metric `needs` do not have it. If not all columns fit, those of lower `rank` stay."""
 
     title: str
     width: int
@@ -22,7 +22,7 @@ class _Column(NamedTuple):
 
 
 def _share(value: float | None) -> str:
-    """Blank for nothing, too: what stands out is what there is."""
+    """A percentage; blank if it is not known or rounds to zero, so that what is there stands out."""
     return f"{value:.0%}" if value and value >= 0.005 else ""
 
 
@@ -55,12 +55,12 @@ _GAP = 2
 
 
 class StepTable:
-    """Which columns a run has, and its rows. `metrics.jsonl` has every value, also of columns that do not fit.
+    """The header and rows of a run's table. Values of columns that do not fit are in `metrics.jsonl` all the same.
 
     Args:
-        steps: the run's length.
-        known: metrics that this run, on its device, measures; the others of those that are optional have no column.
-        width: the most characters of a line.
+        steps: of the whole run.
+        known: the optional metrics that this run measures on its device; the others get no column.
+        width: most characters in a line.
     """
 
     def __init__(self, steps: int, known: Collection[str], width: int) -> None:
@@ -78,11 +78,11 @@ class StepTable:
         return self._line("step", [column.title for column in self._columns], "left")
 
     def row(self, metrics: StepMetrics, left_s: float) -> str:
-        """A log step; `left_s` are the seconds that the rest of the run will take at this pace."""
+        """The row of a log step; `left_s`: seconds to the end of the run at this pace."""
         return self._line(str(metrics.step), [column.cell(metrics) for column in self._columns], duration(left_s))
 
     def remark(self, step: int, text: str, loss: str = "") -> str:
-        """What else there is to say of a step, after a loss below those of the other rows, if it has one."""
+        """A line of text about a step, in the place of a row; `loss`, if given, stands in the column of losses."""
         return f"{step:>{self._step}}  {f'{loss:>{_COLUMNS[0].width}}  ' if loss else ''}{text}"
 
     def _line(self, step: str, cells: list[str], left: str) -> str:

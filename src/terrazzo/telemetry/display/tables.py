@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from terrazzo.telemetry.flight.ring import Flight
 from terrazzo.telemetry.flight.units import UnitTimes, unit_times
-from terrazzo.telemetry.log.records import of_these_ranks, weighted
+from terrazzo.telemetry.log.records import mean_of, mean_over_steps, of_these_ranks
 
 __all__ = ["Table", "table_of_units", "tables_of"]
 
@@ -17,7 +17,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Table(NamedTuple):
-    """`head` and each of `rows` have as many cells; all but the first are numbers."""
+    """A titled table. Each row has as many cells as `head`; all cells but the first are numbers."""
 
     title: str
     head: tuple[str, ...]
@@ -25,7 +25,7 @@ class Table(NamedTuple):
 
 
 def tables_of(records: Records) -> list[Table]:
-    """Means per step of these records, since there are as many ranks as now; of a table without a row, nothing."""
+    """Tables of means per step, over the newest records with the present number of ranks; none without rows."""
     records = of_these_ranks(records)
     tables = [
         _of_parts("Seconds of a step by cause", records, "cause_s"),
@@ -38,7 +38,7 @@ def tables_of(records: Records) -> list[Table]:
 
 
 def table_of_units(flight: Flight) -> Table | None:
-    """Seconds of a step by unit, on one rank: those that take longest, in the model's order; None before a step."""
+    """Seconds of a step for the units of one rank that take longest, in the model's order; None before a step."""
     times = unit_times(flight)
     if not times:
         return None
@@ -52,9 +52,9 @@ def table_of_units(flight: Flight) -> Table | None:
 
 
 def _of_parts(title: str, records: Records, field: str) -> Table:
-    names = [name for name in (records[-1].get(field) or {}) if weighted(records, field, name)]
-    whole = weighted(records, "step_s")
-    rows = [(name, weighted(records, field, name)) for name in names]
+    names = [name for name in (records[-1].get(field) or {}) if mean_of(records, field, name)]
+    whole = mean_of(records, "step_s")
+    rows = [(name, mean_of(records, field, name)) for name in names]
     return Table(
         title, (field.removesuffix("_s"), "s", "share"), [(n, _number(s), f"{s / whole:.1%}") for n, s in rows]
     )
@@ -67,9 +67,9 @@ def _of_exchanges(records: Records) -> Table:
     rows = [
         (
             key,
-            f"{weighted(records, 'comm', key, 'n'):.4g}",
-            f"{weighted(records, 'comm', key, 'sent_bytes') / 2**20:.2f}",
-            *(_number(weighted(records, "comm", key, field)) for field in fields),
+            f"{mean_of(records, 'comm', key, 'n'):.4g}",
+            f"{mean_of(records, 'comm', key, 'sent_bytes') / 2**20:.2f}",
+            *(_number(mean_of(records, "comm", key, field)) for field in fields),
         )
         for key in keys
     ]
@@ -92,11 +92,11 @@ def _of_ranks(records: Records) -> Table:
 
 
 def _of_rank(records: Records, name: str, rank: int) -> str:
-    """Seconds are means; of bytes the newest."""
+    """A cell of the table of ranks: seconds are means over records, bytes are the newest."""
     if name.endswith("_bytes"):
         return f"{records[-1]['skew'][name][rank] / 2**20:,.1f}"
-    values = [{"steps": r["steps"], "value": r["skew"][name][rank]} for r in records if r.get("skew", {}).get(name)]
-    return _number(weighted(values, "value"))
+    having = [record for record in records if record.get("skew", {}).get(name)]
+    return _number(mean_over_steps(having, [record["skew"][name][rank] for record in having]))
 
 
 def _titled(name: str) -> str:

@@ -9,33 +9,35 @@ from typing import Any, NamedTuple
 
 from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.display.edits import Admits, Advice, edit_for
-from terrazzo.telemetry.log.records import of_these_ranks, weighted
+from terrazzo.telemetry.log.records import mean_of, mean_over_steps, of_these_ranks
 from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND
 
 __all__ = ["Verdict", "verdict_of"]
 
 LEAST_SHARE = 0.05
-"""The share of a step below which nothing but compute is said to bound it."""
+"""Shares of a step below this bound it only if they are compute."""
 
 SPREADS = 3
-"""How many of its own median deviations a cause must be, where there are records enough to know these."""
+"""A cause must take at least so many times its own median deviation over records, or it is too uneven to be named."""
 
 ENOUGH = 4
+"""Records from which a median deviation is known."""
+
 FEW_STEPS = 10
-"""Before so many, an evaluation or a save says nothing about a run: it may be the one that every run ends with."""
+"""Within fewer steps an evaluation or a save says nothing about a run: it may be the one that every run ends with."""
 
 ONE_RANK = 0.8
-"""Least share of the waits for late ranks that one rank explains, and of the records in which it is the same one."""
+"""A rank is named if it explains this share of the waits for late ranks, and is last in this share of the records."""
 
 STARVED = 0.8
-"""Least share of looks at which a device had nothing to do: it waits for the host."""
+"""A device that has nothing to do at this share of the looks at it waits for the host."""
 
 _ACTIVATIONS = ("tp", "cp", "ep", "pp")
 _BETWEEN = tuple(name for name, row in BOUNDS.items() if row.kind == "between")
-"""Without them also what ranks wait for each other there would take no time."""
+"""Causes between steps. If they were gone, so would be what ranks wait for each other in them."""
 
 _PARTS = (*(name for name, row in BOUNDS.items() if row.kind == "part"), *_BETWEEN)
-"""Causes that a record has as one number each, without axes and without ranks."""
+"""Causes that records have as one number each, not by axis or by rank."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,17 @@ class Verdict:
     """What bounds a step.
 
     Attributes:
-        bound: a cause of the record of a step; `late_rank` for one rank that all others wait for; on CUDA `device`,
-            where compute and exchanges are not told apart, or `host`, where the device has nothing to do.
-        name: of what it is, in words.
-        seconds: of a step that would be saved if that took no time; of `compute` and `device`, what it takes.
+        bound: a cause in step records; `late_rank` for one rank that all others wait for; on CUDA, where compute and
+            exchanges are not told apart, `device`, or `host` if the device mostly has nothing to do.
+        name: the bound in words.
+        seconds: of a step that would be saved if the bound took no time; for `compute`, `device` and `host`, what it
+            takes.
         step_s: mean seconds of a step.
         evidence: what was measured, in words.
-        edit: that would help.
-        steps: of which this is said.
-        axis: of the exchange.
-        rank: the one that all others wait for.
+        edit: what would help.
+        steps: how many steps were looked at.
+        axis: of the exchange; empty if the bound is none.
+        rank: the one that all others wait for, if the bound is `late_rank`.
     """
 
     bound: str
@@ -76,12 +79,12 @@ class Verdict:
         return f"{self.name} bounds the step: {amount} {self.evidence}. {self.edit.sentence}{most}."
 
     def as_dict(self) -> dict[str, Any]:
-        """Every value by name, with the share and the sentence."""
+        """Every attribute by name, with the share and the sentence; the edit as text."""
         return {**asdict(self), "edit": self.edit.text, "share": self.share, "sentence": str(self)}
 
 
 class _Cause(NamedTuple):
-    """What one cause takes of a step, in each record and in the mean; `rank` is the one that is waited for."""
+    """What one cause takes of a step: mean `seconds`, and seconds in `each` record; `rank` is the one waited for."""
 
     name: str
     seconds: float
@@ -93,21 +96,21 @@ class _Cause(NamedTuple):
 def verdict_of(
     records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None = None, admits: Admits = lambda _: True
 ) -> Verdict | None:
-    """What bounds the steps of these records, since there are as many ranks as now; None where there are none.
+    """What bounds the step, by the newest records with the present number of ranks; None if there are no records.
 
-    The largest cause beside compute, if it takes 5 % of a step at least and more than three times its own median
-    deviation; else compute. Evaluations and saves count if they have not only come at the end. A rank is named where it
-    alone explains four fifths of the waits for late ranks, in four of five records.
+    It is the largest cause other than compute that takes at least 5 % of a step and three times its own median
+    deviation; else compute. Evaluations and saves count unless they only came at the end. One rank is named if it alone
+    explains four fifths of the waits for late ranks and is the last in four of five records.
 
     Args:
-        records: of kind `step`, as `steps_of` gives them.
-        settings: of the run, as in its `config.json`; None for a loop of one's own.
-        admits: asked of a `section.key=value` before it is named.
+        records: of kind `step`, as `steps_of` returns them.
+        settings: of the run, as in its `config.json`; None for a loop that has no configuration.
+        admits: is asked about a `section.key=value` before it is named.
     """
     if not records:
         return None
     records = of_these_ranks(records)
-    step_s = weighted(records, "step_s")
+    step_s = mean_of(records, "step_s")
     knows_causes = "cause_s" in records[-1]
     causes = _causes(records) if knows_causes else _on_the_host(records)
     causes = [cause for cause in causes if cause.seconds >= LEAST_SHARE * step_s]
@@ -134,7 +137,7 @@ def verdict_of(
 
 
 def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
-    """All but compute. Exchanges stand apart by axis."""
+    """All causes but compute, for records that tell them apart; exchanges by axis."""
     causes = [_of(records, name, "phase_s" if name in _BETWEEN else "cause_s", name) for name in _PARTS]
     exchanges: dict[tuple[str, str], list[str]] = {}
     for key in sorted({key for record in records for key in record.get("comm", {})}):
@@ -144,25 +147,25 @@ def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
             exchanges.setdefault((cause, axis), []).append(key)
     for (cause, axis), keys in exchanges.items():
         each = [sum(_exposed(record, key) for key in keys) for record in records]
-        causes.append(_Cause(cause, _mean(records, each), each, axis))
+        causes.append(_Cause(cause, mean_over_steps(records, each), each, axis))
     return [*causes, _late(records)]
 
 
 def _on_the_host(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
-    """What the host alone knows of a device: phases in which it queues nothing."""
+    """Causes in CUDA records: the phases in which the host queues no work."""
     return [_of(records, name, "phase_s", name) for name in ("input", *_BETWEEN)]
 
 
 def _rest(records: Sequence[Mapping[str, Any]], step_s: float, knows_causes: bool) -> _Cause:
     if knows_causes:
-        seconds = weighted(records, "cause_s", "compute") + weighted(records, "cause_s", "update")
+        seconds = mean_of(records, "cause_s", "compute") + mean_of(records, "cause_s", "update")
         return _Cause("compute", seconds, [])
     rest = step_s - sum(cause.seconds for cause in _on_the_host(records))
-    return _Cause("host" if weighted(records, "starved") >= STARVED else "device", rest, [])
+    return _Cause("host" if mean_of(records, "starved") >= STARVED else "device", rest, [])
 
 
 def _of(records: Sequence[Mapping[str, Any]], name: str, *names: str) -> _Cause:
-    return _Cause(name, weighted(records, *names), [weighted([record], *names) for record in records])
+    return _Cause(name, mean_of(records, *names), [mean_of([record], *names) for record in records])
 
 
 def _exposed(record: Mapping[str, Any], key: str) -> float:
@@ -170,30 +173,25 @@ def _exposed(record: Mapping[str, Any], key: str) -> float:
     return max(0.0, row.get("exposed_s", 0.0) - row.get("late_s", 0.0))
 
 
-def _mean(records: Sequence[Mapping[str, Any]], values: Sequence[float]) -> float:
-    return weighted([{"steps": record["steps"], "value": value} for record, value in zip(records, values, strict=True)],
-                    "value")  # fmt: skip
-
-
 def _late(records: Sequence[Mapping[str, Any]]) -> _Cause:
-    """Waits for late ranks: of one that all others wait for if there is one, else of all ranks, in the mean."""
+    """The waits for late ranks: for the one rank that all others wait for, if there is one; else the mean of all."""
     tables = [_late_of_ranks(record) for record in records]
-    if min(map(len, tables)) < 2:  # a loop of one's own has what its rank 0 has waited
+    if min(map(len, tables)) < 2:  # written by `attach`: rank 0 alone has measured
         return _of(records, "late_peer", "cause_s", "late_peer")
-    ranks = [_mean(records, column) for column in zip(*tables, strict=True)]
+    ranks = [mean_over_steps(records, column) for column in zip(*tables, strict=True)]
     last = ranks.index(min(ranks))
     others = median(ranks[:last] + ranks[last + 1 :])
     alike = sum(row[last] == min(row) for row in tables)
     if len(tables) > 1 and alike >= ONE_RANK * len(tables) and others - ranks[last] >= ONE_RANK * others:
         each = [median(row[:last] + row[last + 1 :]) - row[last] for row in tables]
-        return _Cause("late_rank", _mean(records, each), each, rank=last)
+        return _Cause("late_rank", mean_over_steps(records, each), each, rank=last)
     each = [sum(row) / len(row) for row in tables]
-    return _Cause("late_peer", _mean(records, each), each)
+    return _Cause("late_peer", mean_over_steps(records, each), each)
 
 
 def _late_of_ranks(record: Mapping[str, Any]) -> list[float]:
-    """How long each rank has waited for others, as a part of its own steps and in seconds of the record's: ranks begin
-    to count one after another. Records of older runs do not have steps of each rank: no wait is longer than theirs.
+    """Seconds that each rank waited for others, scaled to the record's `step_s`: ranks do not begin to count at the
+    same moment. Older records have no `step_s` of each rank; there a wait is at most the record's.
     """
     skew, step_s = record.get("skew", {}), record["step_s"]
     waits = skew.get("late_peer_s") or []
@@ -209,13 +207,13 @@ def _is_steady(cause: _Cause) -> bool:
 
 
 def _comes_again(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether it is more than what a run has once, at its end: no setting makes that rarer."""
+    """Whether it has come before the end of the run: no setting makes the one at the end rarer."""
     only_last = len(records) > 1 and not any(cause.each[:-1])
     return not only_last and sum(record["steps"] for record in records) >= FEW_STEPS
 
 
 def _has_setting(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) -> bool:
-    """Whether there is a setting against it: an update that is divided already is arithmetic like all other."""
+    """Whether a setting helps against it: an update that is divided already counts as compute."""
     return edit_for(cause.name, cause.axis, settings, admits).is_code
 
 
@@ -225,12 +223,12 @@ def _title(cause: _Cause) -> str:
 
 
 def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]], uneven: Sequence[_Cause]) -> str:
-    """What was measured, in words; `uneven` are causes that take their least share in the mean, but vary too much."""
+    """What was measured, in words. `uneven`: causes that are large in the mean, but vary too much to be named."""
     words = BOUNDS[cause.name].evidence
     if cause.name == "late_rank":
         return words + _why(records, cause.rank or 0)
     if cause.name == "compute":
-        return f"{words}, and {_beside(uneven, weighted(records, 'step_s'))}"
+        return f"{words}, and {_beside(uneven, mean_of(records, 'step_s'))}"
     return words
 
 
@@ -242,12 +240,12 @@ def _beside(uneven: Sequence[_Cause], step_s: float) -> str:
 
 
 def _why(records: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """What that rank does for longer than the others, if that is known."""
+    """What the rank spends more time on than the others, if that is known."""
     longer = []
     for name, verb in (("compute_s", "computes"), ("input_s", "waits for its data")):
         tables = [record.get("skew", {}).get(name) or [] for record in records]
         if min(map(len, tables)) > rank:
-            ranks = [_mean(records, column) for column in zip(*tables, strict=True)]
+            ranks = [mean_over_steps(records, column) for column in zip(*tables, strict=True)]
             longer.append((ranks[rank] - median(ranks[:rank] + ranks[rank + 1 :]), verb))
     more, verb = max(longer, default=(0.0, ""))
     return f", and it {verb} {_seconds(more)} s longer" if more > 0 else ""

@@ -1,9 +1,9 @@
-"""The flight recorder: the last steps of each rank, exchange by exchange, in memory that outlives it.
+"""The flight recorder: the last steps of each rank, exchange by exchange, in memory that may outlive the rank.
 
-ring        events of fixed size in shared memory, and how they are read back
-recorder    what the engine tells, written there
-folder      where the rings of a run are, while it goes on and when it has ended
-spans       events as what began and ended
+ring        a ring buffer of events in shared memory, and how it is read back
+recorder    writes what the engine reports into the ring
+folder      where the rings of a run are, while it runs and after it has ended
+spans       pairs events into spans of time
 units       what each unit takes of a step
-trace       all ranks on one line of time, as Chrome's trace format has it
+trace       the spans of all ranks in Chrome's trace format
 """

@@ -1,4 +1,4 @@
-"""Where the rings of a run are: in memory of its ranks while it goes on, in files of its folder when it has ended."""
+"""Where the rings of a run are: in the memory of its ranks while it runs, in files of its folder when it has ended."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["FlightRecorder", "flights_of", "save_flight", "tails_of"]
 
 
 class FlightRecorder:
-    """One rank's ring, and the recorder that writes it.
+    """One rank's ring, and the recorder that writes to it.
 
     Args:
-        rank: of this process, among `world`.
-        ring_descriptor: of a ring whose memory outlives this process; None for one of its own, which is put into the
-            run's folder when this object is closed or gone, or the process exits.
+        rank: of this process, of `world` ranks.
+        ring_descriptor: of a ring that another process has made, which saves it. None makes a new one, which is saved
+            in the run's folder when this object is closed or garbage, or the process exits.
 
     Attributes:
-        events: takes what the engine tells.
-        descriptor: of the ring.
-        watched: whether the process that the ring is of may look after this one.
+        events: takes what the engine reports.
+        descriptor: file descriptor of the ring.
+        watched: whether another process made the ring, and so may look after this one.
     """
 
     def __init__(self, rank: int, world: int, ring_descriptor: int | None = None) -> None:
@@ -46,7 +46,7 @@ class FlightRecorder:
         self._saving: Ending | None = None
 
     def follow(self, engine: Engine, folder: Path) -> None:
-        """Record what this engine does, for a run of this folder. What an earlier run has left there is removed."""
+        """Record what this engine does, for the run of this folder. This rank's files of an earlier run are removed."""
         folder = folder.absolute()
         self.events.follow(engine, folder=str(folder))
         with contextlib.suppress(OSError):  # a full disk: the run goes on
@@ -57,7 +57,7 @@ class FlightRecorder:
             self._saving = Ending(self, functools.partial(_save, self.descriptor))
 
     def close(self) -> None:
-        """Nothing more is recorded of this run; where nobody else does so, what has been is put into its folder."""
+        """Save the ring in the run's folder, unless another process does that."""
         if self._saving is not None:
             self._saving()
 
@@ -68,7 +68,7 @@ def _save(descriptor: int) -> None:
 
 
 def save_flight(flight: Flight) -> None:
-    """Put it into the run's folder, which its table names; nothing where it names none yet, or the disk is full."""
+    """Write a flight into the folder that its table names; nothing if it names none, or if the disk is full."""
     if (folder := flight.table.get("folder")) is None:
         return
     rank = flight.table["rank"]
@@ -79,13 +79,13 @@ def save_flight(flight: Flight) -> None:
 
 
 def flights_of(run: Path) -> list[Flight]:
-    """What the ranks of a run have recorded so far, in their order.
+    """What the ranks of a run have recorded so far, in the order of ranks.
 
     Args:
-        run: its folder.
+        run: the run's folder.
 
     Raises:
-        BadInput: there is nothing.
+        BadInput: no rank has a record there.
     """
     by_rank = {}
     for path in sorted(RunFolder(run).flight.glob("rank-*.*")):
@@ -108,7 +108,7 @@ def flights_of(run: Path) -> list[Flight]:
 
 
 def tails_of(run: Path) -> dict[int, Tail]:
-    """What the ranks of a run that go on now, on this machine, write to; by rank."""
+    """The rings of those ranks of a run that are running now on this machine, by rank."""
     by_rank = {}
     for path in sorted(RunFolder(run).flight.glob("rank-*.live")):
         with _of_others(), contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ def tails_of(run: Path) -> dict[int, Tail]:
 
 
 def _read_live(path: Path) -> Flight | None:
-    """From the memory of a process that goes on; None where it is another machine's, or there is none any more."""
+    """What a running process has recorded; None if it is on another machine or has ended."""
     with _of_others():
         if (memory := _memory(path)) is not None:
             return read_flight(memory)
@@ -129,18 +129,18 @@ def _read_live(path: Path) -> Flight | None:
 
 
 def _memory(path: Path) -> Path | None:
-    """Where a rank's events are that has said so at `path`; None where that is on another machine."""
+    """The ring's memory, as the rank's file at `path` names it; None if that is on another machine."""
     live = json.loads(path.read_text())
     return Path(f"/proc/{int(live['pid'])}/fd/{int(live['descriptor'])}") if live["boot"] == boot_id() else None
 
 
 def _of_others() -> AbstractContextManager[None]:
-    """Suppresses what reading there may raise: another process may have that number now."""
+    """Suppresses the errors of reading what a `.live` file names: another process may have that pid by now."""
     return contextlib.suppress(BadInput, ValueError, KeyError, TypeError)
 
 
 def _clear(folder: Path, table: Mapping[str, Any]) -> None:
-    """Remove what this rank has left in an earlier run; the first one does so of ranks that there are no more."""
+    """Remove this rank's files of an earlier run; rank 0 also removes those of ranks that no longer exist."""
     flight = RunFolder(folder).flight
     flight.mkdir(parents=True, exist_ok=True)
     for rank, path in rank_files(flight):

@@ -1,4 +1,4 @@
-"""`RingRecorder`: what the engine reports, written into a ring as events of 64 bytes."""
+"""`RingRecorder`: writes what the engine reports into a ring, as events of 64 bytes."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from terrazzo.telemetry.steps.memory import resident_bytes
 __all__ = ["RingRecorder"]
 
 _TRACK_WITHOUT_NAME = 255
-"""The number of all tracks beyond the first 255: an event has a byte for it."""
+"""The number that all tracks after the first 255 share: an event has one byte for it."""
 
 _16 = 0xFFFF
 _RESIDENT_NS = 10**9
-"""Resident bytes are read once in so long: the system takes a hundred times as long for them as an event does."""
+"""Resident bytes are read at most this often: asking the system takes a hundred times as long as an event."""
 
 
 class RingRecorder(Recorder):
-    """Writes what it is told as an event, and never waits.
+    """Writes an event for each call, and never waits.
 
-    That is 1 µs of computing in a loop, and 10 µs where a product of matrices has had the caches before: what is called
-    often packs its event itself, which is half of what a call more would take.
+    An event takes 1 µs in a loop, and 10 µs after a matrix product, which has filled the caches. So methods that are
+    called often pack their event themselves: one call less halves that.
 
     Args:
-        ring: where to.
-        rank: of this process, among `world`.
+        ring: to write to.
+        rank: of this process, of `world` ranks.
     """
 
     def __init__(self, ring: Ring, rank: int, world: int) -> None:
@@ -73,10 +73,10 @@ class RingRecorder(Recorder):
         ring.describe(self._table)
 
     def follow(self, engine: Engine, **more: Any) -> None:
-        """Record all that this engine does from now on.
+        """Record what this engine does from now on.
 
         Args:
-            more: for the table, such as the folder of the run.
+            more: entries for the ring's table, such as the folder of the run.
         """
         axes = engine.axes
         groups = {axis: dist.get_process_group_ranks(axes.along(axis).group) for axis in axes.with_stages}
@@ -88,7 +88,7 @@ class RingRecorder(Recorder):
         engine.store.set_recorder(self)
 
     def extend_table(self, **more: Any) -> None:
-        """Put these into the table; any thread may."""
+        """Add entries to the ring's table. Any thread may call this."""
         with self._describing:
             self._table |= more
             self._ring.describe(self._table)

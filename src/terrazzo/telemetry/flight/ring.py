@@ -1,7 +1,7 @@
-"""A ring of events of 64 bytes in shared memory: what a rank did last, for whoever has the memory when it is gone.
+"""A ring buffer of events of 64 bytes in shared memory: what a rank did last, readable after the rank is gone.
 
-Behind a page of numbers stand two places for a table of names, of which one holds at a time, and then the events. An
-event is torn while it is written: its number stands in it twice, first and last.
+Layout: a page of numbers, two slots for a table of names (JSON) of which one is valid at a time, then the events. A
+reader may find an event half written: each has its sequence number twice, first and last, and counts if both agree.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ __all__ = [
 ]
 
 CAPACITY = 1 << 15
-"""Events: 2 MiB, a few steps of a large model and many of a small one."""
+"""Events in a ring: 2 MiB, enough for a few steps of a large model and many of a small one."""
 
 FIELDS = {"rank", "world", "pid", "host", "boot", "units", "names", "tracks", "groups"}
-"""The keys that a table must have; it may have others."""
+"""Keys that every table has; it may have more."""
 
 LAST = CAPACITY - 1
 _BATCH = 128
-"""Events that are read at once."""
+"""Events that `Tail` reads at once."""
 
 _MAGIC, _VERSION = b"TZFLIGHT", 1
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of an event, capacity
-_PLACE = struct.Struct("<Q")  # of the table: where it is, and how long
+_PLACE = struct.Struct("<Q")  # of the valid table: its offset in the upper 32 bits, its length in the lower
 _STEPS = struct.Struct("<Q")  # one more than the number of the newest step; 0 before the first
 _PLACE_AT, _STEPS_AT, _PAGE, _TABLE_BYTES = 64, 128, 4096, 512 << 10
 _EVENTS_AT = _PAGE + 2 * _TABLE_BYTES
@@ -66,7 +66,7 @@ _DTYPE = np.dtype(
 
 
 class EventKind(IntEnum):
-    """What an event is, and so what its numbers mean."""
+    """The kind of an event, which says what its fields mean."""
 
     ISSUED = 1
     DONE = 2
@@ -80,25 +80,27 @@ class EventKind(IntEnum):
 
 
 ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, MOVED, STEP = map(int, EventKind)
-"""The same as plain numbers, which are packed and compared sooner."""
+"""The same as plain ints, which are faster to pack and to compare."""
 
 
 class FlightEvent(NamedTuple):
-    """One event of a rank. Times are nanoseconds of CLOCK_MONOTONIC, which ranks of a machine share.
+    """One event of a rank. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
 
     Attributes:
-        time: when it was.
-        sequence: number among all events of the rank, from 1 on.
-        ordinal: of an exchange, on its track; of a step, its number.
-        since: when that had begun which ends here; 0 if nothing does.
-        value: bytes sent, moved, or of a step resident; of an exchange that is done, when all ranks were there.
+        time: when it was written.
+        sequence: its number among all events of the rank, from 1.
+        ordinal: of an exchange, its number on its track; of a step, the step's number.
+        since: when the span began that this event ends; 0 if it ends none.
+        value: bytes sent (`ISSUED`), moved (`MOVED`) or resident (`STEP`); for `DONE`, when all ranks were there.
         live: bytes of transient memory.
-        unit: of what is exchanged, or of what runs.
-        number: of the forward or backward that an exchange is for.
+        unit: index of the unit that is exchanged, or that runs.
+        number: of the forward or backward pass that an exchange belongs to.
         purpose: of an exchange, as in its `Label`.
         kind: an `EventKind`.
-        track: of an exchange; of all other events a name, as in the table.
+        track: index in the table's `tracks` for exchanges, in its `names` for all other events.
+        spare: unused.
         micro: forwards so far in this step.
+        check: lower 16 bits of `sequence`.
     """
 
     time: int
@@ -118,15 +120,15 @@ class FlightEvent(NamedTuple):
 
 
 class Ring:
-    """One rank's events, the newest in the place of the oldest.
+    """The writing side: each event takes the place of the oldest one.
 
     Args:
-        descriptor: of shared memory, as `Ring.memory` makes it.
+        descriptor: of shared memory, as `Ring.memory` returns it.
 
     Attributes:
-        next: the number of a new event, which belongs at 64 × (that & LAST) of `rows`.
-        rows: where they are, as bytes. `write` shows how one is packed; who writes often does so without that call.
-        micro: what is written into each event.
+        next: returns the sequence number of a new event, whose place in `rows` is 64 × (number & LAST).
+        rows: the events' memory. `write` shows how an event is packed; callers in a hurry do it themselves.
+        micro: forwards so far in this step, which every event gets.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -139,7 +141,7 @@ class Ring:
 
     @staticmethod
     def memory() -> int:
-        """A descriptor of new shared memory, of which only what is written takes room."""
+        """A file descriptor of new shared memory. Pages take room once they are written."""
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("terrazzo-flight")
         else:
@@ -149,9 +151,9 @@ class Ring:
         return descriptor
 
     def describe(self, table: Mapping[str, Any]) -> None:
-        """Put down the table of names, in the place of the one before. One thread at a time."""
+        """Write the table of names, in the place of the one before. One thread at a time may call this."""
         text = json.dumps(table).encode()
-        if len(text) > _TABLE_BYTES:  # units of such a model are shown by their numbers
+        if len(text) > _TABLE_BYTES:  # a model with so many units: they are shown by number
             text = json.dumps({**table, "units": []}).encode()
         self._place = 1 - self._place
         start = _PAGE + self._place * _TABLE_BYTES
@@ -159,7 +161,7 @@ class Ring:
         _PLACE.pack_into(self._memory, _PLACE_AT, start << 32 | len(text))
 
     def note_step(self, step: int) -> None:
-        """Put down the newest step that has ended, where no event takes its place."""
+        """Note the newest finished step outside of the ring, where no later event overwrites it."""
         _STEPS.pack_into(self._memory, _STEPS_AT, step + 1)
 
     def write(
@@ -170,7 +172,7 @@ class Ring:
         live: int = 0,
         of: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """Append an event of now; any thread may.
+        """Append an event with the present time. Any thread may call this.
 
         Args:
             numbers: its `ordinal`, `since` and `value`.
@@ -181,23 +183,23 @@ class Ring:
 
 
 class Flight(NamedTuple):
-    """What one rank has recorded: its table, and its events, oldest first."""
+    """What one rank has recorded: the table of its ring, and its events, oldest first."""
 
     table: Mapping[str, Any]
     events: list[FlightEvent]
 
     def as_bytes(self) -> bytes:
-        """As `read_flight` reads it."""
+        """The content of a file that `read_flight` reads."""
         text = json.dumps(self.table).encode()
         head = _HEAD.pack(_MAGIC, _VERSION, _EVENT.size, 0) + struct.pack("<I", len(text))
         return b"".join([head, text, *(_EVENT.pack(*event) for event in self.events)])
 
 
 class Tail:
-    """Reads a ring that is written meanwhile: each event once.
+    """The reading side, while another process writes: returns each event once.
 
     Args:
-        descriptor: of its memory.
+        descriptor: of the ring's memory.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -207,8 +209,8 @@ class Tail:
 
     @property
     def table(self) -> Mapping[str, Any]:
-        """The newest that can be read; empty before there is one."""
-        for _ in range(3):  # it may be replaced twice while it is read
+        """The newest table that can be read; empty before the first."""
+        for _ in range(3):  # the writer may replace it while it is read
             (place,) = _PLACE.unpack_from(self._memory, _PLACE_AT)
             text = self._memory[place >> 32 : (place >> 32) + (place & 0xFFFFFFFF)]
             with contextlib.suppress(ValueError):
@@ -218,14 +220,14 @@ class Tail:
 
     @property
     def step(self) -> int | None:
-        """The newest step that has ended, though its event may be there no more; None before the first."""
+        """The newest finished step, even if its event has been overwritten; None before the first."""
         (steps,) = _STEPS.unpack_from(self._memory, _STEPS_AT)
         return int(steps) - 1 if steps else None
 
     def new(self) -> list[FlightEvent]:
-        """The events since the last call, as far as they are still there, oldest first.
+        """Events since the last call that have not been overwritten, oldest first.
 
-        Before there is a table, which says what their numbers mean, they are left for a later call.
+        Empty as long as there is no table, which says what their fields mean; a later call returns them.
         """
         if not (self._table or self.table):
             return []
@@ -233,17 +235,17 @@ class Tail:
         while batch := self._run(self._seen + 1):
             events += batch
             self._seen = batch[-1].sequence
-        if self._at(self._seen + 1).sequence > self._seen + 1:  # overtaken
+        if self._at(self._seen + 1).sequence > self._seen + 1:  # the writer has lapped this reader
             events += [each for each in _whole(self._memory[_EVENTS_AT:]) if each.sequence > self._seen]
             self._seen = events[-1].sequence if events else self._seen
         return events
 
     def flight(self) -> Flight:
-        """All of it."""
+        """The table and all events that are there now."""
         return Flight(self.table, _whole(self._memory[_EVENTS_AT:]))
 
     def _run(self, first: int) -> list[FlightEvent]:
-        """Events from that number on that stand one behind the other, as far as they are whole; not all, as a rule."""
+        """Consecutive whole events from number `first` on, as far as one batch goes; call again for more."""
         place = first % CAPACITY
         start, count = _EVENTS_AT + place * 64, min(_BATCH, CAPACITY - place)
         events = []
@@ -259,13 +261,13 @@ class Tail:
 
 
 def read_flight(path: Path) -> Flight:
-    """What a rank has left in a file, or in the memory that it writes to.
+    """A rank's flight, from a saved file or from the memory that the rank writes to.
 
     Raises:
-        BadInput: it is something else.
+        BadInput: the file is something else, or damaged.
         OSError: it is gone.
     """
-    if not path.is_file():  # such as a pipe, which has the number of what was memory once
+    if not path.is_file():  # a descriptor that was a ring's memory may be a pipe by now
         raise FileNotFoundError(path)
     with path.open("rb") as file:
         head = file.read(_HEAD.size)

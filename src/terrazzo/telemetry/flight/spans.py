@@ -1,4 +1,4 @@
-"""Events as what began and ended: steps, phases, units, waits, exchanges, moves between tiers."""
+"""Spans of time made of events: steps, phases, units, waits, exchanges, moves between memory tiers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from terrazzo.telemetry.flight.ring import EventKind, Flight, FlightEvent
 __all__ = ["GROUPS", "FlightSpan", "TableNames", "spans_of"]
 
 GROUPS = ("step", "phase", "unit", "wait", "exchange", "tier")
-"""Kinds of spans. Phases and units have one row: units may be inside of each other, and nothing else overlaps there."""
+"""Groups of spans. Within steps, phases or units nothing overlaps, except that units nest."""
 
 _AROUND = {Purpose.SMALL, Purpose.END_OF_FORWARD, Purpose.END_OF_BACKWARD}
-"""Purposes of exchanges that move nothing of a unit."""
+"""Purposes of exchanges that do not move a unit's tensors."""
 
 
 class FlightSpan(NamedTuple):
-    """What took from `start` to `end`, in nanoseconds of CLOCK_MONOTONIC; `more` is by name, in words and numbers."""
+    """A span from `start` to `end`, in nanoseconds of CLOCK_MONOTONIC; `more`: details by name, strings and numbers."""
 
     group: str
     name: str
@@ -28,30 +28,34 @@ class FlightSpan(NamedTuple):
 
 
 class TableNames:
-    """The words of a rank's table."""
+    """Looks up the names that events refer to by number.
+
+    Args:
+        table: of the rank's ring.
+    """
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         self._table = table
 
     def name(self, event: FlightEvent) -> str:
-        """The name in an event that is of no exchange."""
+        """The name of an event that is not of an exchange: a phase, a unit's pass, a move."""
         return self._of("names", event.track)
 
     def unit(self, index: int) -> str:
         return (self._of("units", index) or "the root unit") if index < len(self._table["units"]) else f"unit {index}"
 
     def track(self, number: int) -> tuple[str, str, bool]:
-        """Axis, kind, and whether modules exchange."""
+        """The axis and kind of a track's exchanges, and whether they carry activations."""
         tracks = self._table["tracks"]
         return tuple(tracks[number]) if number < len(tracks) else ("", "exchange", False)
 
     def ranks(self, track: int) -> list[int]:
-        """Who exchanges there."""
+        """The ranks that exchange on a track."""
         groups = self._table["groups"]
         return list(groups.get(self.track(track)[0], groups[""]))
 
     def moved(self, event: FlightEvent) -> str | None:
-        """The unit that an exchange moves."""
+        """The unit whose tensors an exchange moves, if it does."""
         return None if event.purpose in _AROUND else self.unit(event.unit)
 
     def _of(self, field: str, number: int) -> str:
@@ -60,7 +64,7 @@ class TableNames:
 
 
 def spans_of(flight: Flight) -> list[FlightSpan]:
-    """All spans of one rank, in the order of their ends. What has not ended yet lasts until the newest event."""
+    """All spans of one rank, in the order of their ends. What has not ended lasts until the newest event."""
     collected = _SpanReader(TableNames(flight.table))
     for event in flight.events:
         collected.take(event)
@@ -105,7 +109,7 @@ class _SpanReader:
             self._step = event.time
 
     def close(self, now: int) -> None:
-        """Nothing follows."""
+        """Close what is open: there are no more events."""
         self._end_units(now)
         for event in self._waits.values():
             self._wait(event, event.time, now, unfinished=True)
@@ -143,7 +147,7 @@ class _SpanReader:
         self._units.append(event)
 
     def _end(self, event: FlightEvent) -> None:
-        """End a unit, and those inside of it that have raised; a unit that is not known is passed over."""
+        """End a unit, and those within it that an exception left open. Ends of unknown units are ignored."""
         if event.unit in [each.unit for each in self._units]:
             while self._close_unit(event.time).unit != event.unit:
                 pass

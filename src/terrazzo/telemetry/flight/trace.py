@@ -1,7 +1,7 @@
-"""The flights of all ranks on one line of time, in Chrome's trace format, which https://ui.perfetto.dev shows.
+"""The flights of all ranks as one timeline in Chrome's trace format, which https://ui.perfetto.dev shows.
 
-A rank is a process there, and rows are its threads. Nothing overlaps on a row but units, which are inside of each
-other: what goes on at the same time, such as a gather and a reduction, has rows of its own.
+Each rank is a process there, and each row a thread of it. Spans that overlap, such as a gather and a reduction, are on
+different rows; only units nest on one row.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from terrazzo.telemetry.flight.spans import GROUPS, FlightSpan, spans_of
 __all__ = ["trace_of"]
 
 _ROWS = 100
-"""Numbers of threads that a group may have."""
+"""Most rows of a group."""
 
 
 def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
-    """The last `steps` steps, and what follows them, as the object of a JSON file.
+    """The last `steps` steps, and what came after them, as an object to be written as JSON.
 
-    Ranks of one machine share a clock. Those of others are moved so that steps end at the same time, in the median:
-    the ranks have just agreed on something there.
+    Ranks of one machine share a clock. Times of other machines are shifted so that steps end at the same time, in the
+    median: at the end of a step all ranks have just exchanged something.
 
     Args:
-        flights: of ranks of one run.
-        steps: as many as there are, if there are fewer.
+        flights: of the ranks of one run.
+        steps: how many; all that are recorded, if those are fewer.
     """
     moved = _clocks(flights)
     spans = [spans_of(flight) for flight in flights]
@@ -46,7 +46,7 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
 
 
 def _clocks(flights: Sequence[Flight]) -> list[int]:
-    """What is added to the times of each rank."""
+    """Nanoseconds to add to the times of each rank."""
     ends = [
         {event.ordinal: event.time for event in flight.events if event.kind == EventKind.STEP} for flight in flights
     ]
@@ -59,7 +59,7 @@ def _clocks(flights: Sequence[Flight]) -> list[int]:
 
 
 def _begin_of(spans: Sequence[FlightSpan], steps: int) -> int:
-    """When the first of a rank's last steps began; 0 if it has not recorded so many."""
+    """When the first of the last `steps` steps began; 0 if fewer are recorded."""
     begins = [span.start for span in spans if span.group == "step"]
     return begins[-steps] if len(begins) >= steps else 0
 
@@ -87,7 +87,7 @@ def _of_rank(flight: Flight, spans: Sequence[FlightSpan], shift: int) -> Iterato
 
 
 def _apart(spans: Iterable[FlightSpan]) -> list[list[FlightSpan]]:
-    """The spans in rows on which nothing overlaps."""
+    """Spread spans over rows so that none overlap on a row."""
     rows: list[list[FlightSpan]] = []
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
         row = next((row for row in rows if row[-1].end <= span.start), None)
@@ -99,7 +99,7 @@ def _apart(spans: Iterable[FlightSpan]) -> list[list[FlightSpan]]:
 
 
 def _counters(flight: Flight, first: int, shift: int) -> Iterator[dict[str, Any]]:
-    """Bytes of transient memory wherever they change, and resident ones at the end of steps."""
+    """Counters: bytes of transient memory whenever they change, and resident bytes at the end of steps."""
     before = -1
     for event in flight.events:
         if event.time < first:

@@ -1,4 +1,4 @@
-"""What each unit of a rank takes of a step, by what it has recorded."""
+"""What each unit of a rank takes of a step, from the rank's flight."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MOST_STEPS = 20
 
 
 class UnitTimes(NamedTuple):
-    """Seconds of a step, in the mean.
+    """Mean seconds of a step that a unit takes.
 
     Attributes:
-        unit: by name.
-        forward, recompute, backward: that it ran, without units inside of it and without waits; of the host on CUDA.
-        gather_wait: that the host waited for its weights.
-        reduce_wait: that the host waited for sums of its gradients.
+        unit: its name.
+        forward, recompute, backward: running, without nested units and without waits; on CUDA, time of the host.
+        gather_wait: the host waiting for the unit's weights.
+        reduce_wait: the host waiting for sums of the unit's gradients.
     """
 
     unit: str
@@ -40,9 +40,9 @@ _WAITS = {"all_gather": "gather_wait", "broadcast": "gather_wait"}
 
 
 def unit_times(flight: Flight) -> list[UnitTimes]:
-    """The times of units in the newest whole steps of a flight, in the model's order; empty before there is one."""
+    """Times of units over the newest complete steps of a flight, in the model's order; empty if there are none."""
     spans = spans_of(flight)
-    steps = [span for span in spans if span.group == "step"][1:][-MOST_STEPS:]  # the first one may have lost its begin
+    steps = [span for span in spans if span.group == "step"][1:][-MOST_STEPS:]  # the first may lack its beginning
     if not steps:
         return []
     start, end = steps[0].start, steps[-1].end
@@ -58,7 +58,7 @@ def unit_times(flight: Flight) -> list[UnitTimes]:
 
 
 def _own(spans: Sequence[FlightSpan]) -> Iterator[tuple[FlightSpan, int]]:
-    """Each with the nanoseconds that none inside of it takes."""
+    """Each span with its own nanoseconds: without spans nested in it."""
     inner: dict[int, int] = defaultdict(int)
     open_: list[tuple[int, FlightSpan]] = []
     for index, span in sorted(enumerate(spans), key=lambda each: (each[1].start, -each[1].end)):

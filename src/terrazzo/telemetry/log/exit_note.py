@@ -1,10 +1,10 @@
-"""How a run has ended, as `exit.json` in its folder: for those who get another exit code than the run's own.
+"""How a run ended, as `exit.json` in its folder: for those who do not get the run's own exit code.
 
-torchrun makes 1 of every code, and a queue may tell none. The note is of the newest end; while a run goes on there is
-none. Processes of two kinds write it:
+torchrun turns every code into 1, and a queue may report none. The note is of the newest end; while a run is running
+there is none. Two kinds of processes write it:
 
-    leave_exit      a rank, as it ends: what has failed first counts, so a note that is there stays
-    overrule_exit   whoever looks after ranks, a launcher or a warden, which know of them what no rank does
+    leave_exit      a rank as it ends: the first failure counts, so a note that is there stays
+    overrule_exit   a launcher or a warden, which knows more about the ranks than they do
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "note_of_code", "
 
 
 class ExitNote(NamedTuple):
-    """How a run has ended.
+    """How a run ended.
 
     Attributes:
-        code: the exit code, of the run itself.
-        reason: a key for programs: of the code, as in `EXIT_CODES`; of a rank that stood still or died, as in
-            `STALL_CAUSES`; `killed` where a signal has ended the run, or the rank that failed first.
-        cause: in words.
-        rank: the one that it lay with; None where it lay with none, or with several.
-        step: finished steps of that rank then; None where there was none yet, or nobody knows.
+        code: the run's own exit code.
+        reason: a key for programs: that of the code in `EXIT_CODES`, or of a stall in `STALL_CAUSES`, or `killed` if
+            a signal ended the run or the rank that failed first.
+        cause: the reason in words.
+        rank: the rank at fault; None if it was none, or several.
+        step: steps that this rank had finished; None before the first, or if that is not known.
     """
 
     code: int
@@ -42,18 +42,18 @@ class ExitNote(NamedTuple):
 
 
 def note_of_code(code: int, step: int | None) -> ExitNote:
-    """The note of a run that has done all its steps, or was asked to stop, in the words of the code's row."""
+    """The note of a run that ended as its exit code says, such as after all steps, in the words of the code's row."""
     row = EXIT_CODES[code]
     return ExitNote(code, row.reason, row.meaning, None, step)
 
 
 def leave_exit(folder: Path, note: ExitNote) -> None:
-    """Write the note of a rank that ends, unless there is one. Nothing is raised: it has said why it ends."""
+    """Write the note of a rank that ends, unless there is one. Raises nothing: the rank is already failing."""
     path = RunFolder(folder).exit_note
     with contextlib.suppress(OSError), replacing(path, sync=False) as beside:
         beside.write_text(_text(note), encoding="utf-8")
         try:
-            os.link(beside, path)  # of ranks that fail at once, one succeeds
+            os.link(beside, path)  # of several ranks that fail at once, one succeeds
         except OSError:
             if not path.exists():  # a file system without links: `beside` takes its place
                 return
@@ -61,14 +61,14 @@ def leave_exit(folder: Path, note: ExitNote) -> None:
 
 
 def overrule_exit(folder: Path, note: ExitNote) -> None:
-    """Write the note of whoever looks after ranks, unless there is one of the same code and rank, which says more."""
+    """Write the note of a launcher or warden, unless there is one of the same code and rank, which says more."""
     earlier = exit_of(folder)
     if earlier is None or (earlier.code, earlier.rank) != (note.code, note.rank):
         _write(folder, note)
 
 
 def _write(folder: Path, note: ExitNote) -> None:
-    """All at once."""
+    """Replace the note as a whole."""
     with contextlib.suppress(OSError):
         replace_file(RunFolder(folder).exit_note, _text(note), sync=False)
 
@@ -78,7 +78,7 @@ def _text(note: ExitNote) -> str:
 
 
 def exit_of(folder: Path) -> ExitNote | None:
-    """The note that is there; None where there is none that can be read."""
+    """The note of a run; None if there is none, or it cannot be read."""
     run = RunFolder(folder)
     try:
         return ExitNote(**(run.read(run.exit_note) or {}))
@@ -87,5 +87,5 @@ def exit_of(folder: Path) -> ExitNote | None:
 
 
 def forget_exit(folder: Path) -> None:
-    """Remove the note: a run has begun in the folder, or goes on."""
+    """Remove the note: a run is starting in this folder."""
     RunFolder(folder).exit_note.unlink(missing_ok=True)

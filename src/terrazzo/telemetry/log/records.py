@@ -1,4 +1,4 @@
-"""What a run has written of itself, read back: by a report, a verdict, or somebody who looks while it goes on."""
+"""The lines of a run's `metrics.jsonl`, read back for verdicts, reports and `terrazzo watch`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 __all__ = [
     "all_steps_of",
     "lines_of",
+    "mean_of",
+    "mean_over_steps",
     "of_newest_start",
     "of_these_ranks",
     "restart_text",
     "run_lines",
     "steps_of",
     "validation_text",
-    "weighted",
 ]
 
 
@@ -27,10 +28,10 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
     """All lines of a run's `metrics.jsonl`.
 
     Args:
-        run: its folder, or the file itself.
+        run: the run's folder, or the file itself.
 
     Raises:
-        BadInput: there is no such file, or nothing in it.
+        BadInput: there is no such file, or it is empty.
     """
     path = RunFolder.of(run).metrics
     try:
@@ -46,7 +47,7 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The file's lines; what is torn, as a run that was killed or is writing now may leave it, is not one."""
+    """The file's lines, without incomplete ones, which a run leaves that is killed or writing."""
     lines = []
     for line in path.read_bytes().splitlines():
         try:
@@ -59,22 +60,22 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records of steps since ranks were last started, in order: another start may have had other settings.
+    """The step records since the ranks were last started, in order; earlier starts may have had other settings.
 
-    The first is left out where there are others: it holds what is done once.
+    The first one is left out if there are others: it includes what is done only once.
     """
     records = of_newest_start(_with_steps(lines), "step")
     return records[1:] or records
 
 
 def all_steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records of steps of all starts, in order, but for the first of the file where there are others."""
+    """The step records of all starts, in order, without the first of the file if there are others."""
     records = [dict(line) for line in _with_steps(lines) if line["kind"] == "step"]
     return records[1:] or records
 
 
 def of_newest_start(lines: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The lines of `kind` since ranks were last started; if there are none since, those of the start before."""
+    """The lines of `kind` since the ranks were last started; if there are none, those of the start before."""
     newest: list[dict[str, Any]] = []
     anew = False
     for line in lines:
@@ -87,39 +88,43 @@ def of_newest_start(lines: Iterable[Mapping[str, Any]], kind: str) -> list[dict[
 
 
 _STARTS = ("begin", "restart")
-"""Kinds of lines with which ranks that go on begin."""
+"""Kinds of lines that mark a start which continues a run."""
 
 
 def _with_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines without records of no steps."""
+    """The lines without step records that cover no steps."""
     return [line for line in lines if line["kind"] != "step" or (line.get("steps") and line.get("step_s"))]
 
 
 def of_these_ranks(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The newest of these records of steps: those since there are as many ranks as there are now."""
+    """The newest of these step records: those since the number of ranks last changed."""
     ranks = [max(map(len, record.get("skew", {}).values()), default=0) for record in records]
     others = [place for place, number in enumerate(ranks) if number != ranks[-1]]
     return records[others[-1] + 1 :] if others else records
 
 
 def restart_text(line: Mapping[str, Any]) -> str:
-    """A line of kind `restart` in words."""
+    """A line of kind `restart` as a sentence."""
     return f"restart {line['number']} of {line['most']}, on {counted(line['ranks'], 'rank')}, after: {line['why']}"
 
 
 def validation_text(line: Mapping[str, Any]) -> str:
-    """What a line of kind `validation` has beside its loss, in words."""
+    """What a line of kind `validation` says beside its loss, in words."""
     if "accuracy" in line:
         return f"held out, {line['accuracy']:.1%} of pairs in order"
     return f"held out, {line['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in line else "held out"
 
 
-def weighted(records: Sequence[Mapping[str, Any]], *names: str) -> float:
-    """The mean over steps of the number under these names, 0 where a record does not have it."""
-    total = steps = 0.0
-    for record in records:
-        value: Any = record
-        for name in names:
-            value = value.get(name, 0.0) if isinstance(value, Mapping) else 0.0
-        total, steps = total + value * record["steps"], steps + record["steps"]
+def mean_of(records: Sequence[Mapping[str, Any]], *names: str) -> float:
+    """The mean over steps of the number under these nested names, which is 0 in records that do not have it."""
+    values: list[Any] = list(records)
+    for name in names:
+        values = [value.get(name, 0.0) if isinstance(value, Mapping) else 0.0 for value in values]
+    return mean_over_steps(records, values)
+
+
+def mean_over_steps(records: Sequence[Mapping[str, Any]], values: Sequence[float]) -> float:
+    """The mean of a value of each record, each counted as many times as its record has steps; 0 without steps."""
+    steps = sum(record["steps"] for record in records)
+    total = sum(value * record["steps"] for record, value in zip(records, values, strict=True))
     return total / steps if steps else 0.0

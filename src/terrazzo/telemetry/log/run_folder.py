@@ -1,4 +1,4 @@
-"""The folder of a run, which `log.folder` of its configuration names, and its files."""
+"""The folder of a run (`log.folder` in its configuration), and the names of the files in it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from terrazzo.untrusted_files import read_json
 __all__ = ["RunFolder", "note_of", "rank_files"]
 
 _MOST_BYTES = 1 << 20
-"""The largest configuration or note; more is somebody else's file."""
+"""Largest size of a configuration or note that is read; a larger file is not ours."""
 
 
 def note_of(folder: Path) -> Path:
-    """Beside a Hugging Face folder of a run: of which run and step it is."""
+    """The file beside an exported Hugging Face folder that says which run and step it is from."""
     return folder.with_name(f"{folder.name}.json")
 
 
 def rank_files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The number of the rank, and the path, of each `rank-NUMBER.*` in a folder of a run."""
+    """The rank and the path of each file `rank-NUMBER.*` in a folder."""
     for path in sorted(folder.glob("rank-*.*")):
         if (number := path.stem.removeprefix("rank-")).isdecimal():
             yield int(number), path
@@ -31,16 +31,16 @@ def rank_files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where each file of a run is. A loop of one's own has no configuration and no plan."""
+    """The paths of a run's files. A run of `attach` has no `config` and no `plan`."""
 
     path: Path
 
     @classmethod
     def of(cls, run: Path) -> RunFolder:
-        """The folder of a run, which is named by it or by its `metrics.jsonl`, whether they are there or not.
+        """The run's folder, given as that folder or as the `metrics.jsonl` in it. Neither has to exist.
 
         Raises:
-            BadInput: it is another file.
+            BadInput: `run` is another file.
         """
         if run.is_dir():
             return cls(run)
@@ -54,7 +54,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """A line for each thing that is measured or happens."""
+        """A JSON object per line for everything that is measured or happens."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -69,7 +69,7 @@ class RunFolder:
 
     @property
     def page(self) -> Path:
-        """Curves, tables and all of the above, in one file."""
+        """The report: curves, tables and all of the above, in one file."""
         return self.path / "report.html"
 
     @property
@@ -79,42 +79,42 @@ class RunFolder:
 
     @property
     def exit_note(self) -> Path:
-        """How the run has ended."""
+        """How the run ended."""
         return self.path / "exit.json"
 
     @property
     def flight(self) -> Path:
-        """A folder of what each rank has recorded, exchange by exchange."""
+        """A folder with the flight of each rank."""
         return self.path / "flight"
 
     @property
     def trace(self) -> Path:
-        """The same on one line of time, once somebody has asked for it."""
+        """The flights as a timeline, once `terrazzo trace` has written it."""
         return self.path / "trace.json"
 
     @property
     def stall(self) -> Path:
-        """A folder of what ranks were doing that stood still."""
+        """A folder with what ranks were doing when they stood still."""
         return self.path / "stall"
 
     @property
     def script(self) -> Path:
-        """What a script uses that was only looked at."""
+        """What a script uses that `terrazzo profile` has measured."""
         return self.path / "script.json"
 
     @property
     def ranks(self) -> Path:
-        """A folder of what each rank of a script that was only looked at has recorded."""
+        """A folder with what each rank of such a script has recorded."""
         return self.path / "ranks"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints, where `checkpoint.folder` names no other."""
+        """The folder of checkpoints, unless `checkpoint.folder` names another."""
         return self.path / CHECKPOINTS
 
     @property
     def swap(self) -> Path:
-        """The folder of swap files that `terrazzo init` names in `offload.path`."""
+        """The folder of swap files that `terrazzo init` writes into `offload.path`."""
         return self.path / "swap"
 
     @property
@@ -124,7 +124,7 @@ class RunFolder:
 
     @property
     def every_file(self) -> tuple[Path, ...]:
-        """A file of each kind that is written there: without checkpoints and swap files, whose folders have keys."""
+        """One file of each kind that is written there, without checkpoints and swap files: keys name their folders."""
         model = ("config.json", "model.safetensors", "merges.txt", "chat_template.jinja")
         return (
             self.metrics,
@@ -143,11 +143,11 @@ class RunFolder:
         )
 
     def settings(self) -> dict[str, Any] | None:
-        """The configuration as it was written; None where there is none that can be read."""
+        """The configuration as it was written; None if there is none, or it cannot be read."""
         return self.read(self.config)
 
     def read(self, file: Path) -> dict[str, Any] | None:
-        """A JSON object of one of its files; None where there is none that can be read."""
+        """The JSON object in a file; None if there is none, or it cannot be read."""
         try:
             content = read_json(file, _MOST_BYTES)
         except (OSError, BadInput):

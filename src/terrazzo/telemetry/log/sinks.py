@@ -18,18 +18,18 @@ __all__ = ["JsonLines", "Sink", "TensorBoard", "warn_on_stderr"]
 
 
 class Sink(ABC):
-    """Takes named numbers of a step. A run does not end with a full disk: it goes on, and says so once on stderr."""
+    """Writes named numbers of steps. A full disk does not end the run: the sink says so once on stderr."""
 
     path: Path
     _failed = False
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write `values` of `step`; `kind` is a line's in `metrics.jsonl`, such as `train`, `step` or `summary`."""
+        """Write `values` of `step`; `kind` is that of a line in `metrics.jsonl`: `train`, `step`, `summary`, ..."""
         with self._unfailing():
             self._log(kind, step, values)
 
     def close(self) -> None:
-        """Flush and release what is open."""
+        """Flush and close."""
         with self._unfailing():
             self._close()
 
@@ -53,20 +53,20 @@ class Sink(ABC):
 
 
 def warn_on_stderr(text: str) -> None:
-    """Print it, where standard error can still be written."""
+    """Print a line on stderr, if that can still be written to."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
 
 class JsonLines(Sink):
-    """One JSON object per line. When a run resumes, lines of steps that are done again are dropped.
+    """One JSON object per line. When a run resumes, lines of steps that it will do again are dropped.
 
-    Wherever it is killed, the file holds the lines up to the step that is resumed: it is only ever appended to, and
-    what is dropped is dropped by putting another file in its place, whole and on the disk.
+    Whenever a run is killed, the file has the lines up to the step that it can resume from: lines are only appended,
+    and dropping some replaces the file by another one that is already complete on the disk.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
-        """Append to `path` from `first_step` on; 0 starts the file anew."""
+        """Open `path` to append lines after step `first_step`; 0 starts the file anew."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -74,7 +74,7 @@ class JsonLines(Sink):
         self._file = path.open("ab", buffering=0)
 
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append one line at once, so that a killed run keeps what it had measured; whole, or not at all."""
+        """Append one line, unbuffered, so that a killed run keeps it; whole, or not at all."""
         line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -85,7 +85,7 @@ class JsonLines(Sink):
             raise
 
     def in_place(self) -> bool:
-        """Whether the file at `path` is still the one that is written: neither it nor a folder above was moved."""
+        """Whether the file at `path` is still the open one: neither it nor a folder above was moved."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except OSError:
@@ -96,7 +96,7 @@ class JsonLines(Sink):
 
 
 def _cut_back(path: Path, last_step: int) -> None:
-    """Leave the lines up to `last_step` of an earlier run, and none of its summary."""
+    """Keep the lines up to `last_step` of an earlier start, without its verdict and summary."""
     lines = path.read_bytes().splitlines(keepends=True)
     earlier = [line for line in lines if last_step and _stays(line, last_step)]
     if earlier == lines:
@@ -106,7 +106,7 @@ def _cut_back(path: Path, last_step: int) -> None:
 
 
 def _stays(line: bytes, last_step: int) -> bool:
-    """A line that was cut short by a kill, or damaged, does not."""
+    """Whether a line is kept; one that is cut short or damaged is not."""
     try:
         values = json.loads(line)
         return line.endswith(b"\n") and values["step"] <= last_step and values["kind"] not in ("summary", "verdict")
@@ -115,10 +115,10 @@ def _stays(line: bytes, last_step: int) -> bool:
 
 
 class TensorBoard(Sink):
-    """TensorBoard event files, every number as `kind/name`. Lists, of ranks or experts, are in metrics.jsonl alone."""
+    """TensorBoard event files, with every number as `kind/name`. Lists (by rank or expert) are not written."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """A new run (`first_step` 0) starts anew; a resumed one hides the later steps that an earlier one wrote."""
+        """A new run (`first_step` 0) removes old event files; a resumed one hides steps after `first_step` in them."""
         self.path = folder
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
@@ -127,7 +127,7 @@ class TensorBoard(Sink):
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Numbers as scalars and text as text; those of a dict by both names."""
+        """Write numbers as scalars and strings as text; those of a nested dict as `kind/name/key`."""
         for name, value in values.items():
             if isinstance(value, dict):
                 self._log(f"{kind}/{name}", step, value)

@@ -1,9 +1,9 @@
-"""`terrazzo profile`: where the steps of somebody else's script spend their time, with the script unchanged.
+"""`terrazzo profile`: where the steps of any training script spend their time, with the script unchanged.
 
-hook        `sitecustomize`, which Python imports when it starts: has the probe begin as soon as torch is there
-probe       writes down where a step is, and what it waits for; needs no Terrazzo
-wraps       what a step of a script calls, so that the probe hears of it
-merging     what all ranks have written down, as the records of a run
-advice      what to change, in the words of such a script
-command     starts the script so, and passes on how it ends
+hook        `sitecustomize`, which Python imports at its start: installs the probe once torch is imported
+probe       within the script's process, writes where its steps spend time; needs torch alone
+wraps       wraps the functions of torch that a step calls, for the probe
+merging     turns what all ranks have written into the records of a run
+advice      what to change, in the terms of such a script
+command     starts the script with the hook, and ends as it ends
 """

@@ -1,4 +1,4 @@
-"""What to change in a script of somebody else's, in words of what it uses."""
+"""What to change in a profiled script, in terms of what it uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def advice_for(cause: str, facts: Mapping[str, Any]) -> Advice:
     """An edit of the script: a line of code, or a sentence.
 
     Args:
-        cause: that bounds its step, as in a `Verdict`.
-        facts: what the script was seen to use, as the probe writes them down.
+        cause: what bounds its step, as `Verdict.bound`.
+        facts: what the script was seen to use, as the probe has written.
     """
     if cause == "input":
         return _reading(facts)

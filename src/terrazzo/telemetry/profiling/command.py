@@ -1,4 +1,4 @@
-"""`terrazzo profile`: starts a script with the probe in each Python of it, and passes on signals and how it ends."""
+"""`terrazzo profile`: starts a script with the probe in each of its Python processes, and passes on signals."""
 
 from __future__ import annotations
 
@@ -24,15 +24,21 @@ __all__ = ["ProfiledScript", "profile"]
 _HOOK = Path(__file__).parent / "hook"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 _FROM_PROCESS = 0
-"""`si_code` of what somebody sends by `kill`; what a terminal sends, all of its processes get."""
+"""`si_code` of a signal that was sent by `kill`. A terminal's signals reach all of its processes by themselves."""
 
 _EVERY_S = 0.5
 _SENTINEL_S = 0.5
-"""For the sentinel to end by a signal that it was sent, too."""
+"""Seconds for the sentinel to end by a signal, if it was sent one too."""
 
 
 class ProfiledScript(NamedTuple):
-    """How a script ended: its exit code, or 128 plus the signal's number; `own` is the folder of its own records."""
+    """How a script ended.
+
+    Attributes:
+        code: its exit code; 128 plus the number of a signal that ended it.
+        steps: how many were recorded.
+        own: the folder of the records that the script itself writes by Terrazzo, if it does.
+    """
 
     code: int
     steps: int
@@ -43,11 +49,11 @@ def profile(command: Sequence[str], folder: Path) -> ProfiledScript:
     """Run the command with the probe in each Python that it starts, and write records of its steps meanwhile.
 
     Args:
-        command: as a shell would start it, such as `python train.py` or `torchrun --nproc-per-node 2 train.py`.
-        folder: gets `metrics.jsonl`, `script.json` and a file for each rank in `ranks`. Has no records yet.
+        command: its words, such as `python train.py` or `torchrun --nproc-per-node 2 train.py`.
+        folder: gets `metrics.jsonl`, `script.json` and a file for each rank in `ranks`; must not have records yet.
 
     Raises:
-        BadInput: the folder has records, or cannot be written; there is no such command.
+        BadInput: the folder has records, or cannot be written; the command does not exist.
     """
     if shutil.which(command[0]) is None:
         raise BadInput(f"There is no command '{command[0]}': write what starts the script, such as python train.py.")
@@ -69,11 +75,11 @@ def profile(command: Sequence[str], folder: Path) -> ProfiledScript:
 
 
 class _LateMerger:
-    """Records of a script's steps, once it has some: what makes them imports torch, and a script waits for nothing.
+    """A `StepMerger` made only once the script has written something: it imports torch, and the script shall not wait.
 
     Attributes:
         facts: of the script, as `StepMerger` has them.
-        made: steps of which there is a record.
+        made: how many steps are in records.
     """
 
     def __init__(self, ranks: Path, sink: JsonLines) -> None:
@@ -83,7 +89,7 @@ class _LateMerger:
         self.made = 0
 
     def merge(self, at_end: bool = False) -> None:
-        """Write what is new."""
+        """Write the new records; `at_end` as for `StepMerger.new`."""
         if self._merger is None:
             if not any(self._ranks.iterdir()):
                 return
@@ -96,12 +102,13 @@ class _LateMerger:
 
 
 class _Sentinel:
-    """A process of this one's group that any signal ends, and so knows of those that the whole group was sent.
+    """A process in this one's process group that any signal ends: it shows whether the whole group was sent one.
 
-    Of these the script has had its own: passed on, one Ctrl-C would be two, which ends a run without a checkpoint.
+    The script has had such a signal itself. If it was passed on, one Ctrl-C would be two, which ends a run without a
+    checkpoint.
 
     Args:
-        mask: of signals, for the process.
+        mask: the signal mask of the process.
     """
 
     def __init__(self, mask: Collection[int]) -> None:
@@ -109,17 +116,17 @@ class _Sentinel:
         self._process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """It ends with this process, too, whose end of the pipe is its input."""
+        """Start it. It also ends when this process does, which holds the other end of its input."""
         return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=self._listen)
 
     def _listen(self) -> None:
-        """A shell that starts a command behind `&`, or `nohup`, has it ignore signals, and so would the sentinel."""
+        """Heed all signals: a command started with `&` or `nohup` ignores some, and the sentinel would too."""
         for each in _PASSED_ON:
             signal.signal(each, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def had_signal(self) -> bool:
-        """Whether the group has had a signal since the last call."""
+        """Whether the process group has been sent a signal since the last call."""
         try:
             self._process.wait(_SENTINEL_S)
         except subprocess.TimeoutExpired:
@@ -139,7 +146,7 @@ class _Sentinel:
 
 
 def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[[], None]) -> int:
-    """Run the command; its exit code. Signals for it are passed on, as this process stands in its place."""
+    """Run the command; returns its exit code. Signals sent to this process alone are passed on to it."""
     path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | variables | {"PYTHONPATH": path}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGCHLD})
@@ -157,7 +164,7 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
                     meanwhile()
                 elif info.si_signo != signal.SIGCHLD and not sentinel.had_signal() and info.si_code <= _FROM_PROCESS:
                     child.send_signal(info.si_signo)
-        while signal.sigtimedwait(_PASSED_ON, 0) is not None:  # a second Ctrl-C was meant for a script that has ended
+        while signal.sigtimedwait(_PASSED_ON, 0) is not None:  # a second Ctrl-C was for the script, which has ended
             pass
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,7 +1,6 @@
-"""What the ranks of a script have written down, laid beside each other as the records of a run.
+"""Merges what the ranks of a profiled script have written into the records of a run.
 
-A rank alone knows how long it has waited, and not for whom: when the others have come to the same exchange stands in
-their files.
+A rank knows how long it has waited, but not for whom: when the others came to the same exchange is in their files.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ TraceLine = Mapping[str, Any]
 
 
 class StepMerger:
-    """Reads the files of ranks while these write, and makes records of steps that all have ended.
+    """Reads the ranks' files while they are written, and makes records of steps that all ranks have finished.
 
     Args:
         folder: where the ranks write.
 
     Attributes:
-        facts: of rank 0: what its script uses.
-        made: steps of which there is a record.
+        facts: what the script uses, as rank 0 has written.
+        made: how many steps are in records.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,10 +39,10 @@ class StepMerger:
         self.facts: dict[str, Any] = {}
 
     def new(self, at_end: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Steps, and the records of what came until them, that were not there before.
+        """New records, each with the number of its last step.
 
         Args:
-            at_end: nobody writes any more: what is left is a record too.
+            at_end: the script has ended, so that the steps that are left become a record too.
         """
         for path in sorted(self._folder.glob("rank-*.jsonl")):
             self._ranks.setdefault(int(path.stem.removeprefix("rank-")), _Rank(path)).read()
@@ -59,7 +58,7 @@ class StepMerger:
                 yield last, record
 
     def _next(self, ranks: Sequence[_Rank], at_end: bool) -> int | None:
-        """The step until which there is a record: the first, and from there on each tenth."""
+        """The last step of the next record: the first step, and every `EVERY` steps after it; None if not done yet."""
         done = min(rank.last for rank in ranks)
         last = 1 if self.made == 0 else self.made + EVERY
         last = min(last, done) if at_end else last
@@ -67,7 +66,7 @@ class StepMerger:
 
 
 class _Rank:
-    """One rank's file, as far as it has been read."""
+    """What has been read of one rank's file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
@@ -96,7 +95,7 @@ class _Rank:
 
 
 def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
-    """The record of a model that Terrazzo shards: the engine's own, which is in the last line."""
+    """The record of a model that Terrazzo shards: its own step record, which is in the last line of each rank."""
     ends = [own[-1] for own in lines]
     if any("record" not in line for line in ends):
         return None
@@ -105,7 +104,7 @@ def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
 
 
 def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any]:
-    """The mean of these steps, as rank 0 saw them, and what each rank waited for."""
+    """The mean of these steps on rank 0, and the times of all ranks to compare."""
     arrived = _arrivals(lines, _clocks(ranks, lines))
     spent = [_step_times(own, arrived[index]) for index, own in enumerate(lines)]
     steps, on_cuda = len(lines[0]), bool(ranks[0].about["on_cuda"])
@@ -123,7 +122,7 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> 
 
 
 def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> list[float]:
-    """What is added to the times of each rank: nothing on one machine; elsewhere steps end together, in the median."""
+    """What to add to the times of each rank: nothing on rank 0's machine; elsewhere such that steps end together."""
     return [
         0.0
         if rank.about["boot"] == ranks[0].about["boot"]
@@ -133,7 +132,7 @@ def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> lis
 
 
 def _arrivals(lines: Sequence[Sequence[TraceLine]], clocks: Sequence[float]) -> list[dict[tuple[str, int], float]]:
-    """When the last rank of an exchange was there, if all of them are known; by rank and exchange."""
+    """When the last rank came to each exchange, by each rank's own clock; only exchanges that all ranks have noted."""
     came: dict[tuple[str, int], list[float]] = defaultdict(list)
     sizes = {}
     for own, clock in zip(lines, clocks, strict=True):

@@ -1,7 +1,7 @@
-"""What is seen of a training script from inside of its process.
+"""Measures the steps of a training script from within its process.
 
-It needs the standard library and torch alone, and is loaded by its path. A rank writes a line for each step: how long
-it was where, and each of its waits, so that those of all ranks can be laid beside each other afterwards.
+It needs only the standard library and torch, and is loaded by its path. Each rank writes a line per step, with the time
+in each phase and each wait for others; `merging` compares these between ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch.distributed as dist
 __all__ = ["EVERY", "ScriptProbe"]
 
 EVERY = 10
-"""Steps of a record, behind the first, which has one of its own: it holds what is done once."""
+"""Steps in a record. The first step has a record of its own, as it includes what is done only once."""
 
 _MOST_WORKS = 10_000
 _now = time.monotonic_ns
 
 
 class ScriptProbe:
-    """One process. It writes nothing before its first step: launchers and workers never come to that.
+    """Measures one process. It writes nothing before the first step, so that launchers and workers leave no file.
 
     Args:
         folder: gets a file for each rank.
@@ -47,7 +47,7 @@ class ScriptProbe:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew, in a new process, which a fork is too."""
+        """Start from zero; also called in a forked process."""
         self._file: Any = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._inside = threading.local()
@@ -71,7 +71,7 @@ class ScriptProbe:
         return threading.get_ident() == self._thread
 
     def turn(self, phase: str) -> None:
-        """The phase before has ended, but inside of `during`."""
+        """A new phase begins; ignored within `during`."""
         if self.is_main and not self._in_phase:
             self._turn(phase)
 
@@ -82,7 +82,7 @@ class ScriptProbe:
 
     @contextmanager
     def during(self, phase: str, then: str | None = None) -> Iterator[None]:
-        """What is inside is of this phase, whatever is called there; then the one before goes on, or `then`."""
+        """All that happens inside belongs to this phase; afterwards the phase before continues, or `then` begins."""
         if not self.is_main or self._in_phase:
             yield
             return
@@ -99,14 +99,14 @@ class ScriptProbe:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The next batch. What is read without gradients is of an evaluation."""
+        """Reading the next batch. Without gradients it is part of an evaluation."""
         trains = torch.is_grad_enabled()
         with self.during("input" if trains else "evaluate", "forward" if trains else "evaluate"):
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """What lies between the last batch and this is the forward; without a batch, all since the last step."""
+        """A backward. The time since the last batch was the forward; without a batch, the time since the last step."""
         if self.is_main and not self._in_phase and self._phase == "other":
             self._phase = "forward"
         self._backwards += self.is_main
@@ -118,7 +118,7 @@ class ScriptProbe:
                     self._reduced(model)
 
     def _reduced(self, model: Any) -> None:
-        """What a DDP model has waited for at the end of this backward, if it has summed in it; its clock is another."""
+        """Note how long a DDP model waited at the end of this backward, if it reduced gradients; its clock differs."""
         model.logger.set_runtime_stats_and_log()
         logged = model._get_ddp_logging_data()
         computed, ended = logged.get("backward_compute_time_end", 0), logged.get("backward_comm_time_end", 0)
@@ -131,15 +131,15 @@ class ScriptProbe:
     # -- exchanges -------------------------------------------------------------------------------------------------
 
     def exchange(self, kind: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A collective of the script, or of what it uses."""
-        if getattr(self._inside, "one", False):
+        """Call a collective. Only the outermost counts, as torch's collectives call each other."""
+        if getattr(self._inside, "exchange", False):
             return call(*args, **kwargs)
         group, start = _group_of(args, kwargs), _now()
-        self._inside.one = True
+        self._inside.exchange = True
         try:
             result = call(*args, **kwargs)
         finally:
-            self._inside.one = False
+            self._inside.exchange = False
         wait = self.begun(group, kind, start)
         if isinstance(result, dist.Work):
             if len(self._works) < _MOST_WORKS:
@@ -149,30 +149,30 @@ class ScriptProbe:
         return result
 
     def begun(self, group: Any, kind: str, start: int) -> list[Any]:
-        """An exchange, as a line has it: group, ordinal there, kind, and three times that follow."""
+        """A new exchange as a list: group, ordinal in it, kind, ranks, when it was issued. A wait adds two times."""
         name, size = _named(group)
         self._ordinals[name] += 1
         return [name, self._ordinals[name], kind, size, start]
 
     def waited(self, wait: list[Any], start: int, end: int | None = None) -> None:
-        """The script has stood waiting for it until now."""
+        """The script has waited for an exchange from `start` to `end`, by default until now."""
         end = _now() if end is None else end
         if self.is_main:
             self._waits.append([*wait, start, end])
             self._waited[self._phase] += end - start
 
     def wait(self, work: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`Work.wait`."""
+        """Call `Work.wait`."""
         known, start = self._works.pop(id(work), None), _now()
         result = call(work, *args, **kwargs)
-        if known is not None and not getattr(self._inside, "one", False):
+        if known is not None and not getattr(self._inside, "exchange", False):
             self.waited(known, start)
         return result
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def updates(self, optimizer: Any) -> None:
-        """A step of an optimizer begins."""
+        """An optimizer's step begins."""
         if self._first is None and self.is_main:
             self._first = id(optimizer)
             self.on_cuda = any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
@@ -180,14 +180,14 @@ class ScriptProbe:
         self.turn("update")
 
     def updated(self, optimizer: Any) -> None:
-        """It has ended; of several optimizers the first one ends the step."""
+        """An optimizer's step has ended. Of several optimizers the first one seen ends the training step."""
         self._look()
         self.turn("other")
         if self.is_main and id(optimizer) == self._first and not self._in_phase:
             self._end_step(optimizer)
 
     def _look(self) -> None:
-        """Whether the device has nothing to do now, which then waits for this script."""
+        """Look whether the device has nothing to do, and so waits for the script."""
         if self.on_cuda and self.is_main and not torch._C._cuda_isCurrentStreamCapturing():
             self._looks += 1
             self._empty += torch.accelerator.current_stream().query()
@@ -210,7 +210,7 @@ class ScriptProbe:
 
     def _memory(self) -> dict[str, int]:
         if not self.on_cuda:
-            return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+            return {"peak": _peak_resident_bytes()}
         stats = torch.accelerator.memory_stats()
         return {
             "peak": stats.get("allocated_bytes.all.peak", 0),
@@ -219,7 +219,7 @@ class ScriptProbe:
         }
 
     def _engine(self, optimizer: Any) -> Any:
-        """The counts of a model that Terrazzo shards; None for any other."""
+        """The counts of the optimizer's model if Terrazzo shards it, else None."""
         if "terrazzo.engine" not in sys.modules:
             return None
         if id(optimizer) not in self._engines:
@@ -256,7 +256,7 @@ class ScriptProbe:
                 self._file.flush()
 
     def flush(self) -> None:
-        """All that has been seen is in the file."""
+        """Write all that has been measured."""
         if self._file is None or os.getpid() != self._pid:
             return
         if self._sharded is not None and (self._step - 1) % EVERY:
@@ -266,7 +266,7 @@ class ScriptProbe:
 
 
 class _Sharded:
-    """The counts of a model of Terrazzo's; `own` is the folder of a run that writes records itself."""
+    """The counts of a model that Terrazzo shards. `own`: the folder of the run, if it writes its own records."""
 
     record: Any
 
@@ -279,7 +279,7 @@ class _Sharded:
         self.phases = engine.tally.phases
 
     def snapshot(self) -> dict[str, Any]:
-        """The record of the steps since the last one, and what ranks tell each other."""
+        """The record of the steps since the last one, and this rank's values to compare."""
         numbers = self.record.numbers()
         return {"skew": self.record.skew([numbers]), "record": self.record.record()}
 
@@ -291,15 +291,25 @@ class _Sharded:
         return next((cls(each) for each in engines if any(own is optimizer for own in each.optimizers)), None)
 
 
+def _peak_resident_bytes() -> int:
+    """This process's own peak (VmHWM). Linux counts the peak of whoever has started a process into its ru_maxrss."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
 def _group_of(args: Any, kwargs: Any) -> Any:
-    """The group that a collective is given, by whichever name; None for all ranks."""
+    """The process group among a collective's arguments; None for all ranks."""
     if "group" in kwargs:
         return kwargs["group"]
     return next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
 
 
 def _named(group: Any) -> tuple[str, int]:
-    """A name that its ranks share, empty for all ranks, and how many they are."""
+    """A group's name, which its ranks share (empty for all ranks), and its size."""
     if not dist.is_initialized():
         return "", 1
     size = dist.get_world_size(group)

@@ -1,6 +1,6 @@
-"""Wraps what a step of a script calls, for the probe, and changes nothing of what it computes.
+"""Wraps the functions of torch that a step calls, so that the probe hears of them. Results do not change.
 
-Loaded by its path, as the probe is. What torch compiles goes past the wrappers, so that graphs are the same.
+It is loaded by its path, as the probe is. Compiled code bypasses the wrappers, so that graphs stay the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def begin(probe: ScriptProbe) -> None:
-    """Have the probe look at this process, and at its forks, from now on."""
+    """Have the probe measure this process, and its forks, from now on."""
     os.register_at_fork(after_in_child=probe.begin)
     atexit.register(probe.flush)
     _wrap_torch(probe)
@@ -80,7 +80,7 @@ def _wrap_exchanges(probe: ScriptProbe) -> None:
 
 
 def _wrap(places: tuple[Any, ...], name: str, by: Callable[[Any], Any]) -> None:
-    """The same in all places, where this version of torch has it."""
+    """Wrap the function `name`, which is the same one in all `places`, if this version of torch has it."""
     original = getattr(places[0], name, None)
     if original is not None:
         wrapped = by(original)
@@ -121,7 +121,7 @@ def _exchanging(probe: ScriptProbe, kind: str, call: Any) -> Any:
 
 
 def _read(probe: ScriptProbe, call: Any) -> Any:
-    """`iter(loader)`, which starts workers."""
+    """Wrap `iter(loader)`, which starts workers."""
 
     @functools.wraps(call)
     def wrapped(loader: Any) -> Any:
@@ -135,13 +135,13 @@ def _read(probe: ScriptProbe, call: Any) -> Any:
 
 
 def _cores() -> int:
-    """The cores of one rank, where all ranks of this machine have as many."""
+    """The cores that a rank has if the ranks of this machine share them evenly."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, there // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _made(probe: ScriptProbe, call: Any) -> Any:
-    """A DDP model: its sums begin and end in C++, which tells of them on a CPU, and would wait on CUDA."""
+    """Wrap the making of a DDP model, whose all-reduces run in C++: it logs them, which on CUDA would synchronize."""
 
     @functools.wraps(call)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
-"""What is measured of a step.
+"""What is measured in a step.
 
-metrics        of a log step
-memory         of this process, and of its machine
+metrics        the numbers of a log step, and a stopwatch
+memory         memory of this process and of its machine
 step_recorder  where the time of a step went, by phase and by cause
 """

@@ -1,4 +1,4 @@
-"""Memory of this process, on the CUDA device or resident, and memory that the machine has left."""
+"""How much memory this process uses, on its CUDA device or resident, and how much the machine has left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PeakMemory", "allowed_bytes", "available_host_bytes", "resident_byte
 
 
 class PeakMemory:
-    """The highest memory use since the start of the run, in bytes; `device` is where the model lives."""
+    """The highest memory use of this process so far, in bytes; `device` is the model's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,12 +29,12 @@ class PeakMemory:
             return devices.peak_bytes(self._device)
         if (highest := _lines_of(Path("/proc/self/status")).get("VmHWM")) is not None:
             return highest
-        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # that of who started this process counts too
+        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # may be the peak of this one's parent
         return usage if sys.platform == "darwin" else usage * 1024
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is in use now, libraries included; None where the system does not tell."""
+    """Bytes of this process in memory now, libraries included; None if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -43,10 +43,13 @@ def resident_bytes() -> int | None:
 
 
 def available_host_bytes(root: Path = SYS) -> int | None:
-    """Memory that processes of this machine can still take, swap included; None where the system does not tell.
+    """Bytes that processes of this machine can still take, swap included; None if the system does not tell.
 
-    What the kernel calls available, or what this process's control group, or one above it, leaves if that is less.
-    `root` is where the system's files are; `proc` is beside it.
+    It is what the kernel calls available, or what this process's control group or one above it still allows, whichever
+    is less.
+
+    Args:
+        root: the folder of the system's files, beside `proc`; for tests.
     """
     meminfo = _lines_of(root.parent / "proc/meminfo")
     if "MemAvailable" not in meminfo:
@@ -60,7 +63,7 @@ def available_host_bytes(root: Path = SYS) -> int | None:
 
 
 def allowed_bytes() -> list[int]:
-    """What each limit on this process's own memory (RLIMIT_DATA, RLIMIT_AS) still allows it; empty without limits."""
+    """Bytes that each limit on this process's memory (RLIMIT_DATA, RLIMIT_AS) still allows; empty without limits."""
     used = _lines_of(Path("/proc/self/status"))
     left = []
     for limit, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
@@ -74,11 +77,11 @@ _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files of cgroups 2 and 1: limit, use, and the key in `memory.stat` of what the kernel gives back when needed."""
+"""Of cgroups 2 and 1: the files of limit and use, and the key in `memory.stat` of cache that the kernel can drop."""
 
 
 def _lines_of(path: Path) -> dict[str, int]:
-    """Bytes by name of a file with lines such as `MemAvailable:  123 kB`."""
+    """Bytes by name, from a file with lines such as `MemAvailable:  123 kB`."""
     words = [line.replace(":", " ").split() for line in text_of(path).splitlines()]
     return {line[0]: int(line[1]) << 10 for line in words if len(line) == 3 and line[2] == "kB"}
 

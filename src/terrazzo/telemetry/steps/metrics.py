@@ -1,4 +1,4 @@
-"""The numbers of a log step, as one record, and a stopwatch for them."""
+"""The numbers of a log step, and the stopwatch that measures them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,29 @@ __all__ = ["StepMetrics", "Stopwatch"]
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One log step. Rates and shares are over the steps since the previous one; None where not known.
+    """One log step. Rates and shares are over the steps since the previous log step; None if not known.
 
-    `learning_rate` is the step's own. `tokens_per_s` counts all ranks; `tflops`, `mfu` and `hfu` are per rank.
-    `mfu` is of the model's own FLOPs, frozen weights without their gradients and experts as far as they are active;
-    `hfu` counts what checkpointing computes again, too, so it is what the device does.
-    Shares (`data_wait`, `communication`) are of wall-clock time, from 0 to 1: `communication` is the time this rank
-    stood waiting for others, whatever for, not known on CUDA, where the device waits and not the process.
-    Of experts, in the newest step: `expert_imbalance` is the rows of the busiest one as a multiple of the mean,
-    `router_entropy` that of tokens' scores in nats.
+    Attributes:
+        step: number of finished steps.
+        loss: of this step, the mean over all ranks, in nats per token learnt or per preference pair.
+        learning_rate: that this step was taken with.
+        tokens: tokens learnt since the run began, over all ranks.
+        step_s: wall-clock seconds per step, without evaluations, samples and saves.
+        tokens_per_s: tokens learnt per second, over all ranks.
+        data_wait: share of the time that this rank waited for data, from 0 to 1.
+        peak_memory_bytes: this rank's highest memory use so far; see `PeakMemory`.
+        communication: share of the time that this rank waited for others, from 0 to 1. Not known on CUDA, where the
+            device waits and not the process.
+        grad_norm: global norm of this step's gradients, before clipping.
+        tflops: of the model per second and rank, in 1e12.
+        mfu: these as a share of the device's peak. FLOPs are the model's own: no gradients of frozen weights, and of
+            experts the active ones.
+        hfu: the same with what activation checkpointing computes again: what the device really does.
+        loss_scale, skipped_steps: of fp16; steps are counted since the run began.
+        disk_read_gb_s, disk_write_gb_s: rates of swap files, in 1e9 bytes per second.
+        cpu_step_gparam_s: parameters updated on the CPU, in 1e9 per second.
+        expert_imbalance: in this step, the rows of the busiest expert as a multiple of the mean.
+        router_entropy: in this step, the entropy of the routers' scores of a token, in nats.
     """
 
     step: int
@@ -47,12 +61,12 @@ class StepMetrics:
     router_entropy: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Every known value by name. A loss or a norm that is not finite is left out: JSON has no infinity."""
+        """Every known finite value by name: JSON has no infinity."""
         return {key: value for key, value in asdict(self).items() if value is not None and math.isfinite(value)}
 
 
 class Stopwatch:
-    """Wall-clock seconds since the last reset, in total and inside `measure()`; pauses can be taken out."""
+    """Wall-clock seconds since the last reset, in total and within `measure()`; `pause()` is not counted."""
 
     def __init__(self) -> None:
         self.reset()

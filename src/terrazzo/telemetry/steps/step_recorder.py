@@ -1,4 +1,4 @@
-"""The record of a step: where its time went, by phase and by cause, what was exchanged, and what memory held."""
+"""The record of a step: where its time went, by phase and by cause; what was exchanged; what was in memory."""
 
 from __future__ import annotations
 
@@ -24,26 +24,30 @@ __all__ = [
 ]
 
 PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "other")
-"""The phases of a step, in their order. Each moment belongs to one."""
+"""The phases of a step, in order. Each moment belongs to exactly one."""
 
 TIME_CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", "update", "input", "evaluate", "save")
-"""What the host did, or waited for. Each moment belongs to one."""
+"""What the host did, or waited for. Each moment belongs to exactly one."""
 
 _APART = ("update", "input", "evaluate", "save")
-"""Phases that are causes themselves, but for what the host waited in them."""
+"""Phases that are causes themselves, except for what the host waited in them."""
 
 CAUSE_OF_KIND = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
 CAUSE_OF_KIND |= {"update": "tier", "control": "late_peer"}
-"""By kind of exchange, of weights and gradients; those of activations are cause `exchange`, but for `control`."""
+"""The cause of each kind of exchange of weights and gradients. Of activations all but `control` are `exchange`."""
 
 _Exchanges = defaultdict[tuple[str, str], Times]
-"""By axis and kind."""
+"""Times of exchanges, by axis and kind."""
 
 
 class StepTimes(NamedTuple):
-    """What steps took: seconds by phase, of which waited, and exchanges by axis and kind.
+    """What steps took in all.
 
-    Exchanges of activations have the axis along which they go, and count as cause `exchange`.
+    Attributes:
+        seconds: by phase.
+        waited: seconds of these that the host waited, by phase.
+        data: exchanges of weights and gradients, by axis and kind.
+        activations: exchanges of activations, by axis and kind.
     """
 
     seconds: Mapping[str, float]
@@ -53,10 +57,10 @@ class StepTimes(NamedTuple):
 
 
 def causes_of(spent: StepTimes) -> dict[str, float]:
-    """Seconds by cause: they add up to those of all phases.
+    """Seconds by cause, which add up to those of all phases.
 
-    A wait is `late_peer` while not all other ranks were there, and the exchange's own after that. `compute` is what is
-    left: arithmetic on a CPU, and the engine's and the loop's own work.
+    A wait counts as `late_peer` until all other ranks have come to the exchange, and as the exchange's cause after
+    that. `compute` is the rest: arithmetic on a CPU, and the work of engine and loop.
     """
     causes = dict.fromkeys(TIME_CAUSES, 0.0)
     for phase, seconds in spent.seconds.items():
@@ -70,9 +74,9 @@ def causes_of(spent: StepTimes) -> dict[str, float]:
 
 
 def time_fields(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, Any]:
-    """The fields of a record that say where the time of so many steps went, in the mean.
+    """The fields of a record that say where the time went: means over `steps` steps.
 
-    On CUDA the device waits, and the host does not know for what: such a record has no causes.
+    Records of CUDA have no causes: the device waits, and the host does not know for what.
     """
     count = max(1, steps)
     fields: dict[str, Any] = {"v": 1, "steps": steps, "step_s": sum(spent.seconds.values()) / count}
@@ -84,24 +88,24 @@ def time_fields(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, Any]:
 
 
 def compared_seconds(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, float]:
-    """What ranks compare of their own steps, by the names of a record's `skew`: seconds in the mean."""
+    """Mean seconds that ranks compare, by their names in a record's `skew`."""
     causes = causes_of(spent) | {"step": sum(spent.seconds.values())}
     names = ("input",) if on_cuda else ("step", "late_peer", "compute", "input")
     return {f"{name}_s": causes[name] / max(1, steps) for name in names}
 
 
 def exchange_seconds(times: Times, steps: int) -> dict[str, float]:
-    """The seconds of a row of a record's `comm`."""
+    """Mean seconds of an exchange, for a row of a record's `comm`."""
     seconds = {"total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
     return {name: value / steps for name, value in seconds.items()}
 
 
 class StepRecorder:
-    """Takes the engine's counts at the end of each step, and makes one record of all steps since the last one.
+    """Takes the engine's counts after each step, and makes one record of all steps since the last record.
 
     Args:
-        engine: of the model; nothing of it is kept alive.
-        micro_batches: in a step, on this rank.
+        engine: of the model; it is not kept alive.
+        micro_batches: of a step on this rank.
     """
 
     def __init__(self, engine: Engine, micro_batches: int = 1) -> None:
@@ -134,12 +138,12 @@ class StepRecorder:
         self._activations: _Exchanges = defaultdict(Times)
 
     def step_done(self) -> None:
-        """A step has ended, and with it what is counted of it."""
+        """A step has ended: take its counts."""
         self._steps += 1
         self.take()
 
     def take(self) -> None:
-        """Take what has been counted so far; behind a step, as a save has, it counts for that step."""
+        """Take what has been counted so far; after a step, such as in a save, it is added to that step."""
         traffic = self._tally.traffic
         _move(traffic.times, self._data)
         for axis, along in traffic.along.items():
@@ -149,16 +153,19 @@ class StepRecorder:
                 into[phase] += seconds
 
     def numbers(self) -> list[float]:
-        """This rank's part of what is compared between ranks: see `skew`."""
+        """This rank's values of what `skew` compares."""
         return [*self._compared.values(), float(self._peak.peak_bytes)]
 
     def skew(self, rows: Iterable[Iterable[float]]) -> dict[str, list[float]]:
-        """What is compared, by name, in rank order: the rank that all wait for has the least `late_peer_s`."""
+        """The values of all ranks by name, given `numbers` of each rank in order.
+
+        The rank that all others wait for has the least `late_peer_s`.
+        """
         names = (*self._compared, "peak_bytes")
         return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
     def record(self) -> dict[str, Any]:
-        """The mean of all steps since the last call; `docs/concepts/step-record.md` has every field."""
+        """The mean of all steps since the last call; `docs/concepts/step-record.md` describes every field."""
         steps, spent = max(1, self._steps), self._spent
         record = time_fields(spent, self._steps, self._on_cuda)
         record["comm"] = {
@@ -172,7 +179,7 @@ class StepRecorder:
         return record
 
     def _memory(self) -> dict[str, int]:
-        """Bytes by state. What a CPU rank has beside these is not split up: libraries and malloc keep some of it."""
+        """Bytes by state. On a CPU the rest of the peak is not split up: libraries and malloc keep some of it."""
         by_state = self._at_rest | {"transient": self._tally.ledger.peak_bytes}
         peak = self._peak.peak_bytes
         if not self._on_cuda:
@@ -194,15 +201,15 @@ class StepRecorder:
 
 
 def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | None = None) -> None:
-    """Add what has been counted, all of it to one axis if that is given, and have it counted from zero."""
+    """Add the counts to `into`, under `axis` if that is given, and reset them."""
     for (own, kind), each in times.items():
-        if each.count or each.exposed_s:  # where a step is taken twice, all has been taken already
+        if each.count or each.exposed_s:  # a step that is taken twice adds nothing
             into[own if axis is None else axis, kind].add(each)
             each.clear()
 
 
 def _together(*groups: Mapping[tuple[str, str], Times]) -> _Exchanges:
-    """Exchanges of several groups, which may have the same axis and kind."""
+    """The exchanges of several groups, added up where axis and kind are the same."""
     merged: _Exchanges = defaultdict(Times)
     for exchanges in groups:
         for key, each in exchanges.items():

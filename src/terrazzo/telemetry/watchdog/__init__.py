@@ -1,18 +1,18 @@
-"""Ranks that stand still: seen from outside, named with the cause, and ended once what they were doing has been kept.
+"""Finds ranks that stand still, from another process: names the rank and the cause, keeps evidence, and ends the ranks.
 
-rank_progress    how far a rank has come, and what it waits for, by what it has recorded
-live_ranks       that of all ranks of a run, for somebody who looks from another terminal
-stall_causes     why a run may stand still, each in a row of one table
-stall            why a run stands still
-watchdog         whether it does, several times a second
-memory_kills     processes that the kernel has ended for want of memory
-repeated_stops   ranks that are stopped and let go on, again and again
-recording        what a rank records, and where its threads are, in memory that another process reads
-evidence         what ranks were doing, as files
-warden           the process that looks, where others have started the ranks
+rank_progress    how far a rank has come, and what it waits for, from its flight
+live_ranks       the same for all ranks of a run, for `terrazzo watch`
+stall_causes     the table of causes of a stall, with their words
+stall            finds the cause of a stall
+watchdog         looks several times a second whether there is a stall
+memory_kills     counts processes that the kernel killed for lack of memory
+repeated_stops   ranks that are stopped and continued by signals, over and over
+recording        the memory that a rank records into, as another process reads it
+evidence         writes what ranks were doing to files
+warden           the process with the watchdog, for ranks that the launcher did not start
 warden_links     connections to the wardens of other machines
-other_machines   the ranks there, by what these report
-watched_rank     the side of a rank that a warden looks after
+other_machines   the ranks of other machines, as their wardens report them
+watched_rank     a rank's side of a warden
 
-The launcher of `terrazzo train` looks after its ranks itself, and needs no warden.
+The launcher of `terrazzo train` watches its ranks itself, and needs no warden.
 """

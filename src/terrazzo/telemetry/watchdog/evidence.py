@@ -1,4 +1,4 @@
-"""What ranks that stand still were doing, kept before any is ended: where their threads are, and their events."""
+"""Writes what ranks were doing when they stood still, before any is ended: their threads' stacks and newest events."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from terrazzo.telemetry.watchdog.stall import Stall
 __all__ = ["Suspect", "keep_evidence"]
 
 _ANSWER_S = 3.0
-"""For a rank to write where its threads are: the interpreter's own handler does so, whatever holds its lock."""
+"""Seconds for a rank to write the stacks of its threads. faulthandler does that whatever holds the GIL."""
 
 _NEWEST = 60
-"""Events of each rank that are written down in words."""
+"""How many of each rank's newest events are written, in words."""
 
 
 class Suspect(NamedTuple):
     """A rank of which evidence is kept.
 
     Attributes:
-        ask: has it write where its threads are; False if it cannot.
+        ask: asks the rank to write the stacks of its threads; returns False if it cannot.
     """
 
     rank: int
@@ -42,9 +42,9 @@ class Suspect(NamedTuple):
 
 
 def keep_evidence(suspects: Sequence[Suspect], stall: Stall, code: int = STALLED) -> str:
-    """Write a file for each rank into the run's folder; returns a sentence that says where, empty if there is none.
+    """Write a file for each rank into the run's folder; returns a sentence that says where, empty without a folder.
 
-    Also a note of how the run ends, with its exit `code`: those of other ranks are of what came of it.
+    Also notes how the run ends, with exit code `code`, which ranks that fail because of the stall do not replace.
     """
     table = next((table for each in suspects if "folder" in (table := each.recording.tail.table)), None)
     if table is None:
@@ -66,14 +66,14 @@ def keep_evidence(suspects: Sequence[Suspect], stall: Stall, code: int = STALLED
 
 
 def _clear(target: Path, world: int) -> None:
-    """Remove what an earlier run has left of ranks that there are no more."""
+    """Remove files of an earlier run's ranks that do not exist in this one."""
     for rank, old in rank_files(target):
         if rank >= world:
             old.unlink(missing_ok=True)
 
 
 def _await(recordings: list[Recording]) -> None:
-    """Wait until all have answered, and add nothing more."""
+    """Wait until all ranks have written their stacks, and nothing is added to them."""
     deadline, before = time.monotonic() + _ANSWER_S, None
     while time.monotonic() < deadline:
         answers = [each.threads for each in recordings]
@@ -93,7 +93,7 @@ def _evidence(suspect: Suspect) -> Iterator[str]:
 
 
 def _by_another(pid: int) -> str:
-    """What py-spy finds in a process that does not answer; empty where it is not installed, or may not look."""
+    """What py-spy says about a process that does not answer; empty if it is not installed, or not permitted."""
     command = shutil.which("py-spy")
     if command is None:
         return ""
@@ -104,7 +104,7 @@ def _by_another(pid: int) -> str:
 
 
 def _by_system(pid: int) -> str:
-    """What Linux says of each thread."""
+    """What Linux says about each thread."""
     lines = ["It did not answer. What the system says of them (py-spy, if it is installed, says more):"]
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         state = text_of(task / "stat").rpartition(")")[2].split()[:1]

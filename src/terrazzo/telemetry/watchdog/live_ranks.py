@@ -1,4 +1,4 @@
-"""Where the ranks of a run are now, for somebody who looks from another terminal."""
+"""Where the ranks of a run are now, for `terrazzo watch`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["LiveRanks"]
 
 
 class LiveRanks:
-    """The ranks of a run that goes on, by what they record; each event is read once.
+    """The ranks of a running run, by what they record. Each event is read once.
 
     Args:
-        run: its folder.
+        run: the run's folder.
     """
 
     def __init__(self, run: Path) -> None:
@@ -25,7 +25,7 @@ class LiveRanks:
         self._progress_of: dict[int, RankProgress] = {}
 
     def lines(self) -> list[str]:
-        """One for each rank that goes on on this machine: step, phase, unit, and what it waits for."""
+        """A line for each rank that runs on this machine: step, phase, unit, and what it waits for."""
         if not self._tails:
             self._tails = tails_of(self._run)
             self._progress_of = {rank: RankProgress() for rank in self._tails}

@@ -1,4 +1,4 @@
-"""How many processes the kernel has ended for want of memory while somebody looked after ranks."""
+"""How many processes the kernel has killed for lack of memory while ranks were watched."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["MemoryKills"]
 
 
 class MemoryKills:
-    """Counts from when it is made."""
+    """Counts the kernel's out-of-memory kills from when it is made."""
 
     def __init__(self) -> None:
         self._before = oom_kills()
 
     @property
     def count(self) -> int | None:
-        """Since then; None where the kernel does not tell."""
+        """Kills so far; None if the kernel does not tell."""
         now = oom_kills()
         return None if now is None or self._before is None else now - self._before

@@ -15,14 +15,14 @@ from terrazzo.telemetry.watchdog.watchdog import Patience, RecordSource, System
 __all__ = ["OtherMachines"]
 
 _UNHEARD_S = 60.0
-"""For wardens to find each other before it is said that they do not."""
+"""Seconds for wardens to find each other before a missing one is reported."""
 
 
 class OtherMachines:
-    """What this machine's warden knows of ranks elsewhere.
+    """What this machine's warden knows of ranks on other machines.
 
     Attributes:
-        system: answers for processes here, and by `pid` for ranks elsewhere.
+        system: answers for processes here, and for ranks elsewhere by the numbers that its `pid` gives them.
     """
 
     def __init__(self, links: WardenLinks, patience: Patience) -> None:
@@ -32,16 +32,16 @@ class OtherMachines:
         self._began, self._has_said_unheard = time.monotonic(), False
 
     def ranks(self) -> dict[int, tuple[RecordSource, int]]:
-        """For a `Watchdog`, all that are elsewhere."""
+        """All ranks on other machines, as `Watchdog` takes them."""
         places = self._links.others.values()
         return {rank: (_NoRecords(), self.system.pid(rank)) for place in places for rank in place.ranks}
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tell the other machines of the ranks here."""
+        """Tell the other machines about the ranks here."""
         self._links.send(message)
 
     def take_reports(self, progress_of: dict[int, RankProgress]) -> Stall | None:
-        """Take in what other machines report; returns the stall that one of them has found, if any."""
+        """Take in the reports of other machines; returns the stall that one of them has found, if any."""
         for number in self._links.others:
             report = self._links.report_of(number)
             if report is None or self._seen.get(number) == report.at:
@@ -54,7 +54,7 @@ class OtherMachines:
         return None
 
     def any_silent(self, say: Callable[[str], object]) -> bool:
-        """Whether a machine is silent, so that nobody knows what all wait for; one that always was is said, once."""
+        """Whether a machine is silent, so that not all waits are known; `say` is told, once, of one never heard."""
         unheard = [place for number, place in self._links.others.items() if self._links.report_of(number) is None]
         if unheard and not self._has_said_unheard and time.monotonic() - self._began > _UNHEARD_S:
             self._has_said_unheard = True
@@ -65,10 +65,10 @@ class OtherMachines:
         return bool(unheard) or any(self._links.silent_s(number) for number in self._links.others)
 
     def cut_off(self, here: Mapping[int, RankProgress]) -> Stall | None:
-        """The stall of a silent machine that ranks here wait for; None where there is no such machine.
+        """The stall of a silent machine that ranks here wait for; None if there is no such machine.
 
-        A machine counts as silent if it was heard before, or if it was reached when ranks began and not even its kernel
-        answers now: its warden may be on its way.
+        A machine counts as silent if it was heard before. One that was not may have a warden that is still starting: it
+        counts if it could be reached when ranks began, and not even its kernel answers now.
         """
         for number, place in self._links.others.items():
             was_heard = self._links.report_of(number) is not None
@@ -80,7 +80,7 @@ class OtherMachines:
         return None
 
     def leave(self, message: Mapping[str, Any], stall: Stall | None) -> None:
-        """Report for the last time: a stall, which ends the ranks elsewhere, too, or that all ranks here have ended."""
+        """Send the last report: a stall, which also ends the ranks elsewhere, or that all ranks here have ended."""
         if stall is not None:
             self._links.leave({**message, "stall": [stall.cause, list(stall.ranks), stall.text]}, "stall")
         else:
@@ -88,18 +88,18 @@ class OtherMachines:
 
 
 class _RemoteSystem(System):
-    """What there is to ask about processes here, and, by negative numbers, about ranks that wardens tell of."""
+    """Answers about processes here, and about ranks elsewhere under negative numbers, from the reports of wardens."""
 
     def __init__(self) -> None:
         self._facts: dict[int, Mapping[str, Any]] = {}
 
     @staticmethod
     def pid(rank: int) -> int:
-        """The number of a rank that is elsewhere."""
+        """The number that stands for a rank on another machine."""
         return -1 - rank
 
     def take(self, rank: int, facts: Mapping[str, Any], later_ns: int) -> RankProgress:
-        """Take in the facts of a rank; returns its progress, of which nothing is reported while it moves."""
+        """Take in the facts of a rank; returns its progress. While the rank moves, its report has no details."""
         self._facts[self.pid(rank)] = facts
         progress = RankProgress.from_json(facts["progress"], later_ns) if "progress" in facts else RankProgress()
         progress.table = progress.table or facts["table"]
@@ -121,12 +121,12 @@ class _RemoteSystem(System):
         return super().processor_s(pid) if pid > 0 else float(self._fact(pid, "used", 0.0))
 
     def _fact(self, pid: int, name: str, before: Any) -> Any:
-        """A rank is taken to be well before the first report of it."""
+        """A fact of the newest report; before the first, the value of a rank that is well."""
         return self._facts.get(pid, {}).get(name, before)
 
 
 class _NoRecords:
-    """The records of a rank on another machine, whose warden reads them there: none here."""
+    """Stands for the ring of a rank on another machine, which the warden there reads."""
 
     table: Mapping[str, Any] = {}
 

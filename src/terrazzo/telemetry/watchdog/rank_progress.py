@@ -1,4 +1,4 @@
-"""How far a rank has come, by what it has recorded."""
+"""How far a rank has come, and what it waits for, from the events that it has recorded."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from terrazzo.telemetry.flight.spans import TableNames
 __all__ = ["LEFT", "ExchangeKey", "RankProgress"]
 
 LEFT = "end"
-"""The phase of a rank that nobody looks after any more."""
+"""The phase of a rank that has left in order and is no longer watched."""
 
 ExchangeKey = tuple[str, str, bool, int]
-"""An exchange: axis, kind, whether modules exchange, ordinal. Ranks of an axis mean the same by it."""
+"""An exchange: axis, kind, whether it carries activations, ordinal. It is the same for all ranks along the axis."""
 
 _MOST_REMEMBERED = 64
-"""Exchanges of a track that are remembered: more than can be under way."""
+"""Newest exchanges of a track that are remembered: more than can be under way at once."""
 
 _AGE_S = 2.0
-"""A rank that has recorded nothing for so long is said to."""
+"""Seconds after which `line` says that a rank has recorded nothing."""
 
 _REPORTED = 8
-"""Exchanges of a track that are reported to other machines."""
+"""Newest exchanges of a track that are reported to other machines."""
 
 _PASSES = {
     Purpose.FORWARD: "forward",
@@ -40,15 +40,15 @@ _PASSES = {
 
 
 class RankProgress:
-    """One rank: what it waits for, what it has asked for, which phase it is in and how long phases have lasted.
+    """One rank: what it waits for, what it has issued, which phase it is in, and how long phases have lasted.
 
     Attributes:
-        newest: when it has recorded something last, in nanoseconds; 0 for never.
-        steps: that it has ended.
-        step: number of the newest of these.
-        phase: it is in now; empty before the first.
-        unit: that runs now; empty where none does.
-        slowest: nanoseconds of the slowest instance of each phase that has ended.
+        newest: time of its newest event, in nanoseconds; 0 before the first.
+        steps: how many it has finished while being watched.
+        step: number of the newest finished step.
+        phase: that it is in now; empty before the first.
+        unit: that runs now; empty if none does.
+        slowest: nanoseconds of the longest finished instance of each phase.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class RankProgress:
         self._issued: dict[int, dict[int, FlightEvent]] = defaultdict(dict)
 
     def take(self, table: Mapping[str, Any], events: Iterable[FlightEvent]) -> None:
-        """Take in what it has recorded since the last call."""
+        """Take in the rank's events since the last call."""
         self.table, self._names = table, TableNames(table)
         for event in events:
             self.newest = event.time if event.time > self.newest else self.newest
-            if event.sequence != self._sequence + 1:  # overtaken: an end of these may be among what was lost
+            if event.sequence != self._sequence + 1:  # events were lost, and ends of waits may be among them
                 self._waits.clear()
             self._sequence, kind = event.sequence, event.kind
             if kind == DONE:
@@ -89,7 +89,7 @@ class RankProgress:
                 self.steps, self.step = self.steps + 1, event.ordinal
 
     def to_json(self) -> dict[str, Any]:
-        """All of it that says why a run stands still, as plain JSON."""
+        """What is needed to say why the run stands still, as plain JSON."""
         issued = {track: [*mine.values()][-_REPORTED:] for track, mine in self._issued.items()}
         return {
             "table": dict(self.table),
@@ -103,10 +103,10 @@ class RankProgress:
 
     @staticmethod
     def from_json(message: Mapping[str, Any], later_ns: int) -> RankProgress:
-        """What `to_json` gave on another machine, whose clock is `later_ns` behind this one's.
+        """What `to_json` returned on another machine, whose clock is `later_ns` behind this one's.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, ValueError: the message is something else.
         """
 
         def here(each: list[int]) -> FlightEvent:
@@ -125,7 +125,7 @@ class RankProgress:
 
     @property
     def has_left(self) -> bool:
-        """Whether it has ended in order, or is about to."""
+        """Whether the rank has ended in order, or is about to."""
         return self.phase == LEFT
 
     def _turn(self, event: FlightEvent) -> None:
@@ -135,12 +135,14 @@ class RankProgress:
 
     @property
     def waits(self) -> dict[ExchangeKey, FlightEvent]:
-        """For which exchanges with other ranks, and since when; an update of its own is none."""
+        """The exchanges with other ranks that it waits for, with the event that began the wait. Waits for its own
+        updates are none.
+        """
         by_exchange = {(*self._names.track(track), n): event for (track, n), event in self._waits.items()}
         return {key: event for key, event in by_exchange.items() if key[1] != "update"}
 
     def line(self, now: int) -> str:
-        """Where it is at that moment, in nanoseconds of the clock of events, on one line."""
+        """Where it is, on one line; `now`: the present time in nanoseconds of CLOCK_MONOTONIC."""
         parts = [f"step {self.step + 1}", self.phase or "setup", *([self.unit] if self.unit else [])]
         for (_, kind, _, _), event in list(self.waits.items())[:1]:
             unit = self._names.moved(event) if event.purpose else None
@@ -152,25 +154,25 @@ class RankProgress:
         return "  ".join(parts)
 
     def ranks(self, key: ExchangeKey) -> list[int]:
-        """Who takes part in an exchange that it waits for."""
+        """The ranks that take part in an exchange that it waits for."""
         groups = self.table["groups"]
         return list(groups.get(key[0], groups[""]))
 
     def issued(self, key: ExchangeKey) -> FlightEvent | None:
-        """What it has said of an exchange that it has asked for."""
+        """Its event of issuing an exchange; None if it has not, or that is not remembered."""
         return self._issued_beside(key).get(key[3])
 
     def has_come_to(self, key: ExchangeKey) -> bool:
-        """Whether it has asked for that exchange, or for a later one on its track."""
+        """Whether it has issued that exchange, or a later one on the same track."""
         return max(self._issued_beside(key), default=0) >= key[3]
 
     def _issued_beside(self, key: ExchangeKey) -> Mapping[int, FlightEvent]:
-        """What it has asked for on the track of that exchange."""
+        """The exchanges that it has issued on the track of that one, by ordinal."""
         tracks, wanted = self.table.get("tracks", []), list(key[:3])
         return self._issued.get(tracks.index(wanted), {}) if wanted in tracks else {}
 
     def words(self, key: ExchangeKey) -> str:
-        """An exchange, as a sentence names it."""
+        """An exchange in words, for a sentence."""
         axis, kind, activations, ordinal = key
         where = f"on {axis}" if axis else "of all ranks"
         parts = [f"{kind} {ordinal} {where}{', of activations' if activations else ''}"]

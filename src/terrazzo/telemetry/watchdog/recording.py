@@ -1,6 +1,6 @@
-"""What a rank records, in memory of the process that has started it: its flight, and where its threads are when asked.
+"""The memory that a rank records into: its ring, and the stacks of its threads when it is asked for them.
 
-Both outlive the rank. Ranks that others have started, and one alone, record into memory of their own.
+The launcher makes it for the ranks that it starts, so that it outlives them. Other ranks make their own.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 __all__ = ["ASK", "DESCRIPTORS", "Recording", "open_flight_recorder", "threads_memory"]
 
 DESCRIPTORS = "TERRAZZO_FLIGHT"
-"""A variable of a rank's environment: the descriptors of its ring, and of the file that its threads write to."""
+"""Environment variable of a rank: the descriptors of its ring, and of the memory for its threads' stacks."""
 
 ASK = signal.SIGUSR2
-"""Asks a rank where its threads are."""
+"""The signal that asks a rank for the stacks of its threads."""
 
 
 class Recording:
-    """The memory that one rank writes to, in another process, as a rule the one that starts it.
+    """The memory of one rank's recording, as another process sees it: a launcher or a warden.
 
     Args:
-        descriptors: of memory that is there already: the ring, and what its threads write to.
+        descriptors: of the rank's ring and of the memory for stacks, if they exist; None makes both.
 
     Attributes:
-        tail: what it has recorded.
+        tail: reads the ring.
     """
 
     def __init__(self, descriptors: tuple[int, int] | None = None) -> None:
@@ -39,18 +39,18 @@ class Recording:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What the rank gets in its environment, as `DESCRIPTORS` says."""
+        """The value of `DESCRIPTORS` in the rank's environment: those of the ring and of the stacks."""
         return self._ring, self._threads
 
     @property
     def threads(self) -> str:
-        """Where its threads were when it was asked; empty as long as it has not answered."""
+        """The stacks of its threads when it was asked; empty as long as it has not answered."""
         size = os.fstat(self._threads).st_size
         return os.pread(self._threads, size, 0).decode(errors="replace")
 
     @property
     def at(self) -> str:
-        """Where it was last, in words that follow a sentence; empty before the first step."""
+        """Where the rank was last, as words that continue a sentence; empty before the first step."""
         if (step := self.step) is None:
             return ""
         progress = RankProgress()
@@ -59,15 +59,15 @@ class Recording:
 
     @property
     def step(self) -> int | None:
-        """The newest step that it has ended; None before the first."""
+        """The newest step that the rank has finished; None before the first."""
         return self.tail.step
 
     def save(self) -> None:
-        """Put what it has recorded into the run's folder."""
+        """Write the flight into the run's folder."""
         save_flight(self.tail.flight())
 
     def close(self) -> None:
-        """The rank has ended: save what it has recorded."""
+        """The rank has ended: save its flight, and free the memory."""
         self.save()
         for descriptor in self.descriptors:
             with contextlib.suppress(OSError):
@@ -75,15 +75,15 @@ class Recording:
 
 
 def threads_memory() -> int:
-    """A descriptor of memory for where threads are."""
+    """A descriptor of new memory for the stacks of a rank's threads."""
     made = os.memfd_create("terrazzo-threads") if hasattr(os, "memfd_create") else Ring.memory()
     os.ftruncate(made, 0)
     return made
 
 
 def open_flight_recorder(rank: int, world: int) -> FlightRecorder:
-    """This rank's flight recorder. From now on `ASK` has it write where its threads are, if somebody reads that."""
-    inherited = os.environ.pop(DESCRIPTORS, None)  # what this rank starts is not this rank
+    """This rank's flight recorder. If a launcher has made its memory, `ASK` writes the threads' stacks from now on."""
+    inherited = os.environ.pop(DESCRIPTORS, None)  # processes that this rank starts must not inherit it
     if inherited is None:
         return FlightRecorder(rank, world)
     ring, threads = map(int, inherited.split(","))

@@ -1,4 +1,4 @@
-"""Ranks that somebody stops and lets go on, again and again: the run goes on, and as slowly as they do."""
+"""Ranks that something stops and continues over and over (SIGSTOP, SIGCONT): the whole run is as slow as they are."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ __all__ = ["RepeatedStops"]
 _LOOKS = 80
 """Looks that are remembered: 20 s of them."""
 _FEWEST = 40
+"""Looks before a rank is named."""
 _SHARE = 0.25
-"""The share of the looks in which a rank was found stopped."""
+"""A rank is named that was stopped in this share of the looks."""
 _TIMES = 3
-"""How often it was stopped anew in these looks: once may be somebody at a terminal."""
+"""And that was stopped anew so often in them: once may be somebody at a terminal."""
 
 
 class RepeatedStops:
-    """Which ranks were stopped in how many of the newest looks. Clean runs have none that is ever stopped alone."""
+    """Remembers in which of the newest looks each rank was stopped."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._looks: dict[int, deque[bool]] = {rank: deque(maxlen=_LOOKS) for rank in ranks}
         self._named: set[int] = set()
 
     def forget(self) -> None:
-        """What was seen so far is of another time: all were stopped, or the machine has slept."""
+        """Forget all looks: all ranks were stopped, or the machine was suspended."""
         for seen in self._looks.values():
             seen.clear()
 
     def look(self, states: Mapping[int, str]) -> Iterator[tuple[int, float]]:
-        """Each rank that was stopped for much of the time, and the share of it; once, until it has been well again.
+        """Take a look; yields each rank that was stopped much of the time, with that share.
+
+        A rank is named once, and again only after it has been well in all remembered looks.
 
         Args:
-            states: of ranks to look at: only what was seen of them counts, and only they are named.
+            states: of the processes of the ranks to look at, as in `/proc/PID/stat`.
         """
         for rank, state in states.items():
             seen = self._looks[rank]

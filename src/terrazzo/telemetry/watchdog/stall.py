@@ -1,4 +1,4 @@
-"""Why a run stands still: which rank it is, what became of it, and which exchange it is missing from."""
+"""Finds why a run stands still: which rank is at fault, what became of it, and which exchange it is missing from."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from terrazzo.telemetry.watchdog.warden_links import RunMachine
 __all__ = ["GONE", "ProcessFacts", "Stall", "cut_off", "find_stall", "hindered"]
 
 _UNMATCHED = ("send", "all_to_all")
-"""Kinds whose ordinals ranks do not share, or that not all of an axis take part in."""
-
+"""Kinds of exchanges whose ordinals differ between ranks, or that not all ranks of an axis take part in."""
 
 GONE = ("", "Z", "X")
-"""States of processes that there are no more."""
+"""States of processes that no longer exist."""
 
 
 class ProcessFacts(NamedTuple):
-    """What the system says of a rank's process.
+    """What the system says about a rank's process.
 
     Attributes:
-        state: as in `/proc/PID/stat`; empty for none.
-        busy: whether it, or what it has started, has had processors since the run stands still.
-        on_drive: whether it has waited for a drive or a file system meanwhile.
+        state: as in `/proc/PID/stat`; empty if there is no such process.
+        busy: whether it or its children have used the CPU since the run stands still.
+        on_drive: whether it has waited for a drive or a file system since then.
     """
 
     state: str
@@ -43,7 +42,7 @@ class ProcessFacts(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Why, the ranks it lies with, and a sentence or three."""
+    """A stall: its cause, the ranks at fault, and a message of one to three sentences."""
 
     cause: StallCause
     ranks: Sequence[int]
@@ -51,12 +50,12 @@ class Stall(NamedTuple):
 
     @property
     def rank(self) -> int | None:
-        """The one that it lies with; None where there are several."""
+        """The rank at fault; None if there are several."""
         return self.ranks[0] if len(self.ranks) == 1 else None
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing will come of waiting longer."""
+        """Whether waiting longer is useless, so that the run is to be ended."""
         return STALL_CAUSES[self.cause].ends
 
 
@@ -66,9 +65,10 @@ def find_stall(
     """Why a run stands still in which nothing has happened for long enough; see `STALL_CAUSES`.
 
     Args:
-        ranks: by number.
+        ranks: progress of each rank, by number.
+        facts: of each rank's process.
         now: nanoseconds of CLOCK_MONOTONIC.
-        own_loop: what ranks do between steps is not known.
+        own_loop: whether the loop is the user's: what it does between steps is not known.
     """
     absent = [rank for rank in ranks if not ranks[rank].waits]
     culprits_of: dict[StallCause, list[int]] = {  # in this order: the first cause that some rank has is the one
@@ -87,7 +87,7 @@ def find_stall(
 
 
 def hindered(rank: int, share: float, ranks: Mapping[int, RankProgress]) -> Stall:
-    """A rank that goes on, and that somebody stops again and again, for that `share` of the time."""
+    """The stall of a rank that runs, but is stopped over and over, for that `share` of the time."""
     others = [each for each in ranks if each != rank]
     who, go = ("Ranks", "go") if len(others) > 1 else ("Rank", "goes")
     go_on = f"{who} {_listed(others)} {go}"
@@ -108,7 +108,9 @@ def _of_some(cause: StallCause, culprits: Sequence[int], ranks: Mapping[int, Ran
 
 
 def _missed(culprits: Sequence[int], others: Iterable[int], ranks: Mapping[int, RankProgress]) -> ExchangeKey | None:
-    """What others wait for that these have not come to, or at least take part in; what has been waited for longest."""
+    """The exchange that others have waited for longest and that not all culprits have come to; if there is none, one
+    that culprits take part in.
+    """
     waits = [(event.time, key, ranks[rank]) for rank in others for key, event in ranks[rank].waits.items()]
     shared = [each for each in sorted(waits, key=lambda each: each[0]) if set(culprits) & set(each[2].ranks(each[1]))]
     absent = [each for each in shared if not all(ranks[rank].has_come_to(each[1]) for rank in culprits)]
@@ -120,7 +122,7 @@ def _teller(key: ExchangeKey, others: Iterable[int], ranks: Mapping[int, RankPro
 
 
 def _apart(ranks: Mapping[int, RankProgress], now: int) -> Stall:
-    """Every rank waits for others."""
+    """The stall where every rank waits for others."""
     waits = [(rank, key) for rank, progress in ranks.items() for key in progress.waits]
     everyone = list(ranks)
     waited = _waited(everyone, ranks, now)
@@ -146,12 +148,13 @@ def _apart(ranks: Mapping[int, RankProgress], now: int) -> Stall:
 def cut_off(
     place: RunMachine, silent_s: float, here: Mapping[int, RankProgress], now: int, stall_s: float
 ) -> Stall | None:
-    """The stall of ranks here that wait for ranks on a machine which is silent; None while none has done so for long.
+    """The stall of ranks here that wait for ranks of a silent machine; None while none has waited for `stall_s`.
 
     Args:
-        place: that is silent.
-        silent_s: for how long.
-        here: where ranks of this machine stand.
+        place: the silent machine.
+        silent_s: for how long it has been silent.
+        here: progress of this machine's ranks.
+        now: nanoseconds of CLOCK_MONOTONIC.
     """
     waits = [(event.time, rank, key) for rank, progress in here.items() for key, event in progress.waits.items()]
     for since, rank, key in sorted(waits, key=lambda each: each[0]):
@@ -170,11 +173,11 @@ def cut_off(
 
 
 def _differ(key: ExchangeKey, here: RankProgress, there: RankProgress) -> bool:
-    """Whether two ranks have asked for something else by the same number; False where it is not known any more."""
+    """Whether two ranks have issued different exchanges under the same number; False if that is no longer known."""
     one, other = here.issued(key), there.issued(key)
     if one is None or other is None:
         return False
-    same_size = one.value == other.value or key[1] == "broadcast"  # its source alone sends
+    same_size = one.value == other.value or key[1] == "broadcast"  # only its source sends
     return not same_size or (one.unit, one.number, one.purpose) != (other.unit, other.number, other.purpose)
 
 
@@ -193,7 +196,7 @@ def _waited(others: Sequence[int], ranks: Mapping[int, RankProgress], now: int) 
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Neighbours as a range."""
+    """Numbers in order, neighbours as ranges."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:

@@ -1,8 +1,7 @@
-"""Why a run may stand still: a table of causes, each with all its words, and whether it ends the run. `stall` finds
-them, and fills in ranks, exchanges and hosts.
+"""Why a run may stand still: the table of causes, with all their words, and whether each ends the run.
 
-That a run has stood still is one of the ways in which it ends, beside a failure or a stop: those are in
-`train.launch.launcher.run_end`.
+`stall` finds the cause, and fills in ranks, exchanges and hosts. A stall is one of the ways in which a run ends; the
+others, such as a failure or a stop, are in `train.launch.launcher.run_end`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ StallCause = Literal[
 
 
 class StallCauseRow(NamedTuple):
-    """One cause, as docs/guides/slow-runs.md has it in its table.
+    """One cause. `docs/guides/slow-runs.md` has the same table.
 
     Attributes:
-        says: of ranks, as the guide has it; a verb that differs for several ranks stands in braces.
-        because: what it is known by.
-        ends: whether nothing will come of waiting longer, so that the run is ended.
-        does: what is done, in words.
-        message: what is said of a stall; what `stall` fills in stands in braces.
+        says: what is said of the ranks; verbs that differ for several ranks are in braces.
+        because: how it is recognised.
+        ends: whether waiting longer is useless, so that the run is ended.
+        does: what is done about it, in words.
+        message: the message of a stall; what `stall` fills in is in braces.
     """
 
     says: str
@@ -36,16 +35,16 @@ class StallCauseRow(NamedTuple):
     message: str = "{who} {says}.{missing}{waited}"
 
     def of(self, count: int) -> str:
-        """`says`, of so many ranks."""
+        """`says` with its verbs, for `count` ranks."""
         return self.says.format(**{name: many if count > 1 else one for name, (one, many) in _VERBS.items()})
 
     def text(self, count: int = 1, **facts: object) -> str:
-        """`message` with its facts, of a stall that lies with so many ranks."""
+        """`message` with its facts filled in, for a stall of `count` ranks."""
         return self.message.format(says=self.of(count), **facts)
 
 
 _VERBS = {"has": ("has", "have"), "is_": ("is", "are"), "waits": ("waits", "wait"), "does": ("does", "do")}
-"""In braces, of one rank, of several."""
+"""Verbs that `says` has in braces: for one rank, for several."""
 
 _NAMES = "names it, and lets it go on"
 
@@ -105,10 +104,10 @@ STALL_CAUSES: dict[StallCause, StallCauseRow] = {
         "All ranks are in {exchange}, which does not end. {waited}. See the network between them.",
     ),
 }
-"""In the guide's order; which goes first where several apply, `find_stall` says."""
+"""The causes, in the order of the guide. `find_stall` says which one counts if several apply."""
 
 SLOWED_BY_SIGNALS = (
     "{who} is slow: a signal stops it again and again (SIGSTOP), for {share:.0%} of the time. It is not ended for it."
     " {others} as slowly. See who stops processes there."
 )
-"""The message of a rank that goes on and is `slow` all the same, since somebody stops it."""
+"""The message of a rank that runs, and is `slow` because signals stop it over and over."""

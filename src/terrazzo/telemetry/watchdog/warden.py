@@ -1,7 +1,7 @@
-"""The process that looks after ranks which others have started: `python -m terrazzo.telemetry.watchdog.warden`.
+"""The process that watches ranks which the launcher did not start: `python -m terrazzo.telemetry.watchdog.warden`.
 
-It is outside of the ranks, whose interpreters and devices cannot hold it up, and whose ends it outlives: what they have
-recorded lies in memory that it has, too. It ends with the last of them.
+As a process of its own it is not held up by the ranks' interpreters and devices, and it shares the memory that they
+record into, so that it can read it when they are gone. It ends with the last of its ranks.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from terrazzo.telemetry.watchdog.watched_rank import END, SHOW_THREADS, TASK
 __all__ = ["Warden"]
 
 _TOGETHER_S = 0.02
-"""Ranks that end within that have been ended by somebody."""
+"""Ranks that all end within this many seconds were ended by somebody."""
 _TOGETHER_ELSEWHERE_S = 1.0
+"""Seconds for the wardens of other machines to hear of a stall before ranks are ended here."""
 _GRACE_S = 2.0
-"""For a rank to end when it is told to, before it is killed."""
+"""Seconds for a rank to end when it is told to, before it is killed."""
 
 
 class _ObservedRank:
-    """One rank, seen from here.
+    """One rank, as its warden sees it.
 
     Args:
-        description: as the rank itself has written it.
+        description: what the rank has written of itself, see `watched_rank`.
 
     Raises:
-        OSError: it is gone, or closed.
+        OSError: the rank is gone, or has closed what it describes.
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
@@ -68,13 +69,13 @@ class _ObservedRank:
         number, device, inode = place
         path = f"/proc/{self.pid}/fd/{number}"
         status = os.stat(path)
-        if (status.st_dev, status.st_ino) != (device, inode):  # it has closed that, and the number is another's
+        if (status.st_dev, status.st_ino) != (device, inode):  # it has closed that, and reused the number
             raise FileNotFoundError(path)
         return os.open(path, mode | os.O_CLOEXEC)
 
     @property
     def watch(self) -> int:
-        """A descriptor that can be read once it has ended; negative for none."""
+        """A descriptor that becomes readable when the rank has ended; negative if the system has none."""
         return self._watch
 
     @property
@@ -86,7 +87,7 @@ class _ObservedRank:
         return state_of(self.pid) in GONE or birth_of(self.pid) != self._birth
 
     def ask(self) -> bool:
-        """Have it write where its threads are; False if it cannot."""
+        """Ask for the stacks of its threads; False if it cannot answer."""
         if self.is_gone or is_stopped(self.pid):
             return False
         if self._signalled:
@@ -97,7 +98,7 @@ class _ObservedRank:
         return True
 
     def facts(self) -> dict[str, Any]:
-        """What the system knows of its process, for other machines."""
+        """What the system says about its process, for other machines."""
         return {
             "state": "" if self.is_gone else state_of(self.pid),
             "traced": is_traced(self.pid),
@@ -106,7 +107,7 @@ class _ObservedRank:
         }
 
     def end(self, why: str) -> None:
-        """Have it end by itself, with the exit code that says so."""
+        """Have it end itself, with exit code `STALLED`."""
         self._command(END + why.encode())
 
     def kill(self) -> None:
@@ -123,14 +124,14 @@ _MODES = {"ring": os.O_RDONLY, "threads": os.O_RDONLY, "commands": os.O_WRONLY |
 
 
 class Warden:
-    """Looks after ranks of this machine until they have ended, or stand still and are ended.
+    """Watches the ranks of this machine until they have ended, or stand still and are ended.
 
     Args:
-        ranks: descriptions of them, as they have written them.
-        links: to the wardens of other machines, if ranks are there, too.
+        ranks: what the ranks have written of themselves.
+        links: to the wardens of other machines; None if all ranks are on this one.
 
     Raises:
-        OSError: one of them is gone already, or nobody is to look after it any more.
+        OSError: a rank is gone already, or does not want to be watched any more.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Warden:
         self._memory_kills, self._has_said_who_died = MemoryKills(), False
 
     def run(self) -> None:
-        """Look after the ranks until then."""
+        """Watch until all ranks have ended."""
         stall = None
         while stall is None and not self._all_ended():
             self._sleep()
@@ -156,11 +157,11 @@ class Warden:
         if stall is not None:
             self._end(stall)
         for rank in self._ranks:
-            if not self._watchdog.progress_of[rank.rank].has_left:  # who has, has done so itself
+            if not self._watchdog.progress_of[rank.rank].has_left:  # a rank that has left in order saves its own flight
                 rank.recording.save()
 
     def _look(self) -> Stall | None:
-        """Why the run stands still, as is seen from here, or as another machine's warden has found."""
+        """The stall of the run, if there is one: found here, or by the warden of another machine."""
         if self._others is None:
             return self._watchdog.look()
         progress_of = self._watchdog.progress_of
@@ -173,7 +174,7 @@ class Warden:
         return self._watchdog.look()
 
     def _report(self) -> dict[str, Any]:
-        """What other machines need to know of the ranks here."""
+        """What other machines need to know about the ranks here."""
         now, ranks = time.monotonic_ns(), {}
         for rank in self._ranks:
             progress = self._watchdog.progress_of[rank.rank]
@@ -188,7 +189,7 @@ class Warden:
         return all(rank.is_gone or self._watchdog.progress_of[rank.rank].has_left for rank in self._ranks)
 
     def _sleep(self) -> None:
-        """For a while, or until a rank has ended."""
+        """Wait for the next look, or until a rank has ended."""
         waiting = select.poll()
         for rank in self._ranks:
             if rank.watch >= 0 and not rank.is_gone:
@@ -196,9 +197,9 @@ class Warden:
         waiting.poll(LOOK_EVERY_S * 1e3)
 
     def _say_who_died(self) -> None:
-        """Name the first rank that has ended without a word, while others may still show what they wait for.
+        """Name the first rank that has died silently, while others still show what they wait for.
 
-        Where one has left in order, or all end at once, somebody has ended the run, and knows why.
+        If one has left in order, or all end at once, somebody has ended the run and knows why: nothing is said.
         """
         if self._has_said_who_died or not any(rank.is_gone for rank in self._ranks):
             return
@@ -219,12 +220,12 @@ class Warden:
         return [Suspect(rank.rank, rank.pid, rank.recording, rank.ask) for rank in self._ranks]
 
     def _end(self, stall: Stall) -> None:
-        """Everything is kept before anything ends."""
+        """Keep the evidence, then end the ranks."""
         evidence = keep_evidence(self._suspects, stall)
         for rank in self._ranks:
             rank.recording.save()
         _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {evidence}".rstrip())
-        if self._others is not None:  # they have heard of it, and do the same: who is ended first fails the others
+        if self._others is not None:  # they end theirs, too: the first to end makes others fail
             time.sleep(_TOGETHER_ELSEWHERE_S)
         for rank in self._ranks:
             if not is_stopped(rank.pid):
@@ -242,9 +243,9 @@ def _say(text: str) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the warden ends with its ranks
     task = json.loads(os.environ[TASK])
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a run that is over before it was looked after
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the run is over already
         links = None
         if "places" in task:
             listener = socket.socket(fileno=task["listener"])

@@ -1,7 +1,7 @@
 """The connections between wardens of several machines: each reports once a second, and sees who has fallen silent.
 
-Each has a connection to every other, on which it alone speaks, in lines of JSON that begin with a key which ranks have
-exchanged. Nobody waits for anybody: the newest report of each, and when it came, can be looked at any time.
+Each warden has a connection to every other one, on which only it sends: pairs of lines, a key that the ranks have
+exchanged and a report in JSON. Nobody waits for anybody: the newest report of each, and when it came, is kept.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["SILENT_S", "Report", "RunMachine", "WardenLinks", "reached_of"]
 
 _EVERY_S = 1.0
 _PATIENCE_S = 2.0
-"""For a connection, or a line."""
+"""Seconds for a connection to be made, or a line to be sent."""
 SILENT_S = 5.0
-"""Who has said nothing for so long is not counted on."""
+"""A machine that has not been heard for so many seconds counts as silent."""
 _LONGEST = 64 << 20
-"""Bytes of a line."""
+"""Most bytes of a line."""
 
 
 class RunMachine(NamedTuple):
@@ -44,8 +44,8 @@ class Report(NamedTuple):
 
     Attributes:
         at: when it came, in nanoseconds of this machine's clock.
-        later_ns: this clock minus that one.
-        message: as `WardenLinks.send` was given it there.
+        later_ns: this machine's clock minus the other one's.
+        message: what `WardenLinks.send` was given there.
     """
 
     at: int
@@ -54,13 +54,13 @@ class Report(NamedTuple):
 
 
 def reached_of(places: Sequence[RunMachine], own: int) -> Iterator[int]:
-    """The numbers of the machines that can be connected to now, as the kernel of each answers; until one cannot."""
+    """The numbers of the machines whose kernels accept a connection now. Stops at the first that does not."""
     for number, place in enumerate(places):
         if number == own:
             continue
         try:
             socket.create_connection((place.address, place.port), _PATIENCE_S).close()
-        except OSError:  # such as a firewall: all would be waited for, one by one
+        except OSError:  # such as a firewall, which would have each of them waited for
             return
         yield number
 
@@ -69,11 +69,11 @@ class WardenLinks:
     """The connections of this machine's warden to those of all others.
 
     Args:
-        places: of all machines, the same on each.
-        own: this one's number among them.
-        key: that all wardens of the run have.
-        listener: a socket that listens.
-        reached: machines that could be connected to before.
+        places: all machines of the run, in the same order everywhere.
+        own: this machine's number among them.
+        key: the secret that all wardens of the run know.
+        listener: a listening socket.
+        reached: numbers of machines that `reached_of` has found.
 
     Attributes:
         others: all machines but this one, by number.
@@ -104,7 +104,7 @@ class WardenLinks:
         return self._reports.get(number)
 
     def silent_s(self, number: int) -> float:
-        """For how long nothing has been heard of a machine that has not said that it leaves; 0 for a moment."""
+        """Seconds for which a machine has not been heard; 0 if these are few, or it has said that it leaves."""
         report = self._reports.get(number)
         if report is not None and report.message["leaves"]:
             return 0.0
@@ -112,9 +112,9 @@ class WardenLinks:
         return since if since > SILENT_S else 0.0
 
     def unreached_s(self, number: int) -> float:
-        """For how long a machine that could be connected to has answered nothing, not even that nobody listens.
+        """Seconds for which not even the kernel of a machine has answered.
 
-        0 for a moment, and of one that never could: a firewall may be between.
+        0 if these are few, and for a machine that was never reached: a firewall may be between.
         """
         if (answered := self._answered.get(number)) is None:
             return 0.0
@@ -132,23 +132,23 @@ class WardenLinks:
     # -- what goes out ------------------------------------------------------------------------------------------
 
     def send(self, message: Mapping[str, Any], leaves: str = "") -> None:
-        """Send this once a second from now on.
+        """Send this message once a second from now on.
 
         Args:
-            message: plain JSON.
-            leaves: why nothing more will be sent; empty as long as that goes on.
+            message: plain values for JSON.
+            leaves: why this is the last message; empty if it is not.
         """
         self._message = json.dumps({**message, "leaves": leaves})
 
     def _lines(self) -> bytes:
-        """The message in lines, with the time of this clock as it goes out."""
+        """The message as it is sent, with the present time of this machine's clock."""
         if not self._message:
             return b""
         report = f'{{"machine": {self._own}, "now": {time.monotonic_ns()}, "message": {self._message}}}'
         return f"{self._key}\n{report}\n".encode()
 
     def leave(self, message: Mapping[str, Any], leaves: str) -> None:
-        """Send this last message, as far as the others take it within a moment."""
+        """Send the last message, to those that take it within `_PATIENCE_S`."""
         self.send(message, leaves)
         self._ended.set()
         deadline = time.monotonic() + _PATIENCE_S
@@ -160,7 +160,7 @@ class WardenLinks:
         while not self._ended.is_set():
             try:
                 self._speak_to(number, place)
-            except ConnectionRefusedError:  # nobody listens, which its kernel says
+            except ConnectionRefusedError:  # its kernel says that nobody listens
                 self._has_answered(number)
             except OSError:
                 pass
@@ -183,5 +183,5 @@ class WardenLinks:
 
 
 def _unacknowledged_bytes(connection: socket.socket) -> int:
-    """Bytes that the other side's kernel has not said to have."""
+    """Bytes that the other side's kernel has not acknowledged."""
     return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0)))[0])

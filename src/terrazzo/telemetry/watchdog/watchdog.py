@@ -1,9 +1,8 @@
-"""Looks whether ranks stand still, and says which one it is and why: whoever asks keeps what they were doing, and ends
-them.
+"""Looks whether ranks stand still, and says which one is at fault and why. Its owner keeps evidence and ends the ranks.
 
-It runs in a process beside them, of their launcher or of the warden, where neither their interpreters nor their devices
-can hold it up. What takes long by its nature, such as a first step, an evaluation or a checkpoint, is no stall; whoever
-computes is none either, but is named.
+It runs in another process, that of the launcher or of a warden, where the ranks' interpreters and devices cannot hold
+it up. What may take long, such as a first step, an evaluation or a checkpoint, is no stall; a rank that still computes
+is none either, but is named.
 """
 
 from __future__ import annotations
@@ -23,23 +22,24 @@ __all__ = ["LOOK_EVERY_S", "Patience", "RecordSource", "System", "Watchdog"]
 
 LOOK_EVERY_S = 0.25
 _LATE_S = 2.0
-"""A watchdog that looks so late was stopped itself, or the machine slept."""
+"""A look that comes so many seconds after the one before: the watchdog itself was stopped, or the machine suspended."""
 
 _TIMES_SLOWEST = 5
+"""A phase may take so many times its longest instance so far."""
 _BUSY = 0.05
-"""The share of one processor's time that a rank at work has had while the run stands still, or waits for it."""
+"""A rank that has used at least this share of one CPU while the run stands still is at work."""
 
 _STEADY = ("forward", "backward", "clip", "update", "input", "other")
-"""Phases whose length is known from those before. All others are waited for as long as ranks wait for each other."""
+"""Phases that take about as long each time. Others may last as long as ranks wait for each other."""
 
 
 class Patience(NamedTuple):
     """How long nothing may happen.
 
     Attributes:
-        stall_s: seconds.
-        timeout_s: after so many, ranks give up waiting for each other.
-        own_loop: what a rank does between steps is not known, as it is in a loop that is not ours.
+        stall_s: the least number of seconds.
+        timeout_s: seconds after which ranks give up waiting for each other, which is the most.
+        own_loop: whether the loop is the user's: what it does between steps is not known.
     """
 
     stall_s: float
@@ -48,18 +48,18 @@ class Patience(NamedTuple):
 
 
 class RecordSource(Protocol):
-    """What a rank has recorded, as a `Tail` of its ring has it."""
+    """What a rank has recorded; a `Tail` of its ring is one."""
 
     @property
     def table(self) -> Mapping[str, Any]:
-        """The names in its events."""
+        """The names that its events refer to."""
 
     def new(self) -> list[FlightEvent]:
-        """The events of the rank since the last call."""
+        """The rank's events since the last call."""
 
 
 class System:
-    """What there is to ask about a process, and the time."""
+    """Answers about processes, and the time; tests and other machines have their own."""
 
     def state(self, pid: int) -> str:
         return state_of(pid)
@@ -71,26 +71,28 @@ class System:
         return waits_for_drive(pid)
 
     def processor_s(self, pid: int) -> float:
-        """Seconds of processors that it, and what it has started, have used."""
+        """CPU seconds that the process and its children have used."""
         return processor_s(pid)
 
     def now(self) -> int:
-        """Nanoseconds of the clock that events have."""
+        """Nanoseconds of CLOCK_MONOTONIC, which events have."""
         return time.monotonic_ns()
 
     def slept_s(self) -> float:
-        """For how long the machine has been suspended so far."""
+        """Seconds for which the machine has been suspended since it was booted."""
         if not hasattr(time, "CLOCK_BOOTTIME"):
             return 0.0
         return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
 
 
 class Watchdog:
-    """Looks at the events of all ranks, as often as it is called, and four times a second at most.
+    """Looks at the events of all ranks when it is called, at most four times a second.
 
     Args:
-        ranks: of each what it records, and the number of its process.
-        say: told of a rank that is slow, or waits for data.
+        ranks: for each rank, what it records, and its pid.
+        patience: how long nothing may happen.
+        system: answers about the ranks' processes; default: this machine.
+        say: is told of a stall that is not final, such as a slow rank.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Watchdog:
         self._stops = RepeatedStops(ranks)
 
     def look(self) -> Stall | None:
-        """Why the run stands still, if it does for good; what may still go on is said, once."""
+        """The stall of a run that stands still for good, else None. A stall that may pass is said, once."""
         now = self._system.now()
         since_looked = now - self._looked
         if since_looked < LOOK_EVERY_S * 1e9:
@@ -137,7 +139,7 @@ class Watchdog:
         if is_excused:
             self._armed = now
             return None
-        if self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
+        if self._used is None:  # nothing has happened since the last look: count CPU time from now on
             self._used = (now, self._processors())
         else:
             self._waited_for_drive |= {rank for rank, pid in self._pids.items() if self._system.waits_for_drive(pid)}
@@ -155,13 +157,13 @@ class Watchdog:
         return None
 
     def read(self) -> None:
-        """Take in what ranks have recorded."""
+        """Take in the new events of all ranks."""
         for rank, tail in self._tails.items():
             if events := tail.new():
                 self.progress_of[rank].take(tail.table, events)
 
     def why(self) -> Stall:
-        """The stall that is there now, without waiting for longer."""
+        """What the stall would be now, however short it is so far."""
         now = self._system.now()
         return self._find(self._facts(now, self._states()), now)
 
@@ -170,7 +172,7 @@ class Watchdog:
         return find_stall(there or self.progress_of, facts, now, own_loop=self._patience.own_loop)
 
     def _report_stops(self, states: Mapping[int, str]) -> None:
-        """Say which ranks are stopped again and again; only of ranks at their steps, for which others wait."""
+        """Say which ranks are stopped over and over, of those that are taking steps."""
         at_steps = [rank for rank, progress in self.progress_of.items() if progress.steps and not progress.has_left]
         for rank, share in self._stops.look({rank: states[rank] for rank in at_steps}):
             self._say(hindered(rank, share, self.progress_of).text)
@@ -189,13 +191,13 @@ class Watchdog:
         return self._slept_s - before > 1.0
 
     def _is_excused(self, states: Mapping[int, str]) -> bool:
-        """Whether it is no wonder that nothing happens: all are stopped, or a debugger has one."""
+        """Whether nothing is expected to happen: all ranks are stopped, or a debugger has one."""
         return all(state in ("T", "t") for state in states.values()) or any(
             map(self._system.traced, self._pids.values())
         )
 
     def _stopped(self, now: int, states: Mapping[int, str]) -> Stall | None:
-        """A rank that somebody has stopped, whatever it was at, and that another one waits for."""
+        """The stall of ranks that have been stopped for long, in any phase, while another rank waits."""
         for rank, state in states.items():
             if state in ("T", "t") and not self.progress_of[rank].has_left:
                 self._stopped_since.setdefault(rank, now)
@@ -208,7 +210,7 @@ class Watchdog:
         return self._find({rank: ProcessFacts(state, False) for rank, state in states.items()}, now)
 
     def _limit_s(self, states: Mapping[int, str]) -> float:
-        """How long nothing may happen now."""
+        """Seconds for which nothing may happen in the phases that ranks are in now."""
         if any(state in GONE and not self.progress_of[rank].has_left for rank, state in states.items()):
             return self._patience.stall_s
         now_in = [progress.phase for progress in self.progress_of.values()]

@@ -1,7 +1,7 @@
-"""A rank that a warden looks after: how it describes itself to the warden, and does what that asks.
+"""A rank's side of its warden: how it describes itself, and how it does what the warden asks.
 
-Ranks that torchrun, Slurm or a launcher of scripts has started are not looked after by whoever has started them. The
-first rank of each machine starts a process for that, once a loop has gone on for a while: short ones never have one.
+torchrun, Slurm and `terrazzo run` do not watch the ranks that they start. The first rank of each machine starts a
+warden for that, after some seconds: short runs never have one.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from terrazzo.telemetry.watchdog.watchdog import Patience
 __all__ = ["END", "SHOW_THREADS", "TASK", "look_after"]
 
 TASK = "TERRAZZO_WARDEN"
-"""In the environment of a warden: the ranks it looks after, and how, as JSON."""
+"""Environment variable of a warden: the ranks that it watches, and how, as JSON."""
 
 SHOW_THREADS, END, _LEAVE = b"?", b"x", b"-"
-"""What a rank hears: to write where its threads are, to end for the reason that follows, that nobody looks any more."""
+"""Written to a rank's pipe: show the stacks of your threads; end, for the reason that follows; stop listening."""
 
 _MODULE = "terrazzo.telemetry.watchdog.warden"
 _SOONEST_S = 5.0
 _started: list[subprocess.Popen[bytes]] = []
-"""For as long as this process lives: they end after it."""
+"""Wardens, referenced until this process ends: they end after it."""
 
 
 def look_after(flight_recorder: FlightRecorder, patience: Patience) -> Callable[[], None] | None:
-    """Have a process of each machine look after the ranks that are there; it talks to those of the others. Collective.
+    """Have a warden on each machine watch the ranks there; wardens report to each other. Collective.
 
     Returns:
-        What ends that for this rank, as does the end of the flight recorder; None where nobody looks: one rank waits
-        for no other, and there are systems that do not show processes to each other.
+        A function that ends this for the rank, as the end of the flight recorder does. None if there is no warden: a
+        single rank needs none, and some systems do not show processes to each other.
     """
     channel = _WardenChannel()
     everyone = gather_json(channel.description(flight_recorder.descriptor))
@@ -79,7 +79,7 @@ def look_after(flight_recorder: FlightRecorder, patience: Patience) -> Callable[
 def _links_task(
     everyone: Sequence[Mapping[str, Any]], machines: Sequence[str], listener: socket.socket | None
 ) -> dict[str, Any]:
-    """Where wardens find each other, and the key that they know each other by. Collective."""
+    """Where wardens find each other, and the key by which they know each other. Collective."""
     own = None if listener is None else [own_address(), listener.getsockname()[1], secrets.token_hex(16)]
     listeners = gather_json(own)
     places = []
@@ -91,18 +91,18 @@ def _links_task(
 
 
 class _WardenChannel:
-    """What a rank has for its warden: a pipe for its commands, and memory for where its threads are."""
+    """What a rank opens for its warden: a pipe for commands, and memory for the stacks of its threads."""
 
     def __init__(self) -> None:
         self.machine, self._lock, self._open = _machine(), threading.Lock(), True
         self.commands, self._command_writer = os.pipe()
         self._threads = threads_memory()
-        self._signalled = signal.getsignal(ASK) is signal.SIG_DFL  # a script may have a use of its own for it
+        self._signalled = signal.getsignal(ASK) is signal.SIG_DFL  # a script may use the signal itself
         if self._signalled:
             faulthandler.register(ASK, file=self._threads, all_threads=True, chain=False)
 
     def description(self, ring: int) -> dict[str, Any]:
-        """How another process of this machine finds what is here."""
+        """How another process of this machine finds the rank's descriptors."""
         places = {}
         for name, number in (("ring", ring), ("threads", self._threads), ("commands", self._command_writer)):
             status = os.fstat(number)
@@ -128,7 +128,7 @@ class _WardenChannel:
 
 
 def _machine() -> str:
-    """The same for processes that see each other; empty where none does."""
+    """A name that is the same for processes that see each other; empty if they cannot."""
     with contextlib.suppress(OSError):
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -140,12 +140,12 @@ def _leave(channel: _WardenChannel, recorder: RingRecorder) -> None:
 
 
 def _reach(task: dict[str, Any]) -> None:
-    """Note which machines answer now, while ranks reach each other: of these, silence means something later."""
+    """Note which machines answer now, while all is well: only their silence will mean something later."""
     task["reached"] = list(reached_of([RunMachine(*each) for each in task["places"]], task["own"]))
 
 
 def _start(task: Mapping[str, Any], listener: socket.socket | None) -> None:
-    """The warden: not in the session of this process, with which it would be ended."""
+    """Start the warden, in a session of its own, so that it is not ended with this one's."""
     environment = os.environ | {
         TASK: json.dumps({**task, "listener": -1 if listener is None else listener.fileno()}),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -154,7 +154,7 @@ def _start(task: Mapping[str, Any], listener: socket.socket | None) -> None:
     }
     command, nothing = [sys.executable, "-P", "-m", _MODULE], subprocess.DEVNULL
     keep = () if listener is None else (listener.fileno(),)
-    with contextlib.suppress(OSError):  # no more processes, or no memory: the run goes on, and nobody looks
+    with contextlib.suppress(OSError):  # no process or memory left: the run goes on unwatched
         _started.append(
             subprocess.Popen(
                 command, stdin=nothing, stdout=nothing, env=environment, start_new_session=True, pass_fds=keep
@@ -165,10 +165,10 @@ def _start(task: Mapping[str, Any], listener: socket.socket | None) -> None:
 
 
 def _listen(channel: _WardenChannel, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
-    """Start the warden after a while, if this rank does that; then do what comes on the pipe.
+    """Start the warden after `soon_s`, if this rank is the one that does; then obey what comes through the pipe.
 
     Args:
-        begins: what is done at once, and what is done then.
+        begins: what to do at once, and how to start the warden; None for neither.
     """
     at_once, start = begins
     if at_once is not None:
@@ -186,6 +186,6 @@ def _listen(channel: _WardenChannel, begins: Sequence[Callable[[], None] | None]
 
 
 def _end(why: str) -> None:
-    """End this process at once: it waits in vain, whatever for. torchrun gets the reason, for its own report."""
+    """End this process at once, whatever it waits for. torchrun gets the reason, for its own report."""
     report_to_torchrun(why)
     os._exit(STALLED)

@@ -35,13 +35,17 @@ __all__ = ["describe_model", "export"]
 def export(config: Config, checkpoints: RunCheckpoints, model: nn.Module, step: int, *, trained: bool) -> Path:
     """Write the newest checkpoint's weights to `log.folder`/hf; rank 0 writes, in pieces. Collective.
 
-    Of a run with adapters it is a PEFT folder, with the adapters alone. One that is there stays if it is of this run
-    and step, as `hf.json` beside it says, and nothing was `trained` since. Else it goes to the first free name of
-    `hf-1`, `hf-2`, ...
+    With adapters it is a PEFT folder of the adapters alone. An existing folder stays if `hf.json` beside it says that
+    it is of this run and step, and nothing was `trained` since; else it is renamed to the first free name of `hf-1`,
+    `hf-2`, ...
 
     Args:
-        checkpoints: of the run, which has saved `step`.
+        checkpoints: of the run; `step` has been saved.
         model: sharded.
+        trained: whether steps were taken since this start.
+
+    Returns:
+        The folder.
     """
     out = RunFolder(config.log.folder).hf
     origin = {"run": checkpoints.run, "step": step}
@@ -63,7 +67,7 @@ def export(config: Config, checkpoints: RunCheckpoints, model: nn.Module, step: 
 
 
 def _origin(folder: Path) -> Any:
-    """What the note says; None where there is none that can be read."""
+    """The content of the folder's note; None if there is none, or it cannot be read."""
     try:
         return read_json(note_of(folder), 1 << 10)
     except (OSError, BadInput):
@@ -71,7 +75,7 @@ def _origin(folder: Path) -> Any:
 
 
 def _set_aside(folder: Path) -> None:
-    """Make room for another one. Its note goes first: without one, a folder is never taken for what it is not."""
+    """Rename the folder and its note. The note goes first: a folder without one is never mistaken for another."""
     if not folder.exists():
         note_of(folder).unlink(missing_ok=True)
         return
@@ -83,7 +87,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def describe_model(config: Config) -> ModelDescription:
-    """What a Hugging Face folder says of the configured model; the built-in decoder becomes a Llama."""
+    """The Hugging Face description of the configured model; the built-in decoder becomes a Llama."""
     if config.lora.rank is not None:
         raise BadInput(
             "The checkpoint is of a run with adapters (lora.rank), whose weights are no model of their own. Start the "
@@ -104,8 +108,9 @@ def describe_model(config: Config) -> ModelDescription:
 
 
 def _tensors(config: Config) -> Mapping[str, Sequence[HubTensor]]:
-    """As `transformers` would save them; under the model's own names, which it reads too, where they are no runs,
-    or where it does not know the model.
+    """The tensors under the names that `transformers` saves; empty keeps the model's own names, which it reads too.
+
+    Empty if these names cannot be derived, or `transformers` does not know the model.
     """
     try:
         model = prepare_model(config)
@@ -116,9 +121,10 @@ def _tensors(config: Config) -> Mapping[str, Sequence[HubTensor]]:
 
 
 def _with_score(config: Config, described: ModelDescription) -> ModelDescription:
-    """A model for sequence classification. It reads its score at the last token that is not `pad_token_id`.
+    """The description of a model for sequence classification.
 
-    So that may not be a token that a text ends with; without one, `transformers` takes texts one by one.
+    `transformers` reads its score at the last token that is not `pad_token_id`, so that must not be a token which texts
+    end with. Without a `pad_token_id` it takes texts one by one.
     """
     assert config.model.path is not None
     values = dict(described.config) | {"architectures": [scored_class(config.model.path)], "id2label": {"0": "score"}}

@@ -1,8 +1,8 @@
-"""Local checkpoints: in memory, or on a drive, of each host, taken more often than durable ones, and gone with it.
+"""Local checkpoints: in the memory or on a drive of each host, taken more often than durable ones, lost with the host.
 
-They are of the same format, in a folder of the run's own (`local_folder`). Whoever resumes takes one that is newer than
-the durable ones, of the same run, and whole. Of several hosts each has its own ranks' part, and a copy of another's, so
-that one of them may be lost. There is one checkpoint, and a second one while that is replaced or copied.
+They have the same format, in a folder of the run's own (`local_folder`). A run resumes from one that is newer than its
+durable ones, of the same run, and complete. Each of several hosts has the part of its own ranks and a copy of another
+host's, so that one host may be lost. There is one checkpoint, and a second one while it is replaced or copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["LocalCheckpoints"]
 
 
 class OneHost:
-    """The files of local checkpoints where all ranks see one folder: there is nobody to keep a copy."""
+    """The files of local checkpoints if all ranks are on one host, so that no other host can keep a copy."""
 
     copies = False
     damaged: Mapping[str, str] = MappingProxyType({})
@@ -42,7 +42,7 @@ class OneHost:
         self._folder = folder
 
     def find(self, run: str, since: int) -> Mapping[str, CheckpointFolder]:
-        """As `PartnerHosts.find`, of what the first rank sees; nothing is read for it."""
+        """`PartnerHosts.find`, by what the first rank sees, without reading files."""
         paths = on_first(lambda: local_folder.newer_checkpoints(self._folder, run, since), BadInput)
         places = {path: store_and_name(path) for path in paths}
         return {path: store.folder(name) for path, (store, name) in places.items()}
@@ -73,10 +73,10 @@ class OneHost:
 
 
 class LocalCheckpoints:
-    """The local checkpoints of one run, on all of its hosts. Its methods are collective, and so is making it.
+    """The local checkpoints of one run, on all of its hosts. Making one, and its methods, are collective.
 
     Raises:
-        BadInput: several hosts have one folder, or there is one host and a partner is asked for.
+        BadInput: several hosts share one folder, or a partner is required and there is one host.
     """
 
     def __init__(self, config: Config) -> None:
@@ -102,19 +102,19 @@ class LocalCheckpoints:
 
     @property
     def step(self) -> int:
-        """The step of the newest local checkpoint; 0 where there is none."""
+        """The step of the newest local checkpoint; 0 if there is none."""
         return step_of(self._newest or "") or 0
 
     @property
     def damaged(self) -> Mapping[str, str]:
-        """What `find` has refused, and why; of one host, opening them says so."""
+        """What `find` has refused, and why; empty on one host, where opening a checkpoint says so."""
         return self._files.damaged
 
     def find(self, durable: str | None) -> Mapping[str, CheckpointFolder]:
-        """How each is read that is newer than the `durable` one, of all hosts together, by its path; oldest first.
+        """Folders to read local checkpoints from that are newer than the `durable` one, by path, oldest first.
 
         Args:
-            durable: the first rank's counts.
+            durable: path of the newest durable checkpoint; the first rank's counts.
         """
         if self._folder is None:
             return {}
@@ -122,23 +122,23 @@ class LocalCheckpoints:
         return self._files.find(run, since) if run else {}
 
     def due(self, step: int) -> bool:
-        """Whether one is to be taken after a step."""
+        """Whether a local checkpoint is due after a step."""
         return self._folder is not None and self._config.plan.is_due(step, self._settings.every)
 
     def save(
         self, model: nn.Module, optimizer: Any, extra: dict[str, Any], run: str, complete_step: int = 0
     ) -> CopyResult | None:
-        """Save `extra["step"]`, once the copies of the one before have ended, of which it returns what came of them.
+        """Save step `extra["step"]`, once copying the one before has ended; returns how that went.
 
-        The newest one with copies stays until this one has some. One without copies makes room for this one, so that
-        there are no more than two.
+        The newest checkpoint with copies is kept until this one has copies; one without copies is removed first, so
+        that there are never more than two.
 
         Args:
-            complete_step: of the newest one that is known to be complete in `checkpoint.folder`; the same on all
-                ranks. An older one with copies is of no more use.
+            complete_step: the newest step that is known to be complete in `checkpoint.folder`, the same on all ranks.
+                An older local checkpoint is not kept for its copies.
 
         Raises:
-            SaveFailed: this one could not be written, or a copy of the one before where a partner is required.
+            SaveFailed: this checkpoint could not be written, or the one before not copied to a required partner.
         """
         folder = self._folder
         assert folder is not None
@@ -163,7 +163,7 @@ class LocalCheckpoints:
         return copied
 
     def note_resume(self, path: str | None) -> None:
-        """The run goes on from `path`, or from a durable one: steps that were taken since are taken again."""
+        """The run continues from the local checkpoint `path`, or from a durable one (None): remove newer ones."""
         if (folder := self._folder) is None:
             return
         self._files.done_reading()
@@ -177,29 +177,29 @@ class LocalCheckpoints:
             self._files.begin_missing_copies(path)
 
     def clear(self) -> None:
-        """Remove all, and the folders."""
+        """Remove all local checkpoints and their folders."""
         self._cancel_copies()
         if (folder := self._folder) is not None:
             self._hosts.on_firsts(lambda: local_folder.remove_private(folder), SaveFailed)
         self._newest = self._copied = None
 
     def begin_new_run(self) -> None:
-        """Remove all, and the note of whose they are: a run begins that has none yet."""
+        """Remove all local checkpoints, and the note of their run: a new run begins."""
         self.clear()
         on_first(lambda: local_folder.forget_run(self._config))
 
     def close(self, patience_s: float = 0.0) -> None:
-        """This rank has no part in them any more. Copies under way are given that long. Not collective."""
+        """Stop, giving copies that are under way `patience_s`. Not collective."""
         self._files.close(patience_s)
 
     def _cancel_copies(self) -> None:
-        """Nobody takes a copy any more of what is to be removed."""
+        """Stop copying what is about to be removed."""
         if self._folder is not None:
             self._files.cancel_copies()
             together(lambda: None, SaveFailed)
 
     def _prepare(self, folder: str, run: str, path: str, stays: str | None) -> None:
-        """Have a folder with what `stays` alone, a note of whose it is, and nothing at `path`."""
+        """Make the folder, remove all but `stays`, note the run, and clear `path`."""
         try:
             local_folder.make_private(folder)
             local_folder.remove_all_but(folder, {stays})
@@ -216,7 +216,7 @@ class LocalCheckpoints:
 
 
 def _refuse_shared(top: str, hosts: Hosts) -> None:
-    """Raise `BadInput` where hosts see what others put into their folders, such as one on a network. Collective."""
+    """Raise `BadInput` if hosts see each other's files, as in a folder on the network. Collective."""
     own = f".terrazzo-{secrets.token_hex(8)}"
 
     def look() -> None:

@@ -1,7 +1,7 @@
-"""The folder of a run's local checkpoints on this host: where it is, whose it is, and what is in it.
+"""The folder of a run's local checkpoints on this host: where it is, which run's it is, and what is in it.
 
-It lies in `checkpoint.local.folder`, under a name that follows from where the run's durable checkpoints are. Nothing
-here is collective.
+It is in `checkpoint.local.folder`, under a name derived from the folder of the run's durable checkpoints. Nothing here
+is collective.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ ONE_HOST = (
 
 
 def local_folder(config: Config) -> str | None:
-    """Where a run has them: no other run has the folder of its durable ones. None where it has none.
+    """The folder of the run's local checkpoints, which no other run uses; None if it takes none.
 
     Raises:
-        BadInput: `checkpoint.local.folder` names a variable that the environment has not.
+        BadInput: `checkpoint.local.folder` has a variable that is not in the environment.
     """
     return None if config.checkpoint.local.folder is None else os.path.join(host_folder(config), _own_name(config))
 
 
 def host_folder(config: Config) -> str:
-    """`checkpoint.local.folder` on this host, as its environment has the variables that are in it."""
+    """`checkpoint.local.folder` on this host, with environment variables expanded."""
     expanded = os.path.expandvars(str(config.checkpoint.local.folder))
     if (missing := re.search(r"\$\{?(\w+)", expanded)) is not None:
         raise BadInput(
@@ -71,7 +71,7 @@ def host_folder(config: Config) -> str:
 
 
 def label(config: Config) -> str:
-    """How all ranks call `local_folder`, whose path may differ between hosts."""
+    """The name of `local_folder` in messages, the same on all ranks though paths may differ between hosts."""
     return os.path.join(str(config.checkpoint.local.folder), _own_name(config))
 
 
@@ -82,7 +82,7 @@ def _own_name(config: Config) -> str:
 
 
 def seen_as(top: str) -> str:
-    """The same for ranks that see the same folder of the same machine."""
+    """A string that is equal for ranks that see the same folder of the same machine."""
     try:
         status = os.stat(top)
     except OSError as error:
@@ -94,13 +94,13 @@ def seen_as(top: str) -> str:
 
 
 def note_run(config: Config, run: str) -> None:
-    """Say beside the durable checkpoints which run is at work, as long as it has saved none of them."""
+    """Note the run beside the durable checkpoints, for as long as it has saved none of them."""
     if (note := _note(config)) is not None:
         replace_file(note, run, sync=True)
 
 
 def noted_run(config: Config) -> str:
-    """The run that was last at work beside the durable checkpoints; empty where nothing says so."""
+    """The run that was noted last beside the durable checkpoints; empty if there is no note."""
     note = _note(config)
     try:
         return "" if note is None else note.read_text(encoding="utf-8")
@@ -115,12 +115,12 @@ def forget_run(config: Config) -> None:
 
 
 def _note(config: Config) -> Path | None:
-    """Where the note is; None behind a URL."""
+    """The path of the note; None if the durable checkpoints are behind a URL."""
     return None if "://" in config.checkpoint_folder else Path(config.checkpoint_folder) / ".run"
 
 
 def make_private(folder: str) -> None:
-    """Make it unless it is there. Raises `OSError` unless it is this user's own then."""
+    """Make the folder if it does not exist; raises `OSError` unless only this user can write to it."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     if not _is_private(folder):
@@ -128,7 +128,7 @@ def make_private(folder: str) -> None:
 
 
 def _is_private(folder: str) -> bool:
-    """Whether it is there, no link, and nobody else can write to it."""
+    """Whether it is an existing folder, not a link, that only this user can write to."""
     try:
         status = os.lstat(folder)
     except OSError:
@@ -140,9 +140,9 @@ def _is_private(folder: str) -> bool:
 
 
 def local_checkpoints(config: Config, durable: str | None) -> list[str]:
-    """The paths of those on this host that are newer than the `durable` one, and of its run; oldest first.
+    """The paths of local checkpoints on this host that are newer than the `durable` one, of its run; oldest first.
 
-    Where there is no durable one, or it cannot be read, the run is the one that was last at work there.
+    If there is no durable one, or it cannot be read, the run is the one that was noted last.
     """
     if (folder := local_folder(config)) is None:
         return []
@@ -150,19 +150,19 @@ def local_checkpoints(config: Config, durable: str | None) -> list[str]:
 
 
 def run_and_step(config: Config, durable: str | None) -> tuple[str, int]:
-    """The run whose local checkpoints may be gone on from, and the step that they must be newer than."""
+    """The run whose local checkpoints may be resumed from, and the step that they must be newer than."""
     run = (_run_of(durable) if durable is not None else "") or noted_run(config)
     return run, 0 if durable is None else checkpoint.step_of(durable) or 0
 
 
 def newer_checkpoints(folder: str, run: str, since: int) -> list[str]:
-    """The paths of those in `folder` that are of `run`, and of steps behind `since`; oldest first."""
+    """The paths of checkpoints in `folder` of `run` and of steps after `since`; oldest first."""
     newer = [path for path in _complete(folder) if (checkpoint.step_of(path) or 0) > since]
     return [path for path in newer if run and _run_of(path) == run]
 
 
 def remove_all_but(folder: str, names: Collection[str | None]) -> None:
-    """What was put aside, and what was not finished, goes too."""
+    """Remove all folders with other names, also unfinished checkpoints and those put aside."""
     entries = [entry for entry in os.scandir(folder) if entry.name not in names]
     _remove([entry.path for entry in entries if entry.is_dir(follow_symlinks=False)])
 
@@ -173,7 +173,7 @@ def remove_complete_but(folder: str, names: Collection[str | None]) -> None:
 
 
 def remove_private(folder: str) -> None:
-    """Remove the folder, with all that is in it, where it is this user's own."""
+    """Remove the folder with its content, if it is private to this user."""
     _remove([folder] if _is_private(folder) else [])
 
 
@@ -187,7 +187,7 @@ def _complete(folder: str) -> list[str]:
 
 
 def _run_of(path: str) -> str:
-    """The run that has saved it; empty where that cannot be read."""
+    """The run that saved a checkpoint; empty if that cannot be read."""
     try:
         return checkpoint.run_of(path)
     except TerrazzoError:

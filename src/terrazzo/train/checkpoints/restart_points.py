@@ -1,4 +1,4 @@
-"""What a run goes on from when its ranks are started again after a failure: the newest checkpoint that is its own."""
+"""What a run continues from when its ranks are started again after a failure: the newest of its own checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["restarts_of"]
 
 
 def restarts_of(config: Config, words: list[str]) -> RestartPolicy:
-    """What is done after failures of a run that is about to start as ranks of `python WORDS`."""
+    """The restart policy of a run that is about to start as ranks of `python WORDS`."""
     points = _RestartPoints(config)
 
     def words_from(saved: RestartPoint) -> list[str]:
@@ -25,10 +25,10 @@ def restarts_of(config: Config, words: list[str]) -> RestartPolicy:
 
 
 class _RestartPoints:
-    """The checkpoints in a run's folders, told from those that were there before it.
+    """Finds the run's own checkpoints in its folders, as opposed to those of earlier runs.
 
     Attributes:
-        begins_anew: the run does not go on from what is there (`checkpoint.resume=never`).
+        begins_anew: whether the run ignores existing checkpoints (`checkpoint.resume=never`).
     """
 
     def __init__(self, config: Config) -> None:
@@ -39,9 +39,10 @@ class _RestartPoints:
         self._run_before = noted_run(config) if self.begins_anew else ""
 
     def newest(self) -> RestartPoint:
-        """The newest of the run's own; `RestartPoint()` where there is none yet.
+        """The newest of the run's own checkpoints; `RestartPoint()` if there is none yet.
 
-        Raises: `BadInput` where the one that it has begun from is gone.
+        Raises:
+            BadInput: the one that it began from is gone.
         """
         durable = self._durable()
         path = next(reversed(self._local(durable)), durable)
@@ -56,14 +57,14 @@ class _RestartPoints:
         return path
 
     def _local(self, durable: str | None) -> list[str]:
-        """Newer ones than the durable one on this host; none as long as the run before is the last one noted there."""
+        """Newer ones than the durable one on this host; none while the last run noted there is an earlier one."""
         if durable is None and self.begins_anew and noted_run(self._config) == self._run_before:
             return []
         return local_checkpoints(self._config, durable)
 
 
 def _identity(path: str | None) -> str:
-    """What tells a checkpoint's contents from others; its path where they cannot be read."""
+    """A string that identifies a checkpoint's content; its path if that cannot be read."""
     try:
         return "" if path is None else open_source(path).identity
     except TerrazzoError:

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it takes from there, whatever its configuration says."""
+"""Which checkpoint a run continues from, and what is said where its configuration differs from that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUILT = {
     *("model.experts.balance", "lora.rank", "lora.target_modules", "lora.bias", "objective.name", "data.tokenizer"),
     *("optimizer.name", "optimizer.muon.matrices", "optimizer.muon.others"),
 }
-"""What decides which tensors a run has, and which states an optimizer keeps of them."""
+"""The settings that decide which tensors a run has, and which states its optimizer keeps for them."""
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
 _MOST_FILES = 256
 _NOT_TRAINED_ON = ("data.cache", "data.validation_source")
@@ -43,7 +43,7 @@ def resume_from(config: Config, local: Collection[str] | None = None) -> str | N
     """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume` demands.
 
     Args:
-        local: newer ones than the durable ones, oldest first; default: those that are on this host.
+        local: local checkpoints that are newer than the durable ones, oldest first; default: those on this host.
     """
     folder = config.checkpoint_folder
     newest = latest(folder)
@@ -65,7 +65,7 @@ def resume_from(config: Config, local: Collection[str] | None = None) -> str | N
 
 
 def suspect_notes(config: Config) -> list[str]:
-    """A line where checkpoints have been put aside as suspect, which are not resumed from. For the first rank."""
+    """A line about checkpoints that were put aside as suspect, and are not resumed from. Called by the first rank."""
     if config.checkpoint.resume == "never" or not (names := suspects(config.checkpoint_folder)):
         return []
     why = "saved when a rank computed wrongly, or held other copies"
@@ -80,7 +80,7 @@ def clear_checkpoints(config: Config) -> None:
 
 @contextmanager
 def saying_what_differs(config: Config, folder: str) -> Iterator[None]:
-    """Adds to the error of a checkpoint in `folder` that does not fit: the settings that differ, and the ways on."""
+    """Adds to the error of a checkpoint in `folder` that does not fit: which settings differ, and what to do."""
     try:
         yield
     except Damaged:
@@ -98,7 +98,7 @@ def saying_what_differs(config: Config, folder: str) -> Iterator[None]:
 
 
 def _rebuilt(config: Config, folder: str) -> list[str]:
-    """`model.dim (256 → 128)` for each setting of `BUILT` that is not the newest checkpoint's, as far as it tells."""
+    """`model.dim (256 → 128)` for each setting of `BUILT` that differs from the newest checkpoint's."""
     try:
         newest = latest(folder)
         saved = {} if newest is None else open_source(newest).extra.get("config", {})
@@ -116,7 +116,7 @@ def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
 
 
 def _differing(config: Config, saved: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Settings of training that differ: the key, what it is here and what it was in the checkpoint."""
+    """Settings of training that differ, each as its key, the value here and the value in the checkpoint."""
     now = _settings_of(without_passwords(config.model_dump(mode="json")))  # as it was saved
     before = _settings_of(Config()) | _settings_of(saved)  # a key that was not there yet had its default's meaning
     keys = [key for key in sorted(now.keys() | before.keys()) if key.split(".")[0] in COMPARED and key not in PLACES]
@@ -131,20 +131,20 @@ def seeded_anew(saved: tuple[int, int], here: tuple[int, int]) -> str:
 
 
 def is_restored(key: str) -> bool:
-    """The optimizer's hyper-parameters come with its state; which parameters are for what is decided at the start."""
+    """Whether a setting is restored with the optimizer's state; which parameters it applies to is decided at start."""
     at_start = ("optimizer.no_decay", "optimizer.muon.matrices", "optimizer.muon.others")
     return key.startswith("optimizer.") and not key.startswith(at_start)
 
 
 def stamps(files: Sequence[SourceFile]) -> list[list[Any]] | None:
-    """Name, size and time of each file, for a checkpoint to tell later which has changed; None of very many."""
+    """Name, size and time of each file, so that a resumed run can say which has changed; None for too many files."""
     return [[file.name, file.size_bytes, file.stamp] for file in files] if len(files) <= _MOST_FILES else None
 
 
 def data_changes(config: Config, saved: dict[str, Any], files: Sequence[SourceFile]) -> str:
-    """What may make the training data others than those of a checkpoint with this `extra`, and the ways on from there.
+    """What may have changed the training data since a checkpoint with the extra `saved`, and what to do.
 
-    That they are others is for the loader to say.
+    The loader says whether they have changed.
     """
     changes = _changed_settings(config, saved["config"]) or _changed_files(files, saved.get("files"))
     what = f"What has changed: {changes}. Put it back" if changes else "Put the data back as they were"
@@ -154,7 +154,7 @@ def data_changes(config: Config, saved: dict[str, Any], files: Sequence[SourceFi
 
 
 def _settings_of(config: Config | dict[str, Any]) -> dict[str, str]:
-    """What is set, by key. An empty mapping sets nothing: with more in it, it has other keys."""
+    """Settings as text by key, without empty mappings: those that are not empty have keys of their own."""
     return {key: value for key, value in setting_texts(config).items() if value != "{}"}
 
 
@@ -168,7 +168,7 @@ def _changed_settings(config: Config, saved: dict[str, Any]) -> str:
 
 
 def _changed_files(files: Sequence[SourceFile], saved: list[list[Any]] | None) -> str:
-    """Files that are others by name or size, else by their time."""
+    """Files that differ by name or size; if none does, those that differ by time."""
     now = stamps(files)
     if now is None or saved is None:
         return ""
@@ -186,7 +186,7 @@ def _changed_files(files: Sequence[SourceFile], saved: list[list[Any]] | None) -
 
 
 def _from_weights(config: Config, step: int) -> str:
-    """The commands of a new run that begins with a checkpoint's weights."""
+    """The commands that start a new run from a checkpoint's weights."""
     if config.lora.rank is not None or config.objective.kind.scored:
         return "in another log.folder, of a model.path with them"
     newest, log = step_path(config.checkpoint_folder, step), config.log.folder

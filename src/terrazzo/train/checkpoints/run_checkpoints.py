@@ -1,4 +1,4 @@
-"""The checkpoints of a run: who may write to the folder, saving in either way, what is kept, and where to go on."""
+"""The checkpoints of a run: claiming the folder, saving, pruning, and resuming."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = ["RunCheckpoints", "refuse_lost"]
 
 
 _GRACE_S = 5.0
-"""For copies that hosts take of each other, at the end of a run that failed: one of them may be lost next."""
+"""Seconds for copies between hosts at the end of a run that failed: one of the hosts may be lost next."""
 
 
 def refuse_lost(lost: str | None) -> None:
-    """End the run on all ranks where one of them has `lost` a folder, rather than make another one. Collective."""
+    """Raise `FolderLost` on all ranks if one has `lost` a folder, rather than make it again. Collective."""
 
     def look() -> None:
         if lost is not None:
@@ -48,9 +48,8 @@ class RunCheckpoints:
     """Saves and restores a run in `checkpoint.folder`, which no other run may write to meanwhile.
 
     Attributes:
-        run: the identity of the run: drawn when it starts, and the checkpoint's when it is resumed.
-        sure_step: the newest step up to which nothing was found wrong with what ranks compute and hold; None where
-            nobody looks.
+        run: the identity of the run: random for a new run, the checkpoint's for a resumed one.
+        sure_step: the newest step up to which the checks of ranks have found nothing wrong; None without checks.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -69,9 +68,9 @@ class RunCheckpoints:
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
 
     def find_local(self) -> Mapping[str, CheckpointFolder]:
-        """How each local checkpoint is read that is newer than the durable ones, by its path; oldest first. Collective.
+        """Folders to read local checkpoints from that are newer than the durable ones, by path; oldest first.
 
-        The next `resume` takes these.
+        Collective. The next `resume` takes these.
         """
         self._local_folders = self._local.find(on_first(lambda: checkpoint.latest(self.folder), BadInput))
         return self._local_folders
@@ -86,13 +85,13 @@ class RunCheckpoints:
         return checkpoint.open_source(path).extra if local is None else TerrazzoCheckpoint(local).extra
 
     def resume(self, model: nn.Module, optimizer: Any, needed: Collection[str]) -> Resumed:
-        """Have model and optimizer be those of the newest whole checkpoint, which there was a moment ago. Collective.
+        """Restore model and optimizer from the newest complete checkpoint. Collective.
 
         Args:
-            needed: what its extra values have at the least.
+            needed: keys that its extra values must have.
 
         Raises:
-            BadInput: there is none any more, or it does not fit, or it is not one of a run.
+            BadInput: there is no checkpoint any more, or it does not fit, or is not one of `terrazzo train`.
         """
         local, self._local_folders = self.find_local() if self._local_folders is None else self._local_folders, None
         with saying_what_differs(self._config, self.folder):
@@ -116,7 +115,7 @@ class RunCheckpoints:
         return replace(resumed, refused={**self._local.damaged, **resumed.refused})
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
-        """Save, in the background where that is asked for, and remove what is not to be kept. Collective."""
+        """Save a checkpoint, in the background if configured, and prune old ones; returns its path. Collective."""
         refuse_lost(self.lost())
         step, path = extra["step"], checkpoint.step_path(self.folder, extra["step"])
         if self._settings.background:
@@ -135,21 +134,21 @@ class RunCheckpoints:
         return path
 
     def begin_new_run(self) -> None:
-        """A new run begins: no checkpoint that is here is its own. Collective."""
+        """A new run begins: forget local checkpoints of earlier ones. Collective."""
         self._local_folders = None  # what there was then says nothing of what this run will have saved
         self._local.begin_new_run()
 
     def local_due(self, step: int) -> bool:
-        """Whether a local checkpoint is to be taken after a step."""
+        """Whether a local checkpoint is due after a step."""
         return self._local.due(step)
 
     def save_locally(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> CopyResult | None:
-        """Save on each host, in the place of the one before; what partners have copied of that one. Collective."""
+        """Save on each host, replacing the one before; returns how copying that to partners went. Collective."""
         refuse_lost(self.lost())
         return self._local.save(model, optimizer, extra, self.run, self._complete_step)
 
     def suspect(self) -> list[str]:
-        """Put aside what was saved since all was known to be right; returns the new names. Collective."""
+        """Put aside as suspect what was saved after `sure_step`; returns the new names. Collective."""
         self.wait()
         self._local.clear()
         names, newest = on_first(self._put_aside)
@@ -163,7 +162,7 @@ class RunCheckpoints:
         return names, step_of(checkpoint.latest(self.folder) or "") or 0
 
     def lost(self) -> str | None:
-        """What has become of the folder, if it is no longer the one that this run began with; rank 0 looks."""
+        """A description of the folder, if it was moved or replaced since the start; else None. Only rank 0 looks."""
         if self._claim is None or self._claim.in_place():
             return None
         return f"the checkpoint folder '{self.folder}' (checkpoint.folder)"
@@ -178,7 +177,7 @@ class RunCheckpoints:
         return max(self._complete_step, self._local.step)
 
     def lacks(self, step: int) -> bool:
-        """Whether a step that the run has come to, or gone back to, would be gone with the machine."""
+        """Whether `step` is not in `checkpoint.folder`, so that it would be lost with the machine."""
         return step > self._begun_step
 
     def wait(self) -> None:
@@ -188,7 +187,7 @@ class RunCheckpoints:
         self._complete_step = self._begun_step
 
     def finish(self) -> None:
-        """End a run that went well: what is under way is saved, and others may write to the folder. Collective."""
+        """End a run that went well: finish saves that are under way, and release the folder. Collective."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
@@ -198,7 +197,7 @@ class RunCheckpoints:
         self._release()
 
     def abandon(self) -> None:
-        """End a run that failed: what is under way is given a moment, and others may write to the folder."""
+        """End a run that failed: give what is under way a moment, and release the folder."""
         if self._saver is not None:
             self._saver.leave()
         self._release(_GRACE_S)

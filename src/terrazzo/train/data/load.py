@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Together(Protocol):
-    """Does this rank's `work`, and returns once every rank has done its own; what fails on one is raised on all."""
+    """Does this rank's `work`, and returns once every rank has done its own; a failure of one is raised on all."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
@@ -64,7 +64,7 @@ class TokenData:
 
     @property
     def described(self) -> dict[str, str]:
-        """What ranks compare, which is equal for equal samples whatever files they came from."""
+        """Texts that ranks compare: equal for equal samples, whatever files these came from."""
         parts = {"training data": self.train, "validation data": self.validation}
         texts = {
             name: "none" if part is None else f"{part.tokens_numel:,} tokens, fingerprint {part.fingerprint}"
@@ -215,7 +215,7 @@ def _assemble(config: Config, tokenizer: Tokenizer, caches: list[TokenCache]) ->
 
 
 def _packing_of(data: DataConfig, cache: TokenCache) -> Packing:
-    """The packing as asked for, or as usual for what the cache holds."""
+    """The packing as configured, or the default for what the cache holds."""
     if data.packing is None and 0 < cache.header.conversations < cache.header.documents:
         raise BadInput(
             f"data.source holds {cache.header.conversations:,} conversations and "

@@ -1,6 +1,6 @@
-"""Whether others have started this process as a rank, and where it is then: what the environment says of it.
+"""Whether this process was started as a rank, and as which one, according to its environment.
 
-Nothing here imports torch, so that a configuration can be refused before that is imported.
+Nothing here imports torch, so that a configuration can be refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from terrazzo.errors import BadInput
 __all__ = ["RUN_ID", "adopt_slurm", "first_host", "is_rank", "local_rank", "require_environment", "starter"]
 
 RUN_ID = "terrazzo"
-"""By which what this package has started is known from what torchrun has started."""
+"""torchrun's id of a run, by which ranks of Terrazzo's launcher are told from torchrun's."""
 
 _NEEDED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def require_environment() -> None:
-    """Raise `BadInput` for a rank that was not told all of where it is: each would take the first GPU, and all CPUs."""
+    """Raise `BadInput` if variables are missing: each rank would take the first GPU and all CPUs."""
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:
         raise BadInput(
             f"RANK and WORLD_SIZE are set, and {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not. Start"
@@ -30,7 +30,7 @@ def require_environment() -> None:
 
 
 def starter() -> str:
-    """Who has started this rank, by what it has left in the environment."""
+    """Who has started this rank, judged by the environment."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is not None:
         return "`terrazzo run`" if run == RUN_ID else "torchrun"
@@ -68,7 +68,7 @@ def adopt_slurm() -> None:
 
 
 def _port(job: str, step: str) -> int:
-    """One for each step of a job, below the ports that Linux gives to whoever asks for any (32768 and above)."""
+    """A port for each step of a job, below those that Linux assigns by itself (from 32768)."""
     return 10_000 + (7 * int(job) + int(step)) % 20_000
 
 

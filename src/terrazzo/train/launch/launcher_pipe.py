@@ -36,9 +36,14 @@ class Milestone(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank. `time_ns` is monotonic and comparable between processes of one machine.
+    """What ended a rank.
 
-    `lasts` says that ranks that are started again would end so, too: it is for somebody to mend.
+    Attributes:
+        rank: its number.
+        time_ns: when, on the monotonic clock that processes of a machine share.
+        exit_code: of the rank.
+        text: the message, or the traceback.
+        lasts: whether ranks that are started again would end in the same way.
     """
 
     rank: int
@@ -54,13 +59,13 @@ def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
 
 
 class Reporter:
-    """What a rank tells whoever looks after it. This one has nobody but the user to tell."""
+    """Reports how a rank fares. This base class has only the user to tell."""
 
     def reach(self, milestone: Milestone) -> None:
-        """This rank has come so far."""
+        """This rank has reached a milestone."""
 
     def fail(self, failure: Failure, error: BaseException) -> None:
-        """This rank ends so."""
+        """This rank has failed."""
         print(failure.text, file=sys.stderr)
 
     def leave(self, code: int) -> None:
@@ -68,7 +73,7 @@ class Reporter:
 
 
 class LauncherPipe(Reporter):
-    """Lines of JSON for the launcher, which ends the ranks of a run that has failed."""
+    """Reports to the launcher, in lines of JSON. The launcher ends the ranks of a run that has failed."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,4 +1,4 @@
-"""What this machine has for ranks: the kind of device, how many of them there may be, and threads for each."""
+"""What this machine has for ranks: the kind of device, how many ranks there may be, and threads for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ranks_here", "ranks_to_start", "resolve_device", "set_threads"]
 
 
 def ranks_here(world_size: int) -> int:
-    """Ranks that share this machine: all, as long as none has been started."""
+    """Ranks on this machine: all of the run, as long as none has been started."""
     return topology.ranks_here(otherwise=world_size)
 
 
@@ -30,7 +30,7 @@ def resolve_device(config: LaunchConfig) -> str:
 
 
 def set_threads(config: LaunchConfig, ranks: int) -> None:
-    """Give this rank, one of `ranks` here, its share of the CPUs that the machine, or the container, lets them have."""
+    """Set this process's threads to its share of the CPUs that the machine or container allows, for `ranks` ranks."""
     torch.set_num_threads(config.threads or topology.cpus_of_a_rank(ranks))
 
 

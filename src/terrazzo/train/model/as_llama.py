@@ -1,4 +1,4 @@
-"""The built-in decoder and tokenizer as `transformers` has them: a Llama, and a byte-level BPE without merges."""
+"""The built-in decoder and tokenizer in the format of `transformers`: a Llama, and a byte-level BPE without merges."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decoder_as_llama(
         end_of_document: the token at which generation stops.
 
     Raises:
-        BadInput: a decoder with experts, or one whose attention neither has.
+        BadInput: the decoder has experts, or an attention that neither of the two has.
     """
     if values.get("experts") is not None:
         raise BadInput(

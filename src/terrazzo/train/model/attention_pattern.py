@@ -1,4 +1,4 @@
-"""How far the tokens of the built-in decoder see, layer by layer."""
+"""The sliding windows of the built-in decoder, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class AttentionPattern:
     """Attention within a sliding window (Longformer, arXiv 2004.05150), in all layers or in most.
 
     Attributes:
-        window: how many tokens one sees at most, itself among them.
-        stride: beyond the window a token sees each whose distance is a multiple of it (Sparse Transformer, arXiv
-            1904.10509); None: nothing.
-        full_every: every so many layers one has no window: its last of so many; None: all have one.
+        window: the most tokens that a token sees, itself included.
+        stride: beyond the window a token sees those whose distance is a multiple of this (Sparse Transformer, arXiv
+            1904.10509); None for nothing beyond it.
+        full_every: the last of every so many layers has no window; None if all have one.
 
     Raises:
         BadInput: a window or a stride of less than a token, or a `full_every` below 2.
@@ -46,7 +46,7 @@ class AttentionPattern:
         return (None, None) if self.is_full(layer) else (self.window, self.stride)
 
     def attended(self, layer: int, sequence_length: int) -> int:
-        """Tokens that one sees in a layer, counted from 0, as if none were masked for being behind it."""
+        """Tokens that a token sees in a layer, counted from 0, without regard to causality."""
         window, stride = self.seen(layer)
         near = min(window or sequence_length, sequence_length)
         return near + ((sequence_length - near) // stride if stride else 0)

@@ -1,4 +1,4 @@
-"""The built-in decoder and models of `transformers` alike: built, counted, and asked for logits and text."""
+"""The built-in decoder and models of `transformers` alike: building them, their FLOPs and logits, generating text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How busy experts are: what one training step has given each, over all ranks."""
+"""How busy experts are: how many rows each got in a training step, over all ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ExpertLoad:
     """How busy the experts of one router have been, over all ranks.
 
     Attributes:
-        counts: rows that each has computed; none is ever dropped.
-        imbalance: those of the busiest, as a multiple of the mean; 1 where all are alike.
-        entropy: mean of the entropy of tokens' scores, in nats; None where the router does not tell.
+        counts: rows that each expert has computed; none is ever dropped.
+        imbalance: rows of the busiest expert as a multiple of the mean; 1 if all are equally busy.
+        entropy: mean entropy of tokens' scores, in nats; None if the router's scores are not known.
     """
 
     counts: tuple[int, ...]
@@ -39,7 +39,7 @@ def load_of(counts: Tensor, entropy: float | None) -> ExpertLoad:
 
 
 class RowsCounter:
-    """A hook before the forward of experts of transformers: counts rows of each in training, recomputed ones once."""
+    """A forward pre-hook on experts of transformers: counts each expert's rows in training, without recomputation."""
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
@@ -54,7 +54,7 @@ class RowsCounter:
             self._rows = rows if self._rows is None else self._rows + rows
 
     def see(self, logits: Tensor) -> None:
-        """Count the entropy of tokens' scores too: of the softmax of a router's logits `[..., experts]`."""
+        """Also count the entropy of the softmax of a router's logits `[..., experts]`."""
         if logits.shape[-1] == self._experts:
             share = logits.detach().double().softmax(dim=-1)
             both = torch.stack([-torch.xlogy(share, share).sum(), share.sum()])
@@ -79,7 +79,7 @@ class RowsCounter:
 
 @dataclass(frozen=True)
 class _RouterHook:
-    """Behind a router's forward, of whose outputs one are the logits."""
+    """A forward hook on a router, whose output with number `index` are the logits."""
 
     counter: RowsCounter
     index: int
@@ -97,7 +97,7 @@ _COUNTERS = Mark[RowsCounter]("terrazzo_rows_counter")
 
 
 def count_rows(model: nn.Module) -> tuple[str, ...]:
-    """Have what experts of transformers compute be counted, before ranks share them, and what their routers give.
+    """Count the rows and router scores of a model of transformers from now on. To be called before it is cut.
 
     Returns:
         Names of experts whose router is not known: transformers does not say which module gives `router_logits`.
@@ -118,7 +118,7 @@ def count_rows(model: nn.Module) -> tuple[str, ...]:
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Names of modules that give routers' logits, and which of their outputs these are, as transformers says it."""
+    """Names of the modules that give router logits, and which of their outputs these are, as transformers says."""
     known: dict[Any, int] = {}
     for module in model.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
@@ -130,7 +130,7 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def counters_of(model: nn.Module) -> Iterator[tuple[str, RowsCounter]]:
-    """By name of the experts."""
+    """The counters of a model, by name of the experts."""
     for name, module in model.named_modules():
         if (counter := _COUNTERS.find(module)) is not None:
             yield name, counter

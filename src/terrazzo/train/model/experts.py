@@ -1,8 +1,8 @@
-"""A mixture of experts in the place of a feed-forward: each token is computed by a few of many.
+"""A mixture of experts in place of a feed-forward: each token is computed by a few of many.
 
 A `Router` scores the experts for each token and picks the `top_k` best. Rows are sorted by expert, each expert
-multiplies its own, and what comes of a token's rows is added up, weighted by its scores. No token is dropped, however
-many choose one expert, and rows are moved and never added into each other, so that all sums have one order.
+multiplies its own, and the results for a token are added up, weighted by its scores. No token is dropped, however many
+choose one expert. Rows are moved and never accumulated in place, so that all sums have a fixed order.
 
 Experts are kept equally busy by a bias on their scores, which decides who is chosen and nothing else, and which moves
 after each step (loss-free balance, arXiv 2408.15664); or by an auxiliary loss (Switch, arXiv 2101.03961).
@@ -39,16 +39,16 @@ class MixtureConfig:
     """How a `Decoder` mixes experts.
 
     Attributes:
-        count: experts of each block.
-        top_k: how many compute each token.
-        ffn_dim: width of one.
-        shared: how many more compute every token, as one feed-forward of so many times the width.
+        count: experts in each block.
+        top_k: how many of them compute each token.
+        ffn_dim: width of an expert.
+        shared: how many more experts compute every token, as one feed-forward of `shared` times the width.
         scores: `softmax` over all experts, or the `sigmoid` of each.
-        normalize: those that are chosen have weights that add up to 1.
-        apply: weights multiply what experts give, `after`, or what they are given, `before`.
+        normalize: whether the weights of a token's experts are scaled to add up to 1.
+        apply: whether weights multiply the experts' outputs (`after`) or inputs (`before`).
         balance: by a `bias` on the scores, by an auxiliary `loss`, or `none`.
         bias_rate: how far a step moves the bias.
-        loss_weight: of the auxiliary loss, for each token.
+        loss_weight: weight of the auxiliary loss of each token.
         z_loss: weight of the mean square of the scores' log-sum-exp (ST-MoE, arXiv 2202.08906); 0 for none.
 
     Raises:
@@ -80,13 +80,13 @@ class MixtureConfig:
 
 
 class Router(nn.Module):
-    """Which experts compute a token, and with which weights. All in fp32.
+    """Chooses the experts of each token, and their weights, in fp32.
 
     Attributes:
-        bias: fp32 `[experts]`, added to the scores where experts are chosen.
-        load: int64 `[experts]`, rows in training forwards since `balance_experts` last took them.
-        entropy: fp64 `[2]`, sums since then: of the entropy of each token's scores in nats, and of tokens.
-        auxiliary: of the last training forward, to be added to a sum of losses over tokens; None for none.
+        bias: fp32 `[experts]`, added to the scores only to choose experts.
+        load: int64 `[experts]`, rows in training forwards since the last `balance_experts`.
+        entropy: fp64 `[2]`, sums since then: the entropy of each token's scores in nats, and the number of tokens.
+        auxiliary: auxiliary loss of the last training forward, to be added to a sum of losses over tokens, if any.
     """
 
     bias: Tensor
@@ -109,8 +109,11 @@ class Router(nn.Module):
             buffer.zero_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For tokens `[T, dim]`: fp32 weights and int64 numbers of their experts, each `[T, top_k]`; and how many rows
-        each of the experts has, int64 `[experts]`.
+        """Route tokens `[T, dim]`.
+
+        Returns:
+            The weights (fp32) and numbers (int64) of each token's experts, both `[T, top_k]`, and how many rows each
+            expert gets, int64 `[experts]`.
         """
         config = self.config
         logits = F.linear(x.float(), self.weight.float())
@@ -134,7 +137,7 @@ class Router(nn.Module):
         self.entropy[1] += len(share)
 
     def _auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
-        """Sums over tokens, of `experts × share of the rows × share of the scores` and of the z-loss."""
+        """The sum over tokens of `experts × share of the rows × share of the scores`, and of the z-loss."""
         config, losses = self.config, []
         if config.balance == "loss":
             share = scores / scores.sum(dim=-1, keepdim=True)
@@ -148,7 +151,7 @@ class Router(nn.Module):
 class GroupedFeedForward(nn.Module):
     """The matrices of all experts, stacked, each a SwiGLU: `down(silu(gate(x)) × up(x))`.
 
-    `tz.parallelize` leaves a rank along `ep` those of its own experts.
+    After `tz.parallelize` a rank along `ep` has only those of its own experts.
     """
 
     experts: Experts | None = None
@@ -172,7 +175,7 @@ class GroupedFeedForward(nn.Module):
         self.experts = experts
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What the experts give for `rows` `[rows, dim]`, sorted by expert, `counts` int64 `[experts]` for each."""
+        """The outputs for `rows` `[rows, dim]`, sorted by expert; `counts`: rows of each expert, int64 `[experts]`."""
         if self.experts is None:
             return self._own(rows, counts)
         arrived, route = self.experts.dispatch(rows, counts)
@@ -187,7 +190,7 @@ class GroupedFeedForward(nn.Module):
 def grouped(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Rows times the transposed matrix of their group: `[rows, in]` and `[groups, out, in]` to `[rows, out]`.
 
-    One kernel where torch has one; else one product after the other, for which the host waits for the counts.
+    One kernel if torch has it for these sizes; else a product per group, for which the host waits for the counts.
     """
     aligned = all(size * rows.itemsize % 16 == 0 for size in matrices.shape[1:])
     product: Tensor
@@ -207,10 +210,10 @@ def _one_by_one(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward `[..., T, dim]` of which each token's part is computed by a few experts.
+    """A feed-forward on `[..., T, dim]` in which a few experts compute each token.
 
     Args:
-        shared: computes every token, and is added; None for none.
+        shared: a feed-forward that computes every token, and is added; None for none.
     """
 
     def __init__(self, dim: int, config: MixtureConfig, shared: nn.Module | None, std: float, out_std: float) -> None:
@@ -239,14 +242,14 @@ def routers_of(model: nn.Module) -> Iterator[tuple[str, Router]]:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor | None:
-    """The auxiliary losses of the last training forward, to be added to a sum of losses over tokens; None for none."""
+    """The sum of auxiliary losses of the last training forward, to be added to a sum of losses; None without any."""
     put_aside = [router.auxiliary for _, router in routers_of(model)]
     losses = [each for each in put_aside if each is not None]
     return torch.stack(losses).sum() if losses else None
 
 
 def forget_load(model: nn.Module) -> None:
-    """Count anew: what experts have computed since the last `balance_experts` was of a step that is not taken."""
+    """Reset the counts since the last `balance_experts`: they are of a step that is not taken."""
     for _, counter in counters_of(model):
         counter.forget()
     for _, router in routers_of(model):
@@ -255,15 +258,15 @@ def forget_load(model: nn.Module) -> None:
 
 
 def balance_experts(model: nn.Module) -> dict[str, ExpertLoad]:
-    """Take what has been counted since the last call, and move the bias of routers that balance by it. Collective.
+    """Take the counts since the last call, and move the bias of routers that balance by it. Collective.
 
-    Call it on every rank once a step, after the optimizer's.
+    To be called on every rank once per step, after the optimizer's.
 
     Args:
         model: sharded.
 
     Returns:
-        By name of the router, or of the experts where `count_rows` has them counted; equal on all ranks.
+        The loads by name of the router, or of the experts that `count_rows` has counted; equal on all ranks.
     """
     axes = engine_of(model).axes
     loads = {name: counter.take(axes) for name, counter in counters_of(model)}

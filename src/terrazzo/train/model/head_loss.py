@@ -1,7 +1,7 @@
-"""A language model that is called with targets and gives the loss in place of logits, which no rank has then.
+"""A language model that returns the loss when it is called with targets, so that no rank ever has all logits.
 
-The head gets a class of its own name, whose forward multiplies and compares chunk by chunk of tokens where
-there are targets, and is as it was where there are none: a text is written so, and log-probabilities are asked for.
+The head gets a class of the same name. With targets its forward multiplies and computes the loss chunk by chunk of
+tokens; without targets it is unchanged, for generating text and for log-probabilities.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from terrazzo.train.settings.plan import build_precision
 __all__ = ["TARGETS", "gives_loss", "has_loss_without_logits", "take_targets"]
 
 TARGETS = "targets"
-"""What such a model is called with beside its inputs: int64, of the shape of the tokens."""
+"""The name of the targets among the model's keyword arguments: int64, of the shape of the tokens."""
 
 
 @dataclass
 class _CalledWith:
-    """What a model was called with: one object for it and its head."""
+    """The targets that a model was called with, shared by the model and its head."""
 
     model: nn.Module
     targets: Tensor | None = None
@@ -55,13 +55,13 @@ _CALLED_WITH = Mark[_CalledWith]("terrazzo_targets")
 
 
 def has_loss_without_logits(config: Config, vocabulary: int) -> bool:
-    """Whether a run's loss is computed so, as far as the configuration says.
+    """Whether a run's loss is computed without logits, as far as the configuration tells.
 
     Args:
-        vocabulary: logits of a token.
+        vocabulary: the number of logits of a token.
 
     Raises:
-        BadInput: where that is asked for by name, and cannot be.
+        BadInput: the configuration asks for it, and it is not possible.
     """
     wanted = config.objective.loss
     if obstacle := _obstacle(config):
@@ -81,10 +81,10 @@ def _obstacle(config: Config) -> str:
 
 
 def take_targets(model: nn.Module, config: Config) -> None:
-    """Have `model`, on the meta device and not cut yet, take `targets` where the run's loss is without logits.
+    """Have `model`, on the meta device and not cut yet, take `targets` if the run's loss is computed without logits.
 
     Raises:
-        BadInput: where that is asked for by name of a model that does something to its logits, or has no plain head.
+        BadInput: the configuration asks for that, and the model changes its logits, or has no plain head.
     """
     name = name_of_head(model)
     head = model.get_submodule(name) if name else None
@@ -106,7 +106,7 @@ def take_targets(model: nn.Module, config: Config) -> None:
 
 
 def gives_loss(model: nn.Module) -> bool:
-    """Whether `model` gives the loss where it is called with targets."""
+    """Whether `model` returns the loss when it is called with targets."""
     return _CALLED_WITH.find(model) is not None
 
 
@@ -115,7 +115,7 @@ def _vocabulary(model: nn.Module, head: nn.Module | None) -> int:
 
 
 def _is_plain(model: nn.Module, head: nn.Module) -> bool:
-    """Whether the model's logits are its head's output, and that a product with one matrix. It is run on meta."""
+    """Whether the model's logits are the output of its head, a product with one matrix. Runs the model on meta."""
     if isinstance(head, TiedHead):
         return True
     matrix: Any = head
@@ -136,7 +136,7 @@ def _is_plain(model: nn.Module, head: nn.Module) -> bool:
 
 
 def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name: units and styles are found by it."""
+    """A class of the same name, by which units and styles are found."""
 
     def forward(self: nn.Module, hidden: Tensor, *weight: Tensor) -> Tensor:
         passed = _CALLED_WITH.find(self)

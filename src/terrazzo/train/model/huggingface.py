@@ -59,7 +59,7 @@ def _drop_nothing(transformers: Any, config: Any) -> None:
 
 
 def build_body(spec: str | Path, device: torch.device) -> Any:
-    """As `build_causal_lm`, without the head; raises `BadInput` too where no such model with a score is known."""
+    """`build_causal_lm` without the head; also raises `BadInput` if transformers has no such model with a score."""
     transformers = _import_transformers()
     config = _config_of(transformers, spec)
     _scored_class_of(transformers, config)
@@ -81,7 +81,7 @@ def tensor_styles(model_type: str) -> dict[str, str]:
 
 
 def check_scored(model: nn.Module) -> None:
-    """Raise `BadInput` where `model` has other tensors than the class with a score that `transformers` has of it."""
+    """Raise `BadInput` if `model` has other tensors than the class with a score that `transformers` has for it."""
     transformers = _import_transformers()
     config: Any = copy.deepcopy(model.config)
     config.num_labels = 1
@@ -241,11 +241,7 @@ def _matmul_flops(model: nn.Module, config: Any) -> float:
 
 
 def refuse_other_weights(folder: Path, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Names that a model folder's weights lack, and those that they have beyond the model's.
-
-    Raises:
-        BadInput: if there are any.
-    """
+    """Raise `BadInput` if a model folder's weights lack names, or have names that the model has not."""
     if missing or unexpected:
         raise BadInput(
             f"The weights in '{folder}' are not those of its config.json: missing {missing[:3] or 'nothing'}, "
@@ -255,9 +251,9 @@ def refuse_other_weights(folder: Path, missing: Sequence[str], unexpected: Seque
 
 @contextmanager
 def one_sequence_per_row() -> Iterator[None]:
-    """Inside, `transformers` does not look at values for sequences packed together, which ours are not.
+    """Within this context `transformers` does not look for sequences packed into one row, which ours are not.
 
-    A pass on the meta device has no values, and a mask would be made that a real run does without.
+    On the meta device there are no values to look at, and it would make a mask that a real run does not have.
     """
     masking = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, _PACKING, None)

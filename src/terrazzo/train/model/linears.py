@@ -1,4 +1,4 @@
-"""Linear layers of a run whose products are of 8-bit floats."""
+"""Linear layers that multiply in 8-bit floats, as `precision.linears` says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONVERTED = Mark[tz.nn.Converted]("terrazzo_converted")
 
 
 def convert_linears(model: nn.Module, config: Config) -> None:
-    """Have a model on the meta device multiply as `precision.linears` says. Raises: `BadInput` where none can."""
+    """Convert a model's linear layers, on the meta device; raises `BadInput` if none can be."""
     precision = config.precision
     if precision.recipe is None:
         return
@@ -29,12 +29,12 @@ def convert_linears(model: nn.Module, config: Config) -> None:
 
 
 def linears_note(model: nn.Module) -> list[str]:
-    """What has been converted, and what not, in a line; nothing where that was not asked for."""
+    """A line on what has been converted and what not; none without conversion."""
     return [f"precision: {converted}" for converted in _CONVERTED.all_in(model)]
 
 
 def try_linears(config: Config, device: torch.device) -> None:
-    """Raise `BadInput` where a rank's device does not multiply as `precision.linears` says."""
+    """Raise `BadInput` if a rank's device cannot multiply as `precision.linears` says."""
     if config.precision.recipe is None:
         return
     compute = build_precision(config).compute

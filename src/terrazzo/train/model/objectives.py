@@ -1,6 +1,6 @@
-"""What is learnt: for each name of `objective` a class, with its model, its loss, and what a validation measures.
+"""Objectives: for each name of `objective` a class with its model, its loss, and what a validation measures.
 
-What data and configuration need of an objective before there is a model is in `config.ObjectiveKind`.
+What data and configuration need to know about an objective, before there is a model, is in `config.ObjectiveKind`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Validation:
-    """The mean loss in nats, per token or per preference pair.
+    """The result of a validation.
 
-    Of tokens also the same in bits per byte of text, which no tokenizer can flatter; of pairs the share of those that
-    are put in their order, where a pair of which neither is preferred counts half.
+    Attributes:
+        loss: the mean in nats, per token or per preference pair.
+        bits_per_byte: for tokens, the loss in bits per byte of text, which does not depend on the tokenizer.
+        accuracy: for pairs, the share in which the chosen completion is preferred; ties count half.
     """
 
     loss: float
@@ -59,25 +61,25 @@ class Validation:
 
     @property
     def unit(self) -> str:
-        """What the number beside the loss is."""
+        """The unit of `number`."""
         return "bits per byte" if self.accuracy is None else "of pairs in order"
 
     def number(self, digits: int) -> str:
-        """The number beside the loss, with so many digits behind the point if it is no share."""
+        """The number that is shown beside the loss; bits per byte with `digits` decimals, or accuracy in percent."""
         return f"{self.bits_per_byte:.{digits}f}" if self.accuracy is None else f"{self.accuracy:.1%}"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `as_dict`; other names are left out."""
+        """The inverse of `as_dict`; other keys are ignored."""
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def as_dict(self) -> dict[str, float]:
-        """What is known and finite: JSON has no infinity."""
+        """The known finite values by name: JSON has no infinity."""
         return {name: value for name, value in vars(self).items() if value is not None and math.isfinite(value)}
 
 
 class Objective(ABC):
-    """What a run learns. A sample is a target that is not ignored, or a preference pair."""
+    """What a run learns. A sample is a target token that is not ignored, or a preference pair."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -105,23 +107,23 @@ class Objective(ABC):
 
     @abstractmethod
     def loss_of(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
-        """In nats, fp32 scalar, summed over the batch's `samples`.
+        """The loss in nats as an fp32 scalar, summed over the batch's `samples`.
 
         Args:
-            output: of the model, for what `inputs` gave.
+            output: what the model has returned for `inputs`.
         """
 
     def measure(self, model: nn.Module, output: Any, batch: Batch) -> tuple[Tensor, float]:
-        """`loss_of`, and of how many samples the model is right, where that can be said; 0 where it cannot."""
+        """`loss_of`, and for how many samples the model is right; 0 if the objective does not say."""
         return self.loss_of(model, output, batch), 0
 
     @abstractmethod
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
-        """The validation that these means per sample make."""
+        """The validation with these means per sample."""
 
 
 class NextToken(Objective):
-    """Cross-entropy of every token that is learnt: of logits, or what the model made in their place."""
+    """Cross-entropy of every token that is learnt, from logits, or as the model has computed it without them."""
 
     def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
         inputs = super().inputs(model, batch, device)
@@ -137,21 +139,19 @@ class NextToken(Objective):
 
 
 class _Pairs(Objective):
-    """Which of two completions is preferred: a logistic loss of a margin between them."""
+    """Preference of one completion over another: a logistic loss of the margin between them."""
 
     @abstractmethod
     def preferences(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
-        """How much the model is for each completion, fp32 `[B / 2, 2]`, the chosen one first."""
+        """The model's preference for each completion, fp32 `[B / 2, 2]`, the chosen one first."""
 
     def margins(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
-        """By how much the chosen completion of each pair is preferred, fp32 `[samples]`."""
+        """How much more the chosen completion of each pair is preferred, fp32 `[samples]`."""
         preferences = self.preferences(model, output, batch)
         return (preferences[:, 0] - preferences[:, 1])[: batch.samples]  # pairs that only fill the batch come last
 
     def losses(self, margins: Tensor) -> Tensor:
-        """The negative log-likelihood of each pair's order, which is the other way round with a small
-        probability.
-        """
+        """The negative log-likelihood of each pair's order, with labels wrong by probability `label_smoothing`."""
         wrong = self.config.objective.label_smoothing
         return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)
 
@@ -221,7 +221,7 @@ def inputs_of(model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
 
 
 def is_known(batch: Batch) -> bool:
-    """Whether the pairs of a micro-batch have all that they are compared with; so has one that is not compared."""
+    """Whether the references of a micro-batch's pairs are known, if it has any."""
     return batch.reference is None or not bool(batch.reference[: batch.samples].isnan().any())
 
 
@@ -232,7 +232,7 @@ def completion_log_probs(model: nn.Module, output: Any, batch: Batch) -> Tensor:
 
 
 def _cross_entropy(model: nn.Module, output: Any, batch: Batch, reduction: Literal["sum", "none"]) -> Tensor:
-    """Over all targets in one row, fp32; an ignored one counts as 0."""
+    """Cross-entropy in fp32 over all targets, flattened; ignored ones count as 0."""
     rows = logits_of(output).flatten(0, -2)
     targets = batch.targets.to(rows.device, non_blocking=True).flatten()
     if (vocabulary := vocabulary_of(model)) is not None:
@@ -247,6 +247,6 @@ def _placed(model: nn.Module, positions: Tensor, device: torch.device) -> Tensor
 
 
 def _last(batch: Batch) -> Tensor:
-    """The place of each sequence's last token among the inputs, int64 `[B]`; 0 for one that only fills the batch."""
+    """The position of each sequence's last token in the inputs, int64 `[B]`; 0 for rows that only fill the batch."""
     places = torch.arange(1, batch.targets.shape[1] + 1).expand_as(batch.targets)
     return torch.where(batch.targets != IGNORED, places, 0).amax(dim=1).clamp(max=batch.targets.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""The model of a run given to ranks that share its layers, matrices or sequences, before it has an optimizer."""
+"""Divides the model of a run among ranks that share its layers, matrices or sequences, before it has an optimizer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["leaves_logits_apart", "name_of_head", "parallelize_model", "pipeline
 
 
 def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    """Have `model` share what `plan.mesh` says, as `parallel` says. Collective.
+    """Divide `model` along the axes of `plan.mesh`, as the section `parallel` says. Collective.
 
-    No rank holds all logits, unless `parallel.tensor.plan` has them put together.
+    No rank has all logits, unless `parallel.tensor.plan` gathers them.
 
     Raises:
-        BadInput: on every rank, a model that cannot be cut so.
+        BadInput: on every rank, if the model cannot be divided.
     """
     settings, tp = config.parallel, config.plan.mesh.tp
     plan = plan_of(model, config) if tp > 1 else {}
@@ -40,16 +40,16 @@ def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> Non
 
 
 def pipeline_of(config: Config) -> tz.Pipeline | None:
-    """How ranks share layers; None where each has all."""
+    """How ranks share layers; None if each has all."""
     settings = config.parallel.pipeline
     return tz.Pipeline(settings.schedule, settings.chunks) if config.plan.mesh.pp > 1 else None
 
 
 def plan_of(model: nn.Module, config: Config) -> TensorPlan:
-    """How its matrices are cut: as `parallel.tensor.plan` says, or as its own plan does, with logits that stay apart.
+    """How matrices are cut: by `parallel.tensor.plan`, or by the model's own plan without gathering logits.
 
     Raises:
-        BadInput: a model without a plan of its own.
+        BadInput: the model has no plan of its own.
     """
     configured = config.parallel.tensor.plan
     if configured != "auto":
@@ -63,7 +63,7 @@ def plan_of(model: nn.Module, config: Config) -> TensorPlan:
 
 
 def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
-    """Logits of a position that ranks have parts of once they are computed; 0 where each has all of them.
+    """The number of logits of a token if each rank keeps only a part of them; 0 if each has all.
 
     Args:
         model: not cut yet.
@@ -77,8 +77,9 @@ def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
 
 
 def leaves_logits_apart(config: Config) -> bool:
-    """`vocabulary_apart` of a run before there is a model: as its configuration names the head, which is no part of any
-    other module.
+    """Whether each rank keeps only a part of the logits, judged by the configuration, before there is a model.
+
+    A head is not part of another module, so the plan's name for it has no dot.
     """
     plan = config.parallel.tensor.plan
     named = plan == "auto" or any(style == "colwise" for glob, style in plan.items() if "." not in glob)
@@ -86,7 +87,7 @@ def leaves_logits_apart(config: Config) -> bool:
 
 
 def name_of_head(model: nn.Module) -> str:
-    """The module that gives the logits; empty where nothing says so."""
+    """The name of the module that gives the logits; empty if that is not known."""
     if isinstance(model, Decoder):
         return "tied_head" if model.head is None else "head"
     ask = getattr(model, "get_output_embeddings", None)

@@ -1,4 +1,4 @@
-"""What a training configuration means to the planner."""
+"""Translates a training configuration into the planner's `Setup`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         cluster: where it will run, by default the part of this machine that `launch.device` names. A CPU is a whole
             host; its ranks get equal shares of its memory.
 
-    Raises: `BadInput` for settings that do not fit together, and for a model that the planner cannot describe.
+    Raises:
+        BadInput: settings do not fit together, or the planner cannot describe the model.
     """
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     precision = precision_of_run(config, world_size)
@@ -86,27 +87,27 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
 
 
 def _kernel(options: Mapping[str, Any]) -> UpdateKernel | None:
-    """The one that options of torch.optim choose; None where they say nothing of `fused` and `foreach`."""
+    """The kernel that options of torch.optim choose; None if they set neither `fused` nor `foreach`."""
     chosen: tuple[UpdateKernel, ...] = ("fused", "foreach")
     named = next((name for name in chosen if options.get(name)), None)
     return "loop" if named is None and any(options.get(name) is not None for name in chosen) else named
 
 
 def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
-    """How the loss is computed. A model that changes its logits has all of them, which its shape does not say."""
+    """How the loss is computed: without logits, on parts of the vocabulary, or on all logits."""
     if has_loss_without_logits(config, shape.logits):
         return "chunked"
     return "parts" if leaves_logits_apart(config) else "full"
 
 
 def executed_share(config: Config, world_size: int, flops_per_token: float) -> float | None:
-    """What a device computes in training, checkpointing's second forward included, as a multiple of a token's FLOPs.
+    """What a device computes in training, recomputation included, as a multiple of a token's FLOPs.
 
     Args:
-        flops_per_token: of forward and backward, of what is trained.
+        flops_per_token: of forward and backward, without recomputation.
 
     Returns:
-        1 without checkpointing; None for a model that the planner cannot describe.
+        1 without activation checkpointing; None for a model that the planner cannot describe.
     """
     if not flops_per_token:
         return None
@@ -120,7 +121,7 @@ def executed_share(config: Config, world_size: int, flops_per_token: float) -> f
 
 
 def _unrepeated_flops(setup: Setup) -> float:
-    """FLOPs per token of products that backward does not repeat: torch stops at a block's last, which nobody keeps."""
+    """FLOPs per token that recomputation leaves out: torch stops before a block's last product, which is not needed."""
     if setup.checkpointing != "full":
         return 0.0
     dense = (unit for unit in setup.model.blocks if unit.block and not unit.block.experts and unit.block.norms == 2)
@@ -131,13 +132,13 @@ def _unrepeated_flops(setup: Setup) -> float:
 
 
 def machine_of(config: Config) -> Cluster:
-    """This machine, as ranks of `config` use it: on a host of GPUs a run may still be one on its CPUs."""
+    """This machine as the ranks of `config` use it: a host with GPUs may also run on its CPUs."""
     here = this_machine()
     return here if here.device.kind == resolve_device(config.launch) else cpu_host(here.host_memory_bytes)
 
 
 def _of_one_rank(device: Device, world_size: int) -> Device:
-    """A GPU is one rank's own; a CPU's memory is shared by the ranks of its host."""
+    """The device of one rank: a whole GPU, or a rank's share of its host's memory."""
     if device.kind != "cpu" or device.memory_bytes is None:
         return device
     ranks = ranks_here(world_size)
@@ -145,7 +146,7 @@ def _of_one_rank(device: Device, world_size: int) -> Device:
 
 
 def _shape_of(config: Config) -> ModelShape:
-    """The model's tensors by the units that the engine finds by itself, whatever `plan.units` says."""
+    """The model's tensors by the units that the engine finds; `plan.units` is not considered."""
     if config.model.kind == "decoder":
         shape = _decoder_shape(decoder_config(config))
     else:
@@ -157,7 +158,7 @@ def _shape_of(config: Config) -> ModelShape:
 
 
 def _named_matrices(config: Config, shape: ModelShape) -> ModelShape:
-    """With the matrices that are updated whole as `optimizer.muon` names them, which only the modules can tell."""
+    """The shape with those matrices marked that `optimizer.muon` selects, for which the modules have to be built."""
     muon = config.optimizer.muon
     if not steps_matrices(config.optimizer) or (not muon.matrices and muon.others is None):
         return shape
@@ -173,7 +174,7 @@ def _named_matrices(config: Config, shape: ModelShape) -> ModelShape:
 
 
 def _decoder_shape(config: DecoderConfig) -> ModelShape:
-    """The built-in decoder; one of a single block, which nothing repeats, is one unit."""
+    """The shape of the built-in decoder. With a single block it is one unit."""
     shape = model_shape({"model_type": "terrazzo", **_values(config)})
     if config.layers == 1:
         (block,) = shape.blocks
@@ -186,7 +187,7 @@ def _decoder_shape(config: DecoderConfig) -> ModelShape:
 
 
 def _values(config: DecoderConfig) -> dict[str, Any]:
-    """The sizes of a decoder under the planner's keys; experts have the usual ones."""
+    """The sizes of a decoder under the keys that the planner reads."""
     values = asdict(config)
     del values["experts"]
     if (attention := values.pop("attention")) is not None:
@@ -207,20 +208,19 @@ def _with_dropout(block: BlockShape | None, dropout: float) -> BlockShape | None
 
 
 def matmul_format(config: Config) -> str:
-    """The format of matrix products: of the compute dtype, or that of linear layers, which a CPU emulates."""
+    """The format of matrix products: the compute dtype's, or fp8 for linear layers in 8 bits."""
     if config.precision.recipe is not None:
         return "fp8"
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(build_precision(config).compute, "fp32")
 
 
 def optimizer_spec(config: Config) -> OptimizerSpec:
-    """What the chosen class keeps for each element.
+    """What the chosen optimizer keeps for each element, from the planner's table.
 
-    From a table: a class's first step, which would tell as well, imports torch's compiler, and that takes a second.
     `amsgrad`, `momentum` and `centered` each keep one tensor more.
 
     Raises:
-        BadInput: a class that torch.optim does not have, or that cannot be sharded; the others are in the table.
+        BadInput: torch.optim has no such class, or it cannot be sharded; all others are in the table.
     """
     optimizer, options = config.optimizer, config.optimizer.options
     optimizer_class(optimizer)

@@ -1,4 +1,4 @@
-"""A run reviewed by what is in its folder, while it goes on or when it has ended: its verdict, and its page."""
+"""Reviews a run from what is in its folder, while it is running or after it has ended."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 class RunReview:
-    """What a run's folder says of it, read once.
+    """What a run's folder says about it. The folder is read once.
 
     Args:
         run: folder of the run, or its `metrics.jsonl`.
-        lines: of its `metrics.jsonl`, where they have been read already.
+        lines: of its `metrics.jsonl`, if they have been read already.
 
     Raises:
-        BadInput: no run is there.
+        BadInput: there is no run.
     """
 
     def __init__(self, run: Path, lines: Lines | None = None) -> None:
@@ -53,15 +53,15 @@ class RunReview:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the run has, as its newest record says."""
+        """The number of ranks in the newest record."""
         skew = self.records[-1].get("skew", {}) if self.records else {}
         return max([1, *(len(values) for values in skew.values())])
 
     def verdict(self) -> Verdict | None:
-        """What bounds the step of the run; None where it has no record of a step yet.
+        """What bounds the step of the run; None if it has no step record yet.
 
-        An edit is named only if its configuration is valid, and by the planner's formulas fits and has nothing against
-        it.
+        An edit is named only if the configuration stays valid with it, and the planner says that it fits and refuses
+        nothing.
         """
         settings = self._folder.settings()
         if settings is None:
@@ -79,15 +79,15 @@ class RunReview:
         return estimated.memory.fits is not False and all(one.severity != "refuse" for one in estimated.findings)
 
     def sizing(self) -> RankCount | None:
-        """What half and twice as many ranks would do, by the planner and the run's pace; None for a loop of one's own,
-        and before a log step.
+        """What half and twice as many ranks would do, by the planner and the run's pace; None for a run without a
+        configuration, and before the first log step.
         """
         config = self._folder.config
         return sizing_of(config, self.lines, self.ranks) if config.is_file() else None
 
     def tables(self) -> list[Table]:
-        """Where the time of a step goes, and what was exchanged; by unit on the first rank that has recorded any, of
-        a script that has no units nothing.
+        """Tables of where the time of a step goes, and what was exchanged; one of them by unit, if the first rank has
+        recorded units.
         """
         return [*tables_of(self.records), *self._units()]
 
@@ -100,13 +100,13 @@ class RunReview:
         return [table] if table is not None else []
 
     def write_page(self, against: Path | None = None) -> Path:
-        """Write `report.html` of the run anew from its records, or for the first time while it goes on; its path.
+        """Write `report.html` from the run's records; returns its path.
 
         Args:
             against: folder of another run, whose loss is drawn too, and whose settings are compared.
 
         Raises:
-            BadInput: no run is there, or the page cannot be written.
+            BadInput: the other run does not exist, or the page cannot be written.
         """
         verdict, sizing, tables = self.verdict(), self.sizing(), self._units()
         other = None if against is None else RunReview(against)
@@ -130,7 +130,7 @@ class RunReview:
         return path
 
     def _compared(self, other: RunReview) -> dict[str, str]:
-        """What the other run says of itself, and settings that differ."""
+        """The other run's verdict, and the settings that differ."""
         settings, verdict = [review._folder.settings() for review in (self, other)], other.verdict()
         texts = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
         if None not in settings:
@@ -149,7 +149,7 @@ def _summary(summary: Mapping[str, Any]) -> str:
 
 
 def _of_script(verdict: Verdict | None, facts: Mapping[str, Any] | None) -> Verdict | None:
-    """In words of what a script uses, if `terrazzo profile` has looked at one."""
+    """The verdict with advice in terms of the script, if `terrazzo profile` has measured one."""
     if verdict is None or facts is None:
         return verdict
     return replace(verdict, edit=advice_for(verdict.bound, facts))

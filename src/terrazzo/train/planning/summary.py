@@ -1,4 +1,4 @@
-"""The end of a run: what was promised of it, beside what was measured."""
+"""What was promised of a run beside what was measured, at its end."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilisation"]
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
 UPDATES = ("stepped_numel", "step_s")
-"""Keys of `Store.usage`: what drives have moved, and what was updated on the CPU, since the start."""
+"""Keys of `Store.usage`, counted since the start: what drives have moved, and what was updated on the CPU."""
 
 WHOLE = 0.995
-"""The least share of sequences that counts as all of them: the last one of an epoch may be short."""
+"""From this share of places learnt, a run counts as learning all: the last sequence of an epoch may be short."""
 
 
 @dataclass
 class Pace:
-    """Steps, tokens over all ranks, and seconds of log steps. The first one counts only while it is alone.
+    """Steps, tokens over all ranks, and seconds of log steps. The first log step counts only while it is the only one.
 
-    It holds what is done once: memory is taken for the first time, and kernels are chosen or compiled.
+    It includes what is done once: memory is allocated, and kernels are chosen or compiled.
     """
 
     steps: int = 0
@@ -126,7 +126,7 @@ def utilisation(flops_per_s: float, executed: float | None, peak_flops: float | 
 
 
 def bytes_line(summary: Mapping[str, Any]) -> str:
-    """What was promised to the byte, as it was measured; with the promise where that was another."""
+    """The measured bytes of all that is promised to the byte, with the promise where it differs."""
     sent = {which: sum(summary[f"traffic_bytes_{which}"].values()) for which in ("promised", "measured")}
     keys = {"states": "state_bytes", "transient": "transient_bytes", "host": "host_bytes", "files": "disk_bytes"}
     pairs = {name: (summary[f"{key}_promised"], summary[f"{key}_measured"]) for name, key in keys.items()}
@@ -141,7 +141,7 @@ def bytes_line(summary: Mapping[str, Any]) -> str:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The same to be read."""
+    """The summary as lines to read."""
     lines = [_both(summary, "states", "state_bytes"), _both(summary, "transient peak", "transient_bytes")]
     lines += _offload_lines(summary)
     for kind in summary["traffic_bytes_promised"]:
@@ -154,7 +154,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _offload_lines(summary: Mapping[str, Any]) -> list[str]:
-    """What lies beside the device, how fast drives were, and how fast the optimizer stepped there."""
+    """Lines on offload: host memory and swap files, the speed of drives, and of updates on the CPU."""
     usage, lines = summary["offload"], []
     if summary["host_bytes_promised"]:
         lines.append(_both(summary, "host memory", "host_bytes"))
@@ -170,7 +170,7 @@ def _offload_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _rate_text(amount: float, seconds: float) -> str:
-    """Thousand millions per second; n/a where none were counted."""
+    """A rate in 1e9 per second; n/a if nothing was counted."""
     return f"{amount / seconds / GB:.2f}" if seconds else "n/a"
 
 

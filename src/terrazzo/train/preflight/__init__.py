@@ -1,15 +1,15 @@
 """Everything that can be refused before a process is started or a byte is written.
 
-checks                     all of it, in order
-shared_axes                sequences and matrices that ranks share
-names_in_model             what it names of the model
-written_folders            those that the run writes to
-replica_settings           groups of ranks that train by themselves
-guard_settings             what the guard looks at, and goes back to
-local_checkpoint_settings  checkpoints that stay on the machine
-device_memory              memory of devices, and what the planner knows to fail
-offload_room               host memory, and disks for swap files
-idle_settings              settings that do nothing, which are noted
+checks                     all checks, in order
+shared_axes                whether ranks can share sequences, matrices, experts and layers
+names_in_model             whether the model has what settings name
+written_folders            whether the run can write to its folders
+replica_settings           whether groups of ranks can train by themselves
+guard_settings             whether the guard can see what it looks at
+local_checkpoint_settings  whether local checkpoints can be taken
+device_memory              whether the run fits on its devices, and what the planner refuses
+offload_room               whether host memory and disks have room for what is offloaded
+idle_settings              notes on settings that have no effect
 """
 
 from terrazzo.train.preflight.checks import check, check_fewer

@@ -42,7 +42,8 @@ __all__ = ["check", "check_fewer"]
 def check(config: Config, world_size: int) -> list[str]:
     """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing.
 
-    Returns lines for the header of the run: what in `config` does nothing, and what the planner has to say.
+    Returns:
+        Lines for the header of the run: settings without effect, and notes of the planner.
     """
     _check_filled_in(config)
     check_replicas_apart(config)
@@ -72,7 +73,7 @@ def check(config: Config, world_size: int) -> list[str]:
 
 
 def check_fewer(config: Config, ranks: int) -> None:
-    """Raise `BadInput` where there may be fewer ranks than `ranks` that cannot run this configuration."""
+    """Raise `BadInput` if `launch.ranks` allows a smaller number of ranks that cannot run this configuration."""
     for number in config.rank_numbers:
         if number >= ranks:
             continue
@@ -85,7 +86,7 @@ def check_fewer(config: Config, ranks: int) -> None:
 
 
 def _check_filled_in(config: Config) -> None:
-    """Raises `BadInput` for what a written configuration leaves to its user."""
+    """Raise `BadInput` for placeholders that a generated configuration leaves to its user."""
     if left := [key for key, text in setting_texts(config).items() if text == f'"{FILL_IN}"']:
         raise BadInput(
             f"{' and '.join(left)} {'are' if len(left) > 1 else 'is'} still {FILL_IN}. Name them in the file, or behind"
@@ -94,7 +95,7 @@ def _check_filled_in(config: Config) -> None:
 
 
 def _filling_notes(config: Config, world_size: int) -> list[str]:
-    """The note of empty rows, if there are any; refuses them where routers count all rows that experts compute."""
+    """The note on empty rows, if there are any; raises `BadInput` if experts' routers would count them."""
     note, experts = filling_note(config.batch, world_size, config.plan.mesh), config.model.experts
     counting = [f"model.experts.balance {experts.balance}"] if experts.balance != "none" else []
     counting += ["model.experts.z_loss"] if experts.z_loss else []

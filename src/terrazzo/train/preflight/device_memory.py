@@ -1,6 +1,6 @@
-"""Whether the planner lets a run start: known-bad combinations, and memory that is not there.
+"""Whether the planner lets a run start: combinations that are known to fail, and memory that is not there.
 
-Cheap, and careful not to refuse what would have fitted: only what is certain counts in full. Nothing is started before.
+It takes little time, and is careful not to refuse what would have fitted: only what is certain counts in full.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ CERTAIN = (*STATE_OF, "gathered", "unreduced", "receive", "buffers", "sums", "di
 """Terms that follow from the plan alone. The others depend on the kernels that torch takes."""
 
 DOUBT = 1.3
-"""A run is refused for its activations only where the estimate is so much more than there is. Of published runs, nine
-in ten took within 11 % of theirs (docs/planner.md); those are few in kind, so that more is left here."""
+"""A run is refused for its activations only if the estimate is this many times what there is. Nine in ten published
+runs took within 11 % of their estimates (docs/planner.md); these are few in kind, so the margin here is larger."""
 
 WEAR = "states on consumer disks"
-"""The rule of the gate that `offload_notes` says more of, for the steps of a run."""
+"""The rule of the planner's gate about which `offload_notes` says more."""
 
 
 def check_plan(config: Config, world_size: int) -> list[str]:
-    """Refuse a run that is known to fail, or that cannot fit on the devices that this machine gives its ranks.
+    """Refuse a run that is known to fail, or that cannot fit on the devices that its ranks have here.
 
     To be called before the model takes memory, which would then be missing from what the machine has free.
 
-    Returns lines for the header of the run: warnings, memory that is close, or why nothing was checked.
+    Returns:
+        Lines for the header of the run: warnings, memory that is close, or why nothing was checked.
 
-    Raises: `BadInput` that names the reason, the largest terms of memory and edits that would help.
+    Raises:
+        BadInput: it names the reason, the largest terms of memory, and edits that would help.
     """
     setup = _setup(config, world_size)
     if setup is None:
@@ -71,7 +73,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
 
 
 def _lacks_room(config: Config, setup: Setup, memory: MemoryFigures, there: AvailableMemory | None) -> str | None:
-    """Why the device, its host or the host's disks are too small; None where they are not, or nothing is known."""
+    """Why the device, its host or the host's disks are too small; None if they are not, or that is not known."""
     if there is not None:
         certain = sum(term.value for term in memory.near_terms if term.name in CERTAIN)
         if certain > there.bytes or memory.near_bytes > there.bytes * DOUBT:
@@ -80,7 +82,7 @@ def _lacks_room(config: Config, setup: Setup, memory: MemoryFigures, there: Avai
 
 
 class AvailableMemory(NamedTuple):
-    """Memory of one rank, and in words what it is."""
+    """The memory of one rank in bytes, and what it is in words."""
 
     bytes: int
     what: str
@@ -98,12 +100,14 @@ def available(config: Config, world_size: int) -> AvailableMemory | None:
         AvailableMemory(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()
     ]
     if free is not None:
-        rooms.append(AvailableMemory(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
+        no_gpu = ", where torch sees no CUDA device," if config.launch.device == "auto" else ""
+        what = f"a rank's share of this machine's free memory{no_gpu}"
+        rooms.append(AvailableMemory(free // ranks_here(world_size), what))
     return min(rooms, default=None)
 
 
 def _setup(config: Config, world_size: int) -> Setup | None:
-    """None for a model that the planner does not know, or could only describe by building it, which takes seconds."""
+    """The planner's view of the run; None if it does not know the model, or would have to build it, which is slow."""
     if config.model.kind == "decoder":
         return setup_of(config, world_size)
     assert config.model.path is not None
@@ -156,5 +160,5 @@ def _edits(config: Config, setup: Setup, largest: Term) -> str:
 
 
 def _both(count_bytes: float) -> str:
-    """In both units: GPUs are sold by the one, and show the other."""
+    """A number of bytes in GiB and in GB: GPUs are sold in one and report the other."""
     return f"{gib_text(count_bytes)} ({count_bytes / 1e9:.2f} GB)"

@@ -1,4 +1,4 @@
-"""Whether what the guard looks at can be looked at, and what it goes back to will be there."""
+"""Whether the guard can see what it is to look at, and will have a checkpoint to go back to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ __all__ = ["check_guard"]
 
 
 def check_guard(config: Config) -> None:
-    """Refuse `guard.replay_every` and `guard.memory_every` where they would see nothing, or what is not there; and
-    `guard.action` 'rollback' of a run that saves nothing before its end.
-
-    Raises:
-        BadInput: there.
+    """Raise `BadInput` for `guard.replay_every` and `guard.memory_every` where they would see nothing, and for
+    `guard.action` 'rollback' in a run that saves nothing before its end.
     """
     guard, mesh = config.guard, config.plan.mesh
     if guard.replay_every is not None and max(mesh.pp, mesh.ep) > 1:

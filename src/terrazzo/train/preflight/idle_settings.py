@@ -1,8 +1,7 @@
-"""Settings that change nothing, because of what others say: each is told of, with the edit, and nothing is refused.
+"""Settings that have no effect because of others: each gets a note with the edit; nothing is refused.
 
-What stands at its default is passed over, so that a configuration written with all defaults filled in is quiet.
-checkpoint.overwrite of a run that is to begin anew is passed over, too, where somebody has set it to be resumed: so do
-the commands that a run prints.
+Settings at their defaults get none, so that a configuration with all defaults written out is quiet. Nor does
+checkpoint.overwrite where checkpoint.resume has been set explicitly, as the commands do that a run prints.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["idle_notes"]
 
 
 class _Rule(NamedTuple):
-    """The keys that do nothing where `applies`, why, and what to do if they should."""
+    """Keys that have no effect if `applies`; why, and the edit that would give them one."""
 
     keys: str
     applies: Callable[[Config], bool]
@@ -32,7 +31,7 @@ class _Rule(NamedTuple):
 
 
 def idle_notes(config: Config, world_size: int) -> list[str]:
-    """A line for the settings of each kind that do nothing in this run, naming them."""
+    """Lines that name the settings without effect in this run, why, and the edit."""
     now, usual, notes = setting_texts(config), setting_texts(Config()), []
     for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ())):
         changed = [key for key in rule.keys.split() if now[key] != usual[key]]
@@ -61,7 +60,7 @@ def _without_validation(config: Config) -> bool:
 
 
 def _without_ranks(config: Config) -> bool:
-    """Whether no checkpoint but the last has a validation of its own step; others say where there are no data."""
+    """Whether only the last checkpoint has a validation loss, so that none can be ranked by it."""
     every, evaluations = config.checkpoint.every, config.train.eval_every
     if _without_validation(config) or config.checkpoint.keep_last is None:
         return False
@@ -75,7 +74,7 @@ def _without_decay(config: Config) -> bool:
 
 
 def _without_copies(config: Config) -> bool:
-    """Whether each state is on one rank alone: both weights and the optimizer's are split over all of them."""
+    """Whether each state is on one rank only: weights and optimizer states are split over all ranks."""
     mesh, plan = config.plan.mesh, build_plan(config)
     data = {axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(mesh, axis) != 1}
     split = all(data <= {*place.among(tuple(data))} for place in (plan.weight, plan.optim))
@@ -83,7 +82,7 @@ def _without_copies(config: Config) -> bool:
 
 
 def _axis_alone(axis: str, keys: str, does: str) -> _Rule:
-    """Settings of an axis that has one rank."""
+    """The rule for settings of an axis that has one rank."""
     return _Rule(
         keys,
         lambda config: getattr(config.plan.mesh, axis) == 1,

@@ -1,4 +1,4 @@
-"""Whether local checkpoints can be had: `checkpoint.local`."""
+"""Whether local checkpoints can be taken, as `checkpoint.local` wants them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["check_local", "local_room"]
 
 
 def check_local(config: Config, world_size: int) -> list[str]:
-    """A line for the header of the run, if it has such checkpoints; refuses what cannot be."""
+    """A line for the run's header, if it takes local checkpoints; raises `BadInput` if it cannot."""
     settings = config.checkpoint.local
     if settings.folder is None:
         return []
@@ -38,7 +38,7 @@ def check_local(config: Config, world_size: int) -> list[str]:
 
 
 def _copies(config: Config, world_size: int) -> str:
-    """Where else it is, and how long it stays."""
+    """What is kept on other hosts, and for how long."""
     if ranks_here(world_size) == world_size:
         return "until the run ends"
     if config.checkpoint.local.partner == "none":
@@ -47,9 +47,9 @@ def _copies(config: Config, world_size: int) -> str:
 
 
 def local_room(config: Config, setup: Setup, world_size: int) -> list[str]:
-    """A line that says what local checkpoints take of each host, which nothing else counts; none where there are none.
+    """A line on the room that local checkpoints take on each host, which is counted nowhere else; none without them.
 
-    Two of them while one is replaced, and two of another host's part where copies are kept.
+    There are two while one is replaced, and two of another host's part if copies are kept.
     """
     if config.checkpoint.local.folder is None:
         return []

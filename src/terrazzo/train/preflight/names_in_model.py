@@ -1,4 +1,4 @@
-"""Whether the model has what a configuration names of it: units, parameters, operators, a head without its logits."""
+"""Whether the model has the units, parameters and operators that a configuration names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["check_named"]
 
 
 def check_named(config: Config, whole: ModelOnPaper) -> None:
-    """Look names up in the whole model; nothing is built where there are none.
+    """Look names up in the whole model, which is built only if there are any.
 
     Raises:
-        BadInput: a name that means nothing there.
+        BadInput: the model has nothing of a name.
     """
     plan, train = config.plan, config.train
     if not (

@@ -1,4 +1,4 @@
-"""What a run needs beside its devices: host memory, and disks for swap files."""
+"""Whether host memory and disks have room for what a run offloads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from terrazzo.train.settings.folders import is_own, swap_folders
 __all__ = ["check_folders", "host_lacks_room", "offload_notes"]
 
 RATED_BYTES = 600e12
-"""What a consumer's drive of 1 TB may be written in all, by its maker's warranty."""
+"""Bytes that a consumer drive of 1 TB may be written in total, by its warranty."""
 
 
 def check_folders(config: Config) -> list[str]:
-    """What speaks against the folders for swap files, a line each. Raises: `BadInput` where they cannot be used."""
+    """Warnings about the folders for swap files; raises `BadInput` if one cannot be used."""
     notes = [note for folder in swap_folders(config) for note in inspect_folder(_existing(config, folder))]
     return list(dict.fromkeys(notes))
 
 
 def host_lacks_room(config: Config, memory: MemoryFigures, world_size: int) -> str | None:
-    """Why the host or its disks cannot hold what is offloaded; None where they can, or nothing is known against it.
+    """Why the host or its disks cannot hold what is offloaded; None if they can, or that is not known.
 
-    On a CPU the host's memory is the device's, and what is kept there is counted with it elsewhere.
+    On a CPU the host's memory is the device's, and `device_memory` counts what is kept there.
     """
     if resolve_device(config.launch) == "cuda" and (reason := _too_much_on_host(memory, world_size)):
         return reason
@@ -41,7 +41,7 @@ def host_lacks_room(config: Config, memory: MemoryFigures, world_size: int) -> s
 
 
 def offload_notes(config: Config, memory: MemoryFigures, world_size: int) -> list[str]:
-    """How much a run wears drives off, and what to know of host memory that is to be page-locked."""
+    """Notes on how much a run wears its drives, and on host memory that is to be page-locked."""
     notes = []
     if written := ranks_here(world_size) * sum(term.value for term in memory.disk_writes):
         steps, of_rated = config.train.steps, written * config.train.steps / RATED_BYTES
@@ -62,7 +62,7 @@ def offload_notes(config: Config, memory: MemoryFigures, world_size: int) -> lis
 
 
 def _existing(config: Config, folder: Path) -> Path:
-    """The folder; where the run makes it itself, the folder that is there already and that it will be made in."""
+    """The folder, or if the run is to make it, the existing folder in which it will be made."""
     if not is_own(config, folder):
         return folder
     return next(place for place in (folder, *folder.resolve().parents) if place.exists())
@@ -81,9 +81,9 @@ def _too_much_on_host(memory: MemoryFigures, world_size: int) -> str | None:
 
 
 def _too_much_on_disk(config: Config, folders: Sequence[Path], needed_bytes: float) -> str | None:
-    """Swap files are spread evenly over the folders, of which several may be on one disk.
+    """Why the disks have no room for swap files, which are spread evenly over the folders; several may be on one disk.
 
-    Files of runs that are gone count as room: they are removed when the run makes its own.
+    Files that dead runs have left count as free: they are removed when the run makes its own.
     """
     places = {folder: _existing(config, folder) for folder in folders}
     disks = {folder: os.stat(place).st_dev for folder, place in places.items()}

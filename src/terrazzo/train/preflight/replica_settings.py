@@ -1,4 +1,4 @@
-"""Whether groups of ranks can train what a configuration trains by themselves (`plan.sync_every`)."""
+"""Whether groups of ranks can train by themselves, as `plan.sync_every` wants it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ __all__ = ["check_replicas_apart"]
 
 
 def check_replicas_apart(config: Config) -> None:
-    """Refuse `plan.sync_every` without replicas, and beside what looks at all ranks in every step.
-
-    Raises:
-        BadInput: there.
-    """
+    """Raise `BadInput` for `plan.sync_every` without replicas, or with what needs all ranks in every step."""
     every = config.plan.sync_every
     if every is None:
         return
@@ -28,7 +24,7 @@ def check_replicas_apart(config: Config) -> None:
 
 
 def _problems(config: Config) -> Iterator[tuple[str, str]]:
-    """What is in the way, and the edit."""
+    """Each obstacle, with its edit."""
     mesh, guard, train = config.plan.mesh, config.guard, config.train
     if mesh.dp_replicate == 1:
         yield "there is one group of ranks", "set plan.mesh.dp_replicate to the number of groups, such as 2"

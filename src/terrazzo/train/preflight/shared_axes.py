@@ -1,6 +1,4 @@
-"""Whether ranks can share what a configuration trains: sequences along cp, matrices along tp, experts along ep, layers
-along pp.
-"""
+"""Whether ranks can share what is trained: sequences along cp, matrices along tp, experts along ep, layers along pp."""
 
 from __future__ import annotations
 
@@ -35,11 +33,7 @@ __all__ = ["check_axes"]
 
 
 def check_axes(config: Config, whole: ModelOnPaper) -> None:
-    """Refuse a configuration whose sequences, matrices or experts cannot be shared.
-
-    Raises:
-        BadInput: there.
-    """
+    """Raise `BadInput` if ranks cannot share the sequences, matrices, experts or layers of a configuration."""
     mesh = config.plan.mesh
     _check_experts(config, whole)
     if mesh.pp > 1:
@@ -157,7 +151,7 @@ def _check_context(config: Config) -> None:
 
 
 def _check_ulysses(config: Config, heads: int | None, key: str) -> None:
-    """Heads go to ranks along tp first, and those of each to ranks along cp while attention is computed."""
+    """Heads are divided along tp first, and then along cp while attention is computed."""
     mesh = config.plan.mesh
     if config.parallel.context.mode != "ulysses" or heads is None or shares_heads(heads, mesh.cp, mesh.tp):
         return
@@ -190,7 +184,7 @@ def _check_tensor(config: Config, whole: ModelOnPaper) -> None:
 
 
 def _check_transformers(tp: int, values: Mapping[str, Any], by_theirs: bool) -> None:
-    """`by_theirs`: its matrices are cut by the plan that transformers has for it."""
+    """Check a model of transformers; `by_theirs`: its matrices are cut by transformers' own plan."""
     kind = values.get("model_type")
     styles = tensor_styles(str(kind)) if by_theirs else {}
     if by_theirs and not styles:
@@ -207,7 +201,7 @@ def _check_transformers(tp: int, values: Mapping[str, Any], by_theirs: bool) -> 
 
 
 def _check_own_plan(config: Config, kv_heads: Any, whole: ModelOnPaper) -> None:
-    """Try `parallel.tensor.plan` on the model without memory. A style of a few letters says nothing of heads."""
+    """Try `parallel.tensor.plan` on the model without memory. Styles say nothing about heads, so these come first."""
     tp, settings = config.plan.mesh.tp, config.parallel.tensor
     if settings.plan == "auto":
         return
@@ -224,7 +218,7 @@ def _check_own_plan(config: Config, kv_heads: Any, whole: ModelOnPaper) -> None:
 
 
 def _check_linears(config: Config, whole: ModelOnPaper) -> None:
-    """Try whether parts of matrices that multiply in 8 bits fit the matrix units."""
+    """Try whether the parts of matrices that are multiplied in 8 bits have sizes that the hardware takes."""
     if config.precision.recipe is None:
         return
     model = whole.copy()
@@ -235,7 +229,7 @@ def _check_linears(config: Config, whole: ModelOnPaper) -> None:
 
 
 def _check_heads(tp: int, counts: Mapping[str, Any]) -> None:
-    """Refuse numbers of heads: ranks have as many query heads each, and where key heads are fewer, share them."""
+    """Check the numbers of heads: each rank has the same number of query heads; fewer key heads are shared."""
     (key, heads), (kv_key, kv_heads) = counts.items()
     if isinstance(heads, int) and not shares_heads(heads, tp):
         raise BadInput(
@@ -250,7 +244,7 @@ def _check_heads(tp: int, counts: Mapping[str, Any]) -> None:
 
 
 def _check_widths(tp: int, widths: Mapping[str, Any]) -> None:
-    """Ranks' parts may differ by one, and none may be empty."""
+    """Check widths: ranks' parts may differ by one, but none may be empty."""
     for key, width in widths.items():
         if isinstance(width, int) and width < tp:
             raise BadInput(

@@ -1,4 +1,4 @@
-"""The folders that a run writes to: apart from what it reads, and writable."""
+"""Whether the folders that a run writes to are writable, and separate from the data that it reads."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FILES = {
         f"step-00000001/{name}" for name in ("manifest.json", "manifest.sha256", "rank-00000.safetensors")
     ),
 }
-"""One of each kind that is written below a folder: patterns of sources are tried on them."""
+"""One file of each kind that is written below a folder, to try patterns of sources on."""
 
 
 def check_written(config: Config) -> None:
-    """Checkpoints and logs must not be mixed with the data that is read, nor with another run's."""
+    """Raise `BadInput` if checkpoints or logs would be mixed with the data, or with those of another run."""
     folders = {"log.folder": config.log.folder}
     if "://" not in config.checkpoint_folder:
         folders["checkpoint.folder"] = Path(config.checkpoint_folder)
@@ -57,7 +57,7 @@ def check_written(config: Config) -> None:
 
 
 def _check_apart(key: str, folder: Path, data: DataConfig) -> None:
-    """A folder to write to is not the data, and nothing in it would be read as data by the next start."""
+    """Raise `BadInput` if a folder to write to is the data, or if the next start would read files in it as data."""
     place = folder.resolve()
     local = [source for source in named_sources(data) if source != PYTHON_STDLIB and not is_url(source)]
     read = {path: Path(plain_part(str(path))).resolve() for path in (folder_of_source(source)[0] for source in local)}
@@ -91,7 +91,7 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _check_metrics(config: Config) -> None:
-    """A new run empties what a log folder holds: never of another run, which is known by where its checkpoints are."""
+    """Raise `BadInput` if a new run would empty the log of another run, known by the folder of its checkpoints."""
     folder, own = config.log.folder, without_passwords(config.checkpoint_folder)
     metrics, written = RunFolder(folder).metrics, RunFolder(folder).settings()
     if not metrics.exists() or not metrics.stat().st_size:
@@ -111,8 +111,9 @@ def _check_metrics(config: Config) -> None:
 
 
 def _check_writable(key: str, folder: Path) -> None:
-    """By a file without a name in the folder, or in the one that it will be made in: rights alone do not say it of
-    /proc, nor of some network drives.
+    """Raise `BadInput` unless a nameless file can be made in the folder, or in the one that it will be made in.
+
+    Permissions alone do not tell for /proc and some network drives.
     """
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{key} is '{folder}', which is a file: use a folder.")

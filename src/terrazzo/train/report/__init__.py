@@ -1,12 +1,12 @@
-"""What a run says: its header, a row for each log step, and at the end what to open and how to go on.
+"""What a run prints and writes: its header, a row per log step, and at the end what to open and how to continue.
 
-On screen is what decides whether to let it run; all else is in the run's folder: `plan.txt`, `metrics.jsonl` and
-`report.html`.
+The screen shows what one needs to decide whether to let the run go on; everything else is in the run's folder:
+`plan.txt`, `metrics.jsonl` and `report.html`.
 
-run_report    all that is said, moment by moment
-run_screen    how it stands on the screen
-log_files     what is written
-log_window    what is measured between two rows of the log, and the numbers of a row
+run_report    everything that is reported, event by event
+run_screen    the layout of the screen
+log_files     the files that are written
+log_window    measures the steps between two rows of the log
 mesh_picture  the mesh as a line of text
 """
 

@@ -1,4 +1,4 @@
-"""What a run writes to its log folder: `config.json`, `plan.txt`, and of each moment a line to all that keep them."""
+"""The files in a run's log folder: `config.json`, `plan.txt`, and the sinks that get a line for each event."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["LogFiles"]
 
 
 class LogFiles:
-    """The log's files, on rank 0. Other ranks have none, nor has a run of which nothing is left: all stays as it is.
+    """The log's files, on rank 0. Other ranks have none. A run that has no steps left writes none, and changes nothing.
 
     Args:
-        title: of the page.
+        title: of report.html.
     """
 
     def __init__(self, session: Session, title: str) -> None:
@@ -50,12 +50,12 @@ class LogFiles:
         return bool(self._sinks)
 
     def log(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
-        """A line of `kind` of a step, by default the one that has just ended."""
+        """Write a line of `kind`; `step`: default is the one that has just ended."""
         for sink in self._sinks:
             sink.log(kind, self._session.step if step is None else step, values)
 
     def first_validation(self) -> tuple[int, Validation] | None:
-        """The first on the validation data that the run has now, and its step, where its metrics are here."""
+        """The step and values of the first validation on the present validation data, if the log has it."""
         if self._metrics is None or not self._session.origin.same_evaluation:
             return None
         lines = lines_of(self._metrics.path)
@@ -64,19 +64,19 @@ class LogFiles:
         return None if line is None else (line["step"], Validation.from_dict(line))
 
     def lost(self) -> str | None:
-        """What has become of the log folder, if its files are no longer where they were begun."""
+        """A description of the log folder, if its files are no longer where they were opened; else None."""
         if self._metrics is None or self._metrics.in_place():
             return None
         return f"the log folder '{self._session.config.log.folder}' (log.folder), or metrics.jsonl in it,"
 
     def back(self) -> None:
-        """What was written of steps after the session's is of steps that are done again."""
+        """Drop the lines of steps after the session's: it has gone back, and does them again."""
         if self._sinks:
             self.close()
             self._sinks = []
             self._open()
 
     def close(self) -> None:
-        """The end of all of them."""
+        """Close all files."""
         for sink in self._sinks:
             sink.close()

@@ -1,4 +1,4 @@
-"""The rows of the log: what the loop has measured of the steps between two of them, and the numbers that come of it."""
+"""The rows of the log: measures the steps between two rows, and computes the numbers of a row."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["LogWindow"]
 
 
 def peak_flops(config: Config) -> float | None:
-    """Per second, of this machine's device in the format that the run computes in; None where it is not known."""
+    """Peak FLOP/s of this machine's device in the format that the run computes in; None if not known."""
     return this_machine().device.peak_flops.get(matmul_format(config))
 
 
 class LogWindow:
-    """The steps of a session since the last row of the log, or since `begin`, as this rank has measured them.
+    """Measures this rank's steps since the last row of the log, or since `begin`.
 
     Attributes:
-        first_step: behind which the last row was.
-        peak_flops: of the device, per second; None on a CPU, or where it is not known.
-        known: the optional metrics that this run has: of what a device does not tell, or a plan does not do, none.
+        first_step: the step that the window begins after.
+        peak_flops: of the device, per second; None on a CPU, or if not known.
+        known: the optional metrics that this run has, given its device and plan.
         load: of the experts in the newest step, by router.
         pace: of all rows so far.
         peak_bytes: the highest memory use, at the newest row.
@@ -48,6 +48,11 @@ class LogWindow:
         self.pace, self.peak_bytes = Pace(), 0
         self.begin()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether there has been no row since this start of the run."""
+        return not self.pace.steps
+
     def _optional_metrics(self) -> set[str]:
         session = self._session
         tiers = {tier for unit in self._engine.units for tier in unit.buckets[0].spec.tiers}
@@ -64,29 +69,29 @@ class LogWindow:
         return {name for name, is_there in has.items() if is_there}
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Begin a new window."""
         self.first_step, self._tokens, self._wait_s = self._session.step, self._session.progress.tokens, 0.0
         self._watch.reset()
 
     def reading(self) -> AbstractContextManager[None]:
-        """Data are waited for inside."""
+        """A context for waiting for data."""
         return self._watch.measure()
 
     def apart(self) -> AbstractContextManager[None]:
-        """What is inside is no part of a step."""
+        """A context for what does not count as part of a step."""
         return self._watch.pause()
 
     def step_taken(self, learning_rate: float, load: Mapping[str, ExpertLoad]) -> None:
-        """A step was taken with that rate, and that load of its experts."""
+        """A step was taken, with this learning rate and load of experts."""
         self._learning_rate, self.load = learning_rate, load
 
     def step_ended(self) -> None:
-        """A step has ended, the ranks' agreement on what comes next included."""
+        """A step has ended, with the ranks' agreement on what comes next."""
         traffic = self._engine.traffic
         self._wait_s += traffic.total_wait_s + traffic.control_wait_s
 
     def row(self, step: int, loss: float, grad_norm: float) -> StepMetrics:
-        """The row of `step`, with its loss and gradients' norm; `begin` follows."""
+        """The row of `step`, with its loss and gradients' norm. Call `begin` after it."""
         session, total_s = self._session, self._watch.total_s
         steps, tokens = session.step - self.first_step, session.progress.tokens - self._tokens
         flops = session.flops_per_s(steps, total_s)
@@ -114,7 +119,7 @@ class LogWindow:
         )
 
     def _offload_rates(self) -> dict[str, float | None]:
-        """Rates of drives and of updates on the CPU since the last row; None where there were none."""
+        """Rates of drives and of updates on the CPU since the last row; None for what did not happen."""
         before, self._usage = self._usage, self._engine.store.usage()
 
         def rate(amount: str, seconds: str) -> float | None:
@@ -129,7 +134,7 @@ class LogWindow:
 
 
 def _expert_load(load: Mapping[str, ExpertLoad]) -> dict[str, float]:
-    """The worst imbalance and the mean entropy of all routers that tell; nothing without experts."""
+    """The largest imbalance and the mean entropy over routers; empty without experts."""
     if not load:
         return {}
     entropies = [each.entropy for each in load.values() if each.entropy is not None]

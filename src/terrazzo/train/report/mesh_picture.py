@@ -1,4 +1,4 @@
-"""The mesh of a run as a line of text: which ranks read the same sequences, and share what."""
+"""The mesh of a run as a line of text: which ranks read the same sequences, and what they share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 __all__ = ["mesh_picture"]
 
 MOST_READERS = 8
-"""How many readers are drawn in full; of more, the first two and the last are."""
+"""Most readers that are all drawn; of more, only the first two and the last are."""
 
 
 def mesh_picture(sizes: Mapping[str, int]) -> list[str]:
-    """The ranks as they are arranged, and what the signs mean; nothing where none of them share more than states.
+    """A line that shows how ranks are arranged, and one that explains its signs; empty for data parallelism alone.
 
     `dp_shard 2 × cp 2 × tp 2` is `[0-1 | 2-3] [4-5 | 6-7]`, and `pp 2 × dp_shard 2` is `[0] [1] → [2] [3]`.
 

@@ -1,4 +1,4 @@
-"""All that a run says, from its header to the command that goes on with it."""
+"""Everything that a run reports, from its header to the command that continues it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry import StepMetrics, duration, restart_text
 from terrazzo.telemetry.log.records import validation_text
 from terrazzo.telemetry.log.run_folder import RunFolder
+from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.planning.run_review import RunReview
 from terrazzo.train.planning.summary import bytes_line, summarize
@@ -35,7 +36,7 @@ __all__ = ["RunReport"]
 
 
 class RunReport:
-    """Everything that is said and written. Every rank has one; only rank 0's has a screen and files."""
+    """Reports events on the screen and in files. Every rank has one; only rank 0's has a screen and files."""
 
     def __init__(self, session: Session, command: RunCommand, window: LogWindow) -> None:
         self._session, self._command, self._window = session, command, window
@@ -50,11 +51,11 @@ class RunReport:
         self._lacks_copy = False
 
     def lost(self) -> str | None:
-        """What has become of the log folder, if its files are no longer where they were begun; rank 0 looks."""
+        """A description of the log folder, if its files were moved or removed; else None. Only rank 0 looks."""
         return self._files.lost()
 
     def begin(self) -> None:
-        """The header: what is about to run."""
+        """Print the header."""
         session, train = self._session, self._session.config.train
         for label, text in _header(session):
             self._screen.row(label, text)
@@ -69,7 +70,7 @@ class RunReport:
         self._screen.begin(train.steps, session.step)
 
     def _begun(self) -> dict[str, Any]:
-        """The values of the line with which a start begins that goes on."""
+        """The values of the line that marks a start which continues the run."""
         session = self._session
         return {"ranks": session.ranks.world_size, "same_evaluation": session.origin.same_evaluation}
 
@@ -81,7 +82,7 @@ class RunReport:
         self._screen.log_step(metrics, (self._session.config.train.steps - self._session.step) * metrics.step_s)
 
     def step_record(self, record: dict[str, Any]) -> None:
-        """Where the time of the steps since the last one went; in files alone."""
+        """A step record; it goes into files only."""
         self._files.log("step", record)
 
     def validation(self, validation: Validation | None) -> None:
@@ -94,7 +95,7 @@ class RunReport:
         self._remark(validation_text(validation.as_dict()), f"{validation.loss:.4f}")
 
     def sample(self, text: str) -> None:
-        """A text sample; the last one is in the summary."""
+        """A text sample; the last one is shown at the end."""
         self._files.log("sample", {"text": text})
         self._last_sample = text
         if self._session.step < self._session.config.train.steps:
@@ -110,7 +111,7 @@ class RunReport:
         self._remark(str(choice))
 
     def partner_copy(self, result: CopyResult) -> None:
-        """Hosts have copies of each other's part of a local checkpoint, or could not: the first time is said."""
+        """How copying a local checkpoint to partner hosts went; a failure is printed when it first happens."""
         self._files.log("partner", result.as_dict())
         if result.problem and not self._lacks_copy:
             back = "to the newest local checkpoint with copies, or to checkpoint.folder"
@@ -124,14 +125,14 @@ class RunReport:
         self._remark(done)
 
     def back(self) -> None:
-        """The run goes on from an earlier step: what was written of later ones is of steps that are done again."""
+        """The run has gone back to an earlier step: drop what was written about later ones."""
         self._files.back()
         if 0 < self._session.step < self._first_step:  # the line of this start was of a later step
             self._files.log("begin", self._begun())
         self._first_validation = self._files.first_validation() or self._first_validation
 
     def stopping(self) -> None:
-        """Somebody has asked for it: what is left is to save."""
+        """The run was asked to stop, and will save."""
         self._remark("stopping as asked: saving")
 
     def export(self, path: Path) -> None:
@@ -144,7 +145,7 @@ class RunReport:
         self._screen.advance(self._session.step)
 
     def end(self, *, stopped: bool) -> None:
-        """The summary, and the end of all files."""
+        """Print and write the summary, and close all files."""
         if not self._screen.speaks:
             return
         self._screen.close()
@@ -182,7 +183,7 @@ class RunReport:
         return f"; {first.number(2)} → {last.number(2)} {first.unit}{since}"
 
     def failed(self) -> None:
-        """The run ends with an error, which others say: what there is to go on from, and the end of all files."""
+        """The run ends with an error, which is printed elsewhere: say what is saved, and close all files."""
         self.leave()
         session, saved = self._session, self._session.checkpoints.saved_step
         if session.step and session.step < session.config.train.steps:
@@ -194,7 +195,7 @@ class RunReport:
                 self._say_how_to_go_on(finished=False)
 
     def leave(self) -> None:
-        """The end of the progress bar and of all files."""
+        """Remove the progress bar and close all files."""
         self._screen.close()
         self._files.close()
 
@@ -202,7 +203,7 @@ class RunReport:
         self._screen.command("continue", self._command.going_on(self._session.config, finished=finished))
 
     def _say_nothing_left(self) -> None:
-        """Say that a finished run was started again: nothing was measured."""
+        """Say that a finished run was started again, so that nothing was done."""
         session = self._session
         at = f"step {session.step} of {session.config.train.steps} is in {session.checkpoints.folder}"
         self._screen.say("")
@@ -219,6 +220,7 @@ def _header(session: Session) -> list[tuple[str, str]]:
     config, data, size = session.config, session.data, session.ranks.world_size
     count, engine = session.micro_batches, engine_of(session.model)
     rows = [("model", _model(session)), ("data", f"{data.train.tokens_numel:,} training tokens")]
+    rows += [("loss", _loss_unit(session))]
     rows += [("data", str(data.skipped))] if data.skipped.names else []
     rows += [("data", note) for note in data.notes]
     ranks = counted(size, f"{session.ranks.device.type.upper()} rank")
@@ -243,6 +245,18 @@ def _model(session: Session) -> str:
     return f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}"
 
 
+def _loss_unit(session: Session) -> str:
+    """What the loss of this run is a mean over, and what bits per byte are of."""
+    data, tokenizer = session.data.train, session.config.data.tokenizer
+    if session.config.objective.kind.of_pairs:
+        return "nats per preference pair"
+    learnt = "" if data.cache.spans is None else "learnt "
+    if tokenizer == BYTES:
+        return f"nats per {learnt}byte"
+    size = f"{data.bytes_per_token:.2f} bytes of text in the mean"
+    return f"nats per {learnt}token of {tokenizer}, {size}; bits per byte are of the same text"
+
+
 def _bill_text(session: Session) -> str:
     bill = engine_of(session.model).promise.memory(session.micro_batches)
     parts = {"": bill.total_bytes, " of the host": bill.host_bytes, " in files": bill.disk_bytes}
@@ -250,7 +264,7 @@ def _bill_text(session: Session) -> str:
 
 
 def _precision(config: Config) -> str:
-    """The precision of a run in words: its name, and the dtypes that were given in place of its own."""
+    """The precision of a run in words: its name, and the dtypes that differ from it."""
     others = {"name", "linears", "skip", "rounding", "gather", "quantized_reduce", "error_feedback"}
     dtypes = config.precision.model_dump(exclude=others, exclude_none=True)
     rounding = ["stochastic rounding"] if config.precision.rounding == "stochastic" else []

@@ -1,4 +1,4 @@
-"""How lines of a run stand on the screen: rows with a label, notes, and remarks between the rows of the table."""
+"""The layout of a run's screen: labelled rows, notes, and the table with remarks between its rows."""
 
 from __future__ import annotations
 
@@ -30,53 +30,53 @@ class RunScreen:
 
     @property
     def speaks(self) -> bool:
-        """Whether anything is said at all."""
+        """Whether this is the rank that prints."""
         return self._console is not None
 
     def begin(self, steps: int, step: int) -> None:
-        """The titles of the table, where there are steps to come, and the progress bar."""
+        """Print the header of the table, if there are steps to come, and start the progress bar."""
         if step < steps:
             self.say(f"\n{self._table.header()}")
         if self._console is not None:
             self._console.begin(steps, step)
 
     def advance(self, step: int) -> None:
-        """The progress bar as for `RunConsole.advance`."""
+        """Move the progress bar; see `RunConsole.advance`."""
         if self._console is not None:
             self._console.advance(step)
 
     def close(self) -> None:
-        """The end of the progress bar."""
+        """Remove the progress bar."""
         if self._console is not None:
             self._console.close()
 
     def say(self, text: str, *, needed: bool = False) -> None:
-        """Lines as they are, without passwords; `needed` as for `RunConsole.say`."""
+        """Print lines as they are, without passwords; `needed` as for `RunConsole.say`."""
         if self._console is not None:
             self._console.say(without_passwords(text), needed=needed)
 
     def row(self, label: str, text: str) -> None:
-        """A text beside its label."""
+        """Print a text beside its label."""
         self.note(f"{label:<{LABEL}}{text}", LABEL)
 
     def note(self, text: str, indent: int = 2) -> None:
-        """A text over as many lines as it takes."""
+        """Print a text, wrapped to the width of the terminal."""
         if self._console is not None:
             self.say(self._console.wrapped(text, indent))
 
     def log_step(self, metrics: StepMetrics, left_s: float) -> None:
-        """A row of the table; `left_s` as for `StepTable.row`."""
+        """Print a row of the table; `left_s` as for `StepTable.row`."""
         self.say(self._table.row(metrics, left_s))
 
     def remark(self, step: int, text: str, loss: str = "") -> None:
-        """What else there is to say of a step, between the rows of the table."""
+        """Print a line about a step, between the rows of the table."""
         self.say(self._table.remark(step, text, loss))
 
     def command(self, label: str, command: str) -> None:
-        """A command to be copied, which has to be seen."""
+        """Print a command to be copied, on stderr if nobody reads stdout any more."""
         self.say(fold_command(f"{label:<{LABEL}}", command, self._width), needed=True)
 
     def on_one_line(self, text: str) -> str:
-        """What a model has written, as much of it as stands beside a label."""
+        """Text that a model has written, on one line, cut to what fits beside a label."""
         text, room = printable(" ".join(text.split())), self._width - LABEL
         return text if len(text) <= room else f"{text[: room - 4]} ..."

@@ -1,4 +1,4 @@
-"""A run opened: its data read, its model made and sharded, and weights that are new or the newest checkpoint's.
+"""Opens a run: reads its data, makes and shards its model, and fills it with new weights or the newest checkpoint's.
 
 `open_session` calls, in this order: `_before_model`, `_build`, `_fill`.
 """
@@ -72,12 +72,12 @@ def open_session(
     restart: Restart | None = None,
     claimed: Callable[[], object] = lambda: None,
 ) -> Session:
-    """Build a run, or take up the one that the newest checkpoint holds. Collective.
+    """Build a new run, or continue the one in the newest checkpoint. Collective.
 
     Args:
-        notes: what is to be said of it before its first step.
-        restart: what these ranks were told, where they are not the first of the run.
-        claimed: called once no other run may use its folders.
+        notes: lines to be said before the first step.
+        restart: what these ranks were told, if they were started again after a failure.
+        claimed: is called as soon as no other run may use the run's folders.
     """
     absent = absent_folders(config) if ranks.is_first else []
     try:
@@ -103,7 +103,9 @@ class _BeforeModel:
 
     Attributes:
         newest: the checkpoint that the run continues from; empty for a new run.
-        saved: its extra values, where they hold a reference of DPO.
+        data: the training and validation sequences.
+        question: the message that text samples answer, if any.
+        saved: the checkpoint's extra values, if they have a reference of DPO.
         due: pairs whose reference is to be computed before the first step.
     """
 
@@ -115,7 +117,7 @@ class _BeforeModel:
 
 
 def _before_model(config: Config, ranks: Ranks, checkpoints: RunCheckpoints) -> _BeforeModel:
-    """Find what the run goes on from, and read its data: all that may be refused before a model takes memory."""
+    """Find the checkpoint to continue from, and read the data: what may be refused before a model takes memory."""
     local = checkpoints.find_local()
     here = together(lambda: resume_from(config, local) or "", BadInput)
     newest = broadcast_json(here)  # rank 0 decides: file systems may lag
@@ -133,7 +135,7 @@ def _before_model(config: Config, ranks: Ranks, checkpoints: RunCheckpoints) -> 
 
 
 def _base_bytes(config: Config) -> int:
-    """What the process has resident that is not of its model."""
+    """Resident bytes of this process before it has a model."""
     load_kernels(build_precision(config).compute)
     return resident_bytes() or 0
 
@@ -195,7 +197,7 @@ def _shard(model: nn.Module, optimizer: Any, config: Config, mesh: Any) -> tuple
 
 
 def _fill(session: Session, before: _BeforeModel) -> None:
-    """Give the model its weights, as configured or from the checkpoint, and what follows from them."""
+    """Give the model its weights, as configured or from the checkpoint, and compute what depends on them."""
     config, model = session.config, session.model
     session.notes += on_first(lambda: suspect_notes(config), BadInput)
     if before.due or not before.newest:
@@ -213,7 +215,7 @@ def _fill(session: Session, before: _BeforeModel) -> None:
 
 
 def _model_notes(model: nn.Module) -> list[str]:
-    """Which layers compute in 8 bits, and of which routers nothing is known."""
+    """Notes on layers that compute in 8 bits, and on routers whose entropy is not known."""
     notes = linears_note(model)
     if blind := count_rows(model):
         notes.append(
@@ -224,7 +226,7 @@ def _model_notes(model: nn.Module) -> list[str]:
 
 
 def _division_notes(config: Config, model: nn.Module) -> list[str]:
-    """Which parameters are updated as whole matrices, and what the others are."""
+    """Notes on which parameters are updated as whole matrices, and how the others are."""
     if not steps_matrices(config.optimizer):
         return []
     division = division_of(config.optimizer, model)
@@ -257,14 +259,14 @@ def _check_validation(data: TokenData, limit: int) -> None:
 
 
 def _load_pretrained(config: Config, model: nn.Module) -> None:
-    """The weights that a run begins with, where they are given. Collective."""
+    """Load the weights that the run begins with, if they are given. Collective."""
     if config.model.weights == "pretrained" and config.model.path is not None:
         weight_files(config.model.path)
         objective_of(config).load_pretrained(model, config.model.path)
 
 
 def _saved_with_reference(checkpoints: RunCheckpoints, path: str) -> dict[str, Any]:
-    """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
+    """A checkpoint's extra values; empty if it has no reference, or cannot be read, which `resume` will report."""
     try:
         extra = checkpoints.extra_of(path)
     except TerrazzoError:
@@ -273,7 +275,7 @@ def _saved_with_reference(checkpoints: RunCheckpoints, path: str) -> dict[str, A
 
 
 def _model(config: Config, data: TokenData, sampling: Sampling) -> tuple[nn.Module, int]:
-    """The model before it is sharded, and what a token costs in floating-point operations."""
+    """The model before it is sharded, and the floating-point operations of training on a token."""
     model = prepare_model(config, data.tokenizer)
     vocab_size = cast(Any, model).config.vocab_size
     data.check_vocabulary(vocab_size)

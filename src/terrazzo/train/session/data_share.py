@@ -1,4 +1,4 @@
-"""Which sequences a rank reads, which part of them is its own where ranks share them, and what of it is counted."""
+"""Which sequences a rank reads, its part of them if ranks share sequences, and whether its sums count."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ __all__ = ["DataShare", "share_of"]
 
 @dataclass(frozen=True)
 class DataShare:
-    """The `reader`-th of `readers` shares of all sequences; those of `context`, and along tp, read the same.
+    """What this rank reads: share `reader` of `readers`. Ranks along cp and tp, and pipeline stages, read the same.
 
     Attributes:
-        drawer: what this rank's random numbers are by: ranks along tp drop the same of what all of them have.
-        counts: whether its sums count: ranks along tp have the same ones, of which the first one's do, and of stages
-            the last one has losses.
+        context: splits sequences along cp; None if ranks do not share them.
+        drawer: seeds this rank's random numbers; it is the same along tp, where ranks must drop the same activations.
+        counts: whether this rank's sums count: along tp all ranks have the same sums, and only the first one's count;
+            of pipeline stages only the last one has losses.
     """
 
     reader: int
@@ -33,7 +34,7 @@ class DataShare:
     counts: bool = True
 
     def of(self, batch: Batch) -> Batch:
-        """This rank's part of a micro-batch of its share. Targets are those of whole sequences, one token ahead.
+        """This rank's part of a micro-batch. Targets are those of the whole sequences, one token ahead.
 
         Positions stay whole: `Context.place` splits them.
         """
@@ -47,7 +48,7 @@ class DataShare:
         return replace(batch, inputs=inputs, targets=targets, positions=positions, valid_tokens=learnt, samples=learnt)
 
     def total(self, own: Tensor) -> Tensor:
-        """The sum of what each rank has found of its own tokens, in place. Collective."""
+        """Sum over all ranks what each has found for its own tokens, in place. Collective."""
         if not self.counts:
             own.zero_()
         dist.all_reduce(own)
@@ -55,7 +56,7 @@ class DataShare:
 
 
 def share_of(config: Config, ranks: Ranks, context: Context | None = None) -> DataShare:
-    """What this rank reads: neighbouring ranks share sequences, as `context` says, and matrices; stages read alike."""
+    """What this rank reads, by its place in the mesh."""
     mesh = config.plan.mesh
     drawer, place = divmod(ranks.rank, mesh.tp)
     readers = mesh.readers(ranks.world_size)

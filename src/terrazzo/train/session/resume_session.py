@@ -1,4 +1,4 @@
-"""A session that goes on from the newest whole checkpoint, and what is to be said where that differs from this run."""
+"""Continues a session from the newest whole checkpoint, and notes what differs from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["resume_session"]
 
 
 def resume_session(session: Session) -> None:
-    """Continue from the newest whole checkpoint, and note what is not as in there. Collective."""
+    """Continue from the newest whole checkpoint, and note what differs from it. Collective."""
     config, restored = session.config, session.restore()
     check_rounds(config, session.step)
     resumed, extra = restored.resumed, restored.resumed.extra
@@ -38,7 +38,7 @@ def resume_session(session: Session) -> None:
 
 
 def _restored_settings(config: Config, saved: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the optimizer that come with its state."""
+    """The optimizer's settings that are restored with its state."""
     settings = {key: it for key, it in saved.items() if is_restored(f"optimizer.{key}")}
     if "muon" in settings:
         now = config.optimizer.muon.model_dump(mode="json")

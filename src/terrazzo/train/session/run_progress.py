@@ -1,4 +1,4 @@
-"""How far a run has come, and what its next steps need to know of those before; it goes into checkpoints."""
+"""How far a run has come, and what its next steps need to know about earlier ones; it goes into checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Saved = TypeVar("Saved")
 
 
 def read_saved(kind: type[Saved], saved: Mapping[str, Any], name: str) -> Saved:
-    """What a checkpoint's extra has under `name`, as a dataclass. Raises: `BadInput` for other fields than it has."""
+    """The values under `name` in a checkpoint's extra as a dataclass; raises `BadInput` if the fields differ."""
     known = {each.name: each.default is MISSING and each.default_factory is MISSING for each in fields(kind)}  # type: ignore[arg-type]
     strange = [f"has '{each}', which is not known here" for each in sorted(saved.keys() - known)]
     strange += [f"lacks '{each}'" for each, needed in known.items() if needed and each not in saved]
@@ -29,7 +29,7 @@ def read_saved(kind: type[Saved], saved: Mapping[str, Any], name: str) -> Saved:
 
 @dataclass
 class JudgedSteps:
-    """Losses and norms of the newest steps that the guard has let be, oldest first."""
+    """Losses and gradients' norms of the newest steps that the guard has accepted, oldest first."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -59,9 +59,10 @@ class RunProgress:
     Attributes:
         step: finished optimizer steps.
         tokens: targets trained on.
-        skipped: what the guard has left out: at which `step`, how many `batches`, and `why`.
-        judged: what the guard compares steps with.
-        cadence: what was found out of how often to save, as `SaveInterval` has it.
+        skipped: the steps that the guard has left out: `step`, how many `batches`, and `why`.
+        judged: earlier steps, with which the guard compares new ones.
+        cadence: the fields of a `SaveInterval` that was found; None before that.
+        validations: the newest and the best validation loss.
     """
 
     step: int = 0
@@ -72,7 +73,7 @@ class RunProgress:
     validations: Validations = field(default_factory=Validations)
 
     def as_extra(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """The values that go into a checkpoint's extra."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -84,9 +85,10 @@ class RunProgress:
         }
 
     def take_up(self, extra: Mapping[str, Any], *, same_evaluation: bool) -> None:
-        """Go on from what a checkpoint has; its validations count on the same validation data alone.
+        """Continue from a checkpoint's extra. Its validations count only if the validation data are the same.
 
-        Raises: `BadInput` for what another version has written, and this one cannot read.
+        Raises:
+            BadInput: another version has written it, and this one cannot read it.
         """
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.skipped = list(extra.get("skipped", ()))

@@ -1,4 +1,4 @@
-"""What the samples of a run go on from: a text, or a message that they answer."""
+"""The prompts of text samples: a text to continue, or a message to answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Sampling", "question_of", "sampling_of"]
 
 
 class Sampling(NamedTuple):
-    """What samples go on from: tokens, none where there are no samples, and the message that they answer, if any."""
+    """The prompt of samples as tokens, empty if there are no samples, and the message that they answer, if any."""
 
     prompt: list[int]
     question: Prompt | None
@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
 
 
 def question_of(config: Config, data: TokenData) -> Prompt | None:
-    """The message that samples answer, as the chat template has it."""
+    """The message that samples answer, rendered by the chat template; None if samples continue a text."""
     settings, question = config.data, config.train.sample_chat
     if question is None:
         return None
@@ -37,7 +37,7 @@ def question_of(config: Config, data: TokenData) -> Prompt | None:
 
 
 def _prompt(config: Config, data: TokenData, question: Prompt | None) -> list[int]:
-    """What samples go on from. A score is no text, and a model in stages writes none."""
+    """The tokens of the prompt; empty for models that write no text: those with a score, and pipelines."""
     if not config.train.sample_tokens or config.objective.kind.scored or config.plan.mesh.pp > 1:
         return []
     if question is not None:
@@ -47,5 +47,5 @@ def _prompt(config: Config, data: TokenData, question: Prompt | None) -> list[in
 
 
 def sampling_of(config: Config, data: TokenData, question: Prompt | None) -> Sampling:
-    """What samples of this run go on from; `question` as `question_of` has it."""
+    """The prompt of this run's samples; `question` is what `question_of` has returned."""
     return Sampling(_prompt(config, data, question), question)

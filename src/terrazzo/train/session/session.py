@@ -1,4 +1,4 @@
-"""A run in memory: data, sharded model, optimizer and schedule, how far they have come, and what is saved of it."""
+"""A run in memory: data, sharded model, optimizer, schedule and progress, and what of them goes into checkpoints."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = ["Origin", "RestoreOutcome", "Session"]
 
 @dataclass
 class Origin:
-    """Where a run comes from.
+    """The origin of a run's state.
 
     Attributes:
-        initial: the settings that the weights before the first step follow from, which the reference of DPO is of.
-        optimizer: hyper-parameters that came with the optimizer's state, whatever the configuration says.
+        initial: the settings that determine the weights before the first step, which DPO's reference model has.
+        optimizer: hyper-parameters restored with the optimizer's state, whatever the configuration says.
         same_evaluation: whether the validation data are those of the checkpoint.
-        restart: what these ranks were told, where they are not the first of the run.
+        restart: what these ranks were told, if they were started again after a failure.
     """
 
     initial: Mapping[str, Any] = field(default_factory=dict)
@@ -48,16 +48,17 @@ class Origin:
 
 
 EXTRA = ("step", "tokens", "best", "schedule", "data", "evaluation", "config")
-"""What a checkpoint of a run has beside model and optimizer, at the least: earlier versions had no more."""
+"""The keys that the extra of every checkpoint of a run has; earlier versions wrote only these."""
 
 
 class RestoreOutcome(NamedTuple):
-    """What was taken up.
+    """What a session has restored.
 
     Attributes:
-        rate: the learning rate of the next step, as the run that saved it had it.
-        tp: ranks that cut matrices together in that run.
-        draws_anew: whether random generators were seeded for these ranks: those saved are of others.
+        resumed: what was read.
+        rate: the learning rate of the next step in the run that saved.
+        tp: `plan.mesh.tp` of that run.
+        draws_anew: whether random generators were seeded anew, since the saved ones are of other ranks.
     """
 
     resumed: Resumed
@@ -119,11 +120,11 @@ class Session:
         return steps * self.places_per_step / seconds / self.ranks.world_size * self.flops_per_token
 
     def seed_from(self, step: int, drawer: int | None = None) -> int:
-        """For what is drawn from `step` on.
+        """The seed for what is drawn from `step` on.
 
         Args:
-            drawer: those with the same one draw alike; default: `DataShare.drawer`, of ranks that draw each for itself
-                but along tp.
+            drawer: ranks with the same number draw the same; default: `DataShare.drawer`, which only ranks along tp
+                share.
         """
         return self.config.train.seed + 1 + (self.share.drawer if drawer is None else drawer) + step * 1_000_003
 
@@ -132,7 +133,7 @@ class Session:
         return self.checkpoints.save(self.model, self.optimizer, on_first(self._extra))
 
     def save_locally(self) -> CopyResult | None:
-        """Save the current step on each host; what partners have copied of the one before. Collective."""
+        """Save the current step on each host; returns how copying the one before to partners went. Collective."""
         return self.checkpoints.save_locally(self.model, self.optimizer, on_first(self._extra))
 
     def _extra(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class Session:
         }
 
     def restore(self) -> RestoreOutcome:
-        """Have model, optimizer, schedule, data and counters be those of the newest whole checkpoint. Collective."""
+        """Restore model, optimizer, schedule, data and progress from the newest whole checkpoint. Collective."""
         config, resumed = self.config, self.checkpoints.resume(self.model, self.optimizer, EXTRA)
         extra = resumed.extra
         self.progress.take_up(extra, same_evaluation=extra["evaluation"] == self.evaluation)
@@ -170,14 +171,14 @@ class Session:
         return config
 
     def close(self) -> None:
-        """Remove what the run has put on drives beside its checkpoints: ranks end without the interpreter's help."""
+        """Remove the run's swap files: ranks end without the interpreter's teardown."""
         engine_of(self.model).close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave the folder to others, and close. Of a run that failed, nothing that is being read is waited for."""
+        """Release the folder, and close. If the run failed, the loader's pending reads are not waited for."""
         try:
             self.checkpoints.abandon()
             if kind is None:

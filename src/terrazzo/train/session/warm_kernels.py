@@ -1,4 +1,4 @@
-"""What libraries load at a process's first step, loaded before a model has memory."""
+"""Loads what libraries would load at the first step, before the model takes memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["load_kernels"]
 
 
 def load_kernels(dtype: torch.dtype) -> None:
-    """Run a step of a model of a few numbers on the CPU; no random number is drawn.
+    """Run a step of a tiny model on the CPU; no random number is drawn.
 
-    Code of kernels, autograd's threads and their arenas are resident from when they are first used, some 20 to 50 MB.
-    They are the process's, whatever it trains, so they are to be there when it is measured what is resident before the
-    model: else a small run seems to need several times what it was promised.
+    Kernels' code, autograd's threads and their memory arenas become resident when first used: 20 to 50 MB, whatever is
+    trained. Loaded here, they count as resident before the model; else a small run would seem to need several times
+    what it was promised.
 
     Args:
-        dtype: that products are computed in.
+        dtype: of matrix products.
     """
     sizes = DecoderConfig(64, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, max_sequence_length=16)
     with torch.device("meta"):

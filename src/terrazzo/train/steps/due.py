@@ -18,7 +18,8 @@ class DueWork(NamedTuple):
     """What is to be done after a step that was taken.
 
     Attributes:
-        row: a row of the log: behind every log step, and behind the next one that is taken where one was left out.
+        row: a row of the log: after the first step of each start, which shows that the run works and where its loss
+            begins; after every log step, and after the next step that is taken where that one was left out.
         evaluation: the validation loss.
         save: a checkpoint.
         local_save: a local checkpoint, where no other is saved.
@@ -32,19 +33,22 @@ class DueWork(NamedTuple):
     sample: bool
 
 
-def due_work(session: Session, cadence: Cadence, *, newest: int | None, row_step: int, stopped: bool) -> DueWork:
-    """What is due behind the session's step.
+def due_work(
+    session: Session, cadence: Cadence, *, newest: int | None, row_step: int, is_first_row: bool, stopped: bool
+) -> DueWork:
+    """What is due after the session's step.
 
     Args:
         newest: the newest step that was taken, and not left out.
-        row_step: behind which the last row of the log was.
+        row_step: the step of the last row of the log; the step that this start began at where there is none yet.
+        is_first_row: there has been no row since this start.
         stopped: the run ends with this step, since somebody has asked for it.
     """
     config, step = session.config, session.step
     plan, train = config.plan, config.train
     finished = step == train.steps
     last = stopped or finished
-    logs = newest == step and plan.is_due(step, config.log.every, row_step)
+    logs = newest == step and (is_first_row or plan.is_due(step, config.log.every, row_step))
     save = last or cadence.due(step)
     return DueWork(
         row=newest is not None and newest > row_step and (last or logs),

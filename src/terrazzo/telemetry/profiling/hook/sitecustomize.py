@@ -1,4 +1,4 @@
-"""Python imports this at its start where `terrazzo profile` has put it on the path; then the one that it hides."""
+"""Python imports this at its start when `terrazzo profile` has put it on the path. It imports the one it hides, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 class _TorchFinder:
-    """Finds torch as others do, and has the probe begin behind it."""
+    """Has the probe begin once torch has been imported, which the other finders find."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
@@ -38,7 +38,7 @@ def _begin() -> None:
 
 
 def _load(name: str) -> Any:
-    """Load a module by its file: the package around it imports more than a stranger's script has asked for."""
+    """Load a module by its file, without the package around it, which imports more than the script asked for."""
     spec = importlib.util.spec_from_file_location(f"_terrazzo_{name}", _HERE.parent / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Lines that a rank prints, with its number before each."""
+"""Prefixes each line that a rank prints with its number."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 __all__ = ["LabelledOutput"]
 
 _AT_ONCE = 1 << 20
-"""How many bytes are read at a time: as many as a pipe can hold, so that nothing of a rank that has ended is left."""
+"""Bytes read at a time: as many as a pipe can hold, so that one read takes all that an ended rank has left."""
 _LONGEST = 1 << 16
-"""The longest line, in bytes, that is kept back until its end comes."""
+"""Longest incomplete line, in bytes, that is held back until its end comes."""
 
 
 class LabelledOutput:
-    """One stream of one rank: `theirs` is what it writes to, `line` what is read here and written to `target`.
+    """One stream of one rank: the rank writes to `theirs`; what is read from `line` is written to `target`.
 
-    A line is written once it is whole. Of what overwrites itself by carriage returns, as progress bars do, the last
-    state is.
+    Only complete lines are written. Of lines that overwrite themselves by carriage returns, as progress bars do, the
+    last state is.
     """
 
     def __init__(self, label: str, target: int) -> None:
@@ -27,11 +27,11 @@ class LabelledOutput:
         self._unended = b""
 
     def close_writing_end(self) -> None:
-        """Let go, in this process, of the end that the rank has by now."""
+        """Close this process's copy of the writing end, which the rank has by now."""
         os.close(self.theirs)
 
     def read(self) -> bool:
-        """Pass on what is there; False when no more will come."""
+        """Pass on what has been written; returns False when the stream has ended."""
         try:
             data = os.read(self.line, _AT_ONCE)
         except BlockingIOError:
@@ -44,7 +44,7 @@ class LabelledOutput:
         return bool(data)
 
     def close(self) -> None:
-        """Pass on a last line that has no end."""
+        """Pass on a last incomplete line, and close."""
         if self._unended:
             self._write([self._unended])
         os.close(self.line)
@@ -57,5 +57,5 @@ class LabelledOutput:
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a terminal would show of it."""
+    """What a terminal would show of a line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

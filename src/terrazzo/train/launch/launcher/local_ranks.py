@@ -1,6 +1,6 @@
-"""The ranks that this process starts: processes that end with it, and pipes on which they say how they fare.
+"""The ranks that this process starts: processes that end with it, and pipes on which they report.
 
-Nothing of this is in the file system, so that nothing can stay behind there.
+Nothing of this is in the file system, so nothing can be left behind there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNKILLABLE_S = 10.0  # the kernel may keep a killed process for as long as a de
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What is started: so many ranks of `python WORDS`, with more in their environment."""
+    """What to start: `ranks` processes of `python WORDS`, with additions to their environment."""
 
     ranks: int
     words: Sequence[str]
@@ -47,14 +47,22 @@ class LaunchSpec:
 
 
 class LocalRank:
-    """The process of one rank. `code` is its exit code, negative for a signal, once it has ended, `ended_ns` when.
+    """The process of one rank.
 
-    That is on the clock of a `Failure`, and as seen from here: late by what it takes to look. What it prints goes where
-    this process prints, or first to `outputs`, if there are two of them.
+    Args:
+        rank: its number.
+        environment: of the process, without what is this rank's own.
+        arguments: words after `python`.
+        outputs: for stdout and stderr, if its lines get labels; empty leaves both as this process has them.
+        recording: the memory that it records into, if it is watched.
 
     Attributes:
-        reached: how far it says that it has come.
-        stopped: it stood still, by a signal such as SIGSTOP, when another one had failed.
+        code: its exit code once it has ended, negative for a signal.
+        ended_ns: when it ended, on the clock of a `Failure`, as seen from here: a little late.
+        failure: what it has reported of its failure.
+        reached: the milestones that it has reported.
+        stopped: whether a signal such as SIGSTOP had stopped it when another rank failed.
+        ended_by_us: whether this process has killed it.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class LocalRank:
                 output.close_writing_end()
 
     def read(self) -> bool:
-        """Take in what it says; False when it will say no more."""
+        """Take in what it reports; returns False when its pipe is closed."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.line, 1 << 16):
                 *lines, self._unread = (self._unread + data).split(b"\n")
@@ -105,7 +113,7 @@ class LocalRank:
 
     @property
     def failed(self) -> bool:
-        """Whether it has reported a failure, though it may not have ended yet, or has ended with such a code."""
+        """Whether it has reported a failure, or ended with an exit code that is one."""
         return self.failure is not None or self.code not in (None, 0, PREEMPTED)
 
     def poll(self) -> None:
@@ -115,17 +123,17 @@ class LocalRank:
             self._note_end()
 
     def look_whether_stopped(self) -> None:
-        """Another rank has failed, perhaps since it waited for this one."""
+        """Note whether it is stopped: another rank has failed, perhaps waiting for this one."""
         self.stopped = self.code is None and is_stopped(self._process.pid)
 
     @property
     def at(self) -> str:
-        """Where it was last, as `Recording` has it."""
+        """Where it was last; see `Recording.at`."""
         return self._recording.at if self._recording is not None else ""
 
     @property
     def step(self) -> int | None:
-        """The step that it has ended last, as far as it has recorded."""
+        """The newest step that it has finished, if it records."""
         return self._recording.step if self._recording is not None else None
 
     @property
@@ -137,14 +145,14 @@ class LocalRank:
             self._process.send_signal(number)
 
     def ask(self) -> bool:
-        """Have it write where its threads are; False if it cannot."""
+        """Ask for the stacks of its threads; returns False if it cannot answer."""
         able = self.code is None and not is_stopped(self.pid)
         if able:
             self.send(ASK)
         return able
 
     def end(self) -> None:
-        """Kill it, unless it has ended by itself, or is about to: its connections go before it has an exit code."""
+        """Kill it, unless it has ended or is about to: its connections close before it has an exit code."""
         self.poll()
         if self.code is None and not is_ending(self._process.pid):
             self.ended_by_us = True
@@ -161,18 +169,19 @@ class LocalRank:
 
 
 class LocalRanks:
-    """All ranks of a run on this machine. Leaving its `with` ends those that are left.
+    """All ranks of a run on this machine. Leaving the `with` block ends those that are left.
 
-    They meet at a store that this process serves, on a port that the system chooses, and are told what torchrun tells.
+    They meet at a store that this process serves on a free port, and their environment has what torchrun sets.
 
     Args:
-        start: how many there are, and what each of them runs.
-        defaults: of their environment, where that of this process has nothing.
-        labelled: lines of all ranks but the first begin with the rank's number.
-        patience: with ranks that stand still, which record what they do; None: nobody looks after them.
+        start: how many ranks, and what each runs.
+        defaults: environment variables, for those that this process does not have.
+        labelled: whether lines of all ranks but the first begin with the rank's number.
+        patience: with ranks that stand still, which then record what they do; None does not watch them.
 
     Attributes:
-        stall: why they stood still, where `wait` has come back for that.
+        ranks: the ranks, in order.
+        stall: why the ranks stood still, if `wait` has returned for that.
     """
 
     def __init__(
@@ -228,9 +237,9 @@ class LocalRanks:
         self.end()
 
     def wait(self, signals: ReceivedSignals, on_stop: Callable[[], None] = lambda: None) -> int | None:
-        """Until all have ended; the signal that ended the run at once, if one did.
+        """Wait until all have ended, one has failed, or they stand still; returns the signal that ends the run at once.
 
-        The first signal asks for a stop, and is passed on; `on_stop` is called unless a rank has failed by then. When a
+        The first signal asks for a stop and is passed on; `on_stop` is called unless a rank has failed by then. When a
         rank fails, the others have some seconds to fail by themselves.
         """
         heeded, deadline = 0, float("inf")
@@ -248,7 +257,7 @@ class LocalRanks:
             if deadline == float("inf") and any(rank.failed for rank in self.ranks):
                 for rank in self.ranks:
                     rank.look_whether_stopped()
-                # Others have nothing to say yet.
+                # Ranks that are not ready cannot report anything yet.
                 saying = any(Milestone.READY in rank.reached and rank.code is None for rank in self.ranks)
                 grace_s = _STOPPING_S if heeded else SIBLING_GRACE_S
                 deadline = time.monotonic() + (grace_s if saying else 0.0)
@@ -257,11 +266,11 @@ class LocalRanks:
         return None
 
     def any_reached(self, milestone: Milestone) -> bool:
-        """Whether a rank has come so far."""
+        """Whether any rank has reported this milestone."""
         return any(milestone in rank.reached for rank in self.ranks)
 
     def _stands_still(self) -> bool:
-        """For good; what its ranks were doing has been kept."""
+        """Whether the ranks stand still for good."""
         if self._watchdog is None or any(rank.failed or rank.code is not None for rank in self.ranks):
             return False
         self.stall = self._watchdog.look()
@@ -269,17 +278,17 @@ class LocalRanks:
 
     @property
     def suspects(self) -> list[Suspect]:
-        """Ranks that record."""
+        """The ranks, for keeping evidence of what they do; only if they record."""
         recorded = zip(self.ranks, self.recordings, strict=True)
         return [Suspect(rank.rank, rank.pid, recording, rank.ask) for rank, recording in recorded]
 
     @property
     def oom_kills(self) -> int | None:
-        """Processes that the kernel has ended for want of memory since ranks were started; None where it is silent."""
+        """Processes that the kernel has killed for lack of memory since the start; None if it does not tell."""
         return self._memory_kills.count
 
     def end(self) -> None:
-        """Kill those that are left, and wait for them as long as that can help."""
+        """Kill the ranks that are left, and wait for them, within reason."""
         for rank in self.ranks:
             rank.end()
         deadline = time.monotonic() + _UNKILLABLE_S
@@ -295,13 +304,13 @@ class LocalRanks:
             recording.close()
 
     def _pass_on(self, number: int) -> None:
-        """Send a signal to the ranks that heed it: others would die of it, and one of the trainer's ranks is enough."""
+        """Send a signal to the ranks that handle it by now. Others would die; in the trainer one rank is enough."""
         for rank in self.ranks:
             if Milestone.READY in rank.reached:
                 rank.send(number)
 
     def _listen(self, patience_s: float) -> None:
-        """Take in what ranks say within that time, and see who has ended."""
+        """Take in what ranks report within this time, and see which have ended."""
         for key, _ in self._lines.select(patience_s):
             if not key.data.read():
                 self._lines.unregister(key.fileobj)

@@ -1,6 +1,6 @@
-"""Where the ranks of a run may be, and how many there are then, when places are lost.
+"""Which slots are left for the ranks of a run when some are lost, and how many ranks there can be then.
 
-On GPUs a place is a device. On a CPU it is a number of a rank, which says how many there may be at once.
+A slot is a GPU, or on a CPU just a number.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class RankSlots:
-    """The places that are left.
+    """The slots that are left.
 
     Args:
-        numbers: how many ranks there may be, in ascending order.
-        seen: how many places there are now.
-        named: ranks are told which of the devices are theirs, where these are not the first ones.
+        numbers: the numbers of ranks that are allowed, in ascending order.
+        seen: returns how many slots there are now.
+        named: whether ranks must be told which devices to use (`CUDA_VISIBLE_DEVICES`), if not the first ones.
     """
 
     def __init__(self, numbers: Sequence[int], seen: Callable[[], int], *, named: bool) -> None:
@@ -34,12 +34,12 @@ class RankSlots:
 
     @property
     def ranks(self) -> int:
-        """As many as may be on what is left."""
+        """The largest number of ranks that is allowed on the slots that are left."""
         return max(number for number in self._numbers if number <= len(self._left))
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The environment in which each rank finds a place that is left under its own number."""
+        """The environment in which each rank finds a remaining device under its own number."""
         used = self._left[: self.ranks]
         if not self._named or used == list(range(len(used))):
             return {}
@@ -48,16 +48,16 @@ class RankSlots:
         return {_VISIBLE: ",".join(names[number] for number in used)}
 
     def lost(self, rank: int | None) -> str:
-        """Give up what is lost, and say so; empty where nothing is.
+        """Give up slots that are lost; returns what was lost in words, empty if nothing was.
 
         Args:
-            rank: that has failed at its start again, with what it is at.
+            rank: the rank that has failed at its start again, whose slot is given up; None if there is none.
 
         Raises:
-            BadInput: there may not be as few ranks as places are left.
+            BadInput: too few slots are left for the smallest number of ranks.
         """
         before, now = self.ranks, self._seen()
-        if now < self._there:  # who is left has a new number
+        if now < self._there:  # the remaining devices have new numbers
             what = f"{counted(self._there - now, 'device')} of {self._there} cannot be seen any more"
             self._there, self._left = now, list(range(now))
         elif rank is not None:
@@ -72,7 +72,7 @@ class RankSlots:
 
 
 def slots_of(config: Config) -> RankSlots | None:
-    """Where ranks may be that may become fewer; None where their number is given."""
+    """The slots of a run whose number of ranks may shrink; None if `launch.ranks` is one number."""
     if not isinstance(config.launch.ranks, str):
         return None
     cuda, numbers = resolve_device(config.launch) == "cuda", config.rank_numbers

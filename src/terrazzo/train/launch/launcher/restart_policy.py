@@ -1,6 +1,6 @@
-"""Ranks that are started again after a failure: whether that may mend it, and from where they go on.
+"""Whether ranks are started again after a failure, and from which checkpoint they continue.
 
-Only ranks that this package's own launcher has started. torchrun and Slurm start theirs again themselves.
+This is for ranks of Terrazzo's own launcher only. torchrun and Slurm restart theirs themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["RestartPoint", "RestartPolicy"]
 
 
 class RestartPoint(NamedTuple):
-    """The newest checkpoint that a run can go on from: its step, and where it is; none at all is step 0."""
+    """The step and path of the newest checkpoint that a run can continue from; step 0 if there is none."""
 
     step: int = 0
     path: str = ""
@@ -29,11 +29,11 @@ class RestartPolicy:
     """Decides after each failure whether all ranks are started again, and says so, or why not.
 
     Args:
-        most: restarts of the run.
-        newest: what there is to go on from now. Raises: `BadInput` where it cannot be gone on from, and why.
-        words: of the ranks that go on from there.
-        say: called with a line about each restart.
-        places: of the ranks, which may become fewer; by default there are as many as before.
+        most: the most restarts of the run.
+        newest: returns the newest checkpoint; raises `BadInput` if the run cannot continue from it.
+        words: the command of the ranks that continue from a checkpoint.
+        say: is called with a line about each restart.
+        places: the slots of the ranks, if these may become fewer; default: as many ranks as before.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RestartPolicy:
         self._before: tuple[RestartPoint, str] | None = None
 
     def after(self, start: LaunchSpec, end: RunEnd) -> LaunchSpec | None:
-        """What is started next, once `start` has ended in a failure; None where the run has ended."""
+        """What to start after `start` has ended in a failure; None if the run is over."""
         if end.lasts:
             _refuse("it would end so again")
             return None
@@ -78,7 +78,7 @@ class RestartPolicy:
         return LaunchSpec(ranks, self._words(saved), environment)
 
     def _lost(self, end: RunEnd) -> str:
-        """The places that are no more, in words; a rank has lost its own where it fails at its start again."""
+        """The slots that were lost, in words. A rank that fails at its start again gives up its slot."""
         if self._places is None:
             return ""
         return self._places.lost(end.rank if end.failed_at_start and self._number else None)

@@ -1,8 +1,8 @@
-"""How ranks that were started together have ended: in which of six ways, what is said of it, the exit code.
+"""How ranks that were started together have ended: in which of six ways, what is said about it, and the exit code.
 
-`ENDINGS` is the list of ways, in the order in which they are tried. What failed first is said last, where whoever looks
-at the end of a long output finds it. Why ranks stood still, which is one of the ways, is found while they are still
-there: by `telemetry.watchdog`, whose `STALL_CAUSES` are the causes of that alone.
+`ENDINGS` lists the ways, in the order in which they are tried. What failed first is printed last, where one finds it at
+the end of a long output. One of the ways is that ranks stood still: why is found while they still run, by
+`telemetry.watchdog`, which has the causes in `STALL_CAUSES`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from terrazzo.train.launch.stopping.notices import Notices, say_now
 __all__ = ["RanksAtEnd", "RunEnd", "report_end"]
 
 _SEEN_LATE_NS = 200_000_000
-"""By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
+"""How late a death may be seen. Other ranks' errors, about connections to the dead rank, may come earlier."""
 _KILL_SEEN_LATE_NS = 2_000_000_000
-"""The same of a SIGKILL: no rank ends so because another has failed, and a busy machine lets the launcher wait."""
+"""The same for SIGKILL, with more margin for a busy machine: no rank dies of that because another has failed."""
 _OTHERS_STOPPED = "; the other ranks were stopped."
 
 
@@ -35,12 +35,12 @@ class RunEnd(NamedTuple):
     """How ranks that were started together have ended.
 
     Attributes:
-        code: the exit code that says so.
-        why: what failed first, in a line; empty where nothing did.
-        lasts: it would end so again, whoever starts it.
-        rank: that failed first.
-        failed_at_start: this one had not ended a step since it was started.
-        step: that this one had ended last, where that is known.
+        code: the exit code.
+        why: what failed first, in a line; empty if nothing did.
+        lasts: whether it would end in the same way if it was started again.
+        rank: the rank that failed first.
+        failed_at_start: whether that rank had not finished a step since its start.
+        step: the newest step that it had finished, if that is known.
         reason: as in an `ExitNote`; empty for that of the code.
     """
 
@@ -54,7 +54,7 @@ class RunEnd(NamedTuple):
 
     @property
     def note(self) -> ExitNote:
-        """What their launcher has to say of it."""
+        """The launcher's note of the end."""
         cause = self.why or (f"ended by {signal.Signals(self.code - 128).name}" if self.code > 128 else "unknown")
         reason = self.reason or reason_of(self.code)
         return ExitNote(self.code, reason, str(without_passwords(cause)), self.rank, self.step)
@@ -62,14 +62,15 @@ class RunEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class RanksAtEnd:
-    """What is known of ranks once all have ended.
+    """What is known about ranks once all have ended.
 
     Attributes:
-        stop_signal: passed on to all ranks, to ask them for a stop: that they died of it is no failure.
-        kill_signal: that had all of them ended at once.
-        stall: why they stood still, and `evidence` where that is kept, in a sentence.
-        oom_kills: how many processes the kernel has ended meanwhile for want of memory, if that is known.
-        notices: what is said of a run that was ended at once.
+        stop_signal: the signal that asked all ranks to stop; to die of it is no failure.
+        kill_signal: the signal that had all of them ended at once.
+        stall: why they stood still, if they did.
+        evidence: a sentence that says where the evidence of the stall is.
+        oom_kills: how many processes the kernel has killed meanwhile for lack of memory, if that is known.
+        notices: what to say about a run that was ended at once.
     """
 
     ranks: Sequence[LocalRank]
@@ -82,32 +83,32 @@ class RanksAtEnd:
 
     @cached_property
     def reported(self) -> Failure | None:
-        """The first failure that a rank has reported itself."""
+        """The first failure that a rank has reported."""
         return first_failure(rank.failure for rank in self.ranks)
 
     @cached_property
     def unreported(self) -> Failure | None:
-        """The first rank that has ended without a word: killed, or with an exit code alone."""
+        """The first rank that has ended without a report: killed, or with just an exit code."""
         return first_failure(_unreported(rank, self.stop_signal, self.oom_kills) for rank in self.ranks)
 
     @property
     def any_is_left(self) -> bool:
-        """Whether the system does not let go of one, which still has its device and its files."""
+        """Whether a rank could not be killed, and still holds its device and files."""
         return any(rank.code is None for rank in self.ranks)
 
     def ended_by_failure(self, failure: Failure, why: str, reason: str = "") -> RunEnd:
-        """The end of a run whose first failure this is; `why` in a line."""
+        """The end of a run with this first failure; `why`: in a line."""
         rank = self.ranks[failure.rank]
         lasts, at_start = failure.lasts or self.any_is_left, Milestone.STEPPED not in rank.reached
         return RunEnd(failure.exit_code, why, lasts, failure.rank, at_start, rank.step, reason)
 
 
 def report_end(end: RanksAtEnd) -> RunEnd:
-    """Say what ended the run; how it has ended."""
+    """Print what ended the run; returns how it has ended."""
     return next(run_end for ending in ENDINGS if (run_end := ending(end)) is not None)
 
 
-# -- ways to end: each says what there is to say and returns how the run has ended, or None where it is another --------
+# -- ways to end: each prints what is to be said and returns how the run has ended, or None if it is another way -------
 
 
 def _stood_still(end: RanksAtEnd) -> RunEnd | None:
@@ -128,7 +129,7 @@ def _ended_at_once(end: RanksAtEnd) -> RunEnd | None:
 
 
 def _stopped_as_asked(end: RanksAtEnd) -> RunEnd | None:
-    """All have ended as they were asked to: with codes of their own, else by the signal."""
+    """All have ended as they were asked to, with codes of their own or by the signal."""
     if end.stop_signal is None or end.unreported is not None:
         return None
     if end.reported is not None and end.reported.exit_code != INTERRUPTED:
@@ -147,7 +148,7 @@ def _ended_well(end: RanksAtEnd) -> RunEnd | None:
 
 
 def _died_first(end: RanksAtEnd) -> RunEnd | None:
-    """A rank ended without a word, before any had reported a failure: those come of it."""
+    """A rank ended without a report before any other reported a failure, which is then a consequence."""
     dead, follows = end.unreported, end.reported
     if dead is None or (follows is not None and follows.time_ns <= dead.time_ns):
         return None
@@ -159,7 +160,7 @@ def _died_first(end: RanksAtEnd) -> RunEnd | None:
 
 
 def _failed_first(end: RanksAtEnd) -> RunEnd | None:
-    """A rank reported its failure; others may have died of it, or were stopped when it waited for them."""
+    """A rank reported its failure first; others may have died of it, or were stopped while it waited for them."""
     first = end.reported
     if first is None:
         return None
@@ -183,7 +184,7 @@ ENDINGS: Sequence[Callable[[RanksAtEnd], RunEnd | None]] = (
     _died_first,
     _failed_first,
 )
-"""The ways in which a run ends: the first that applies is the one."""
+"""The ways in which a run ends, in order: the first that applies counts."""
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def _say(text: str) -> None:
 
 
 def _of_stopped(rank: LocalRank) -> str:
-    """What stood still was there before what has waited for it failed, so this is said after that."""
+    """What is said of a rank that was stopped, which is why the rank that waited for it failed."""
     return (
         f"Rank {rank.rank} (process {rank.pid}) was stopped by a signal when that happened (SIGSTOP, Ctrl-Z or a"
         " debugger), so whoever waited for it waited in vain: see who stops processes here, and start the run again. A"
@@ -203,7 +204,7 @@ def _of_stopped(rank: LocalRank) -> str:
 
 
 def _unreported(rank: LocalRank, stop_signal: int | None, oom_kills: int | None) -> Failure | None:
-    """How a rank ended without a word, and when at the earliest; None if it did not, was asked to, or ended well."""
+    """The failure of a rank that ended without a report, at the earliest possible time; None if that is none."""
     if rank.code in (None, 0, PREEMPTED) or rank.ended_by_us or rank.failure is not None:
         return None
     if rank.code > 0:
@@ -219,7 +220,7 @@ def _unreported(rank: LocalRank, stop_signal: int | None, oom_kills: int | None)
 
 
 def _who_kills(oom_kills: int | None) -> str:
-    """What the kernel's count says of a SIGKILL."""
+    """What the kernel's count of out-of-memory kills says about a SIGKILL."""
     if oom_kills is None:
         return " (often the kernel's out-of-memory killer, whose count cannot be read here)"
     if oom_kills:

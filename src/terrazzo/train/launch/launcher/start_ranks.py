@@ -1,7 +1,7 @@
-"""Starting `launch.ranks` processes on this machine, and again where somebody has asked for that.
+"""Starts `launch.ranks` processes on this machine, and again after failures if configured.
 
-Local ranks are processes that each run `python -m terrazzo train ...` with the environment that torchrun would have
-given it, so there is one way in which a rank begins.
+Each local rank runs `python -m terrazzo train ...` with the environment that torchrun would set, so that ranks begin in
+one way only.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["environment_of", "launch_ranks"]
 
 
 def environment_of(ranks: int) -> dict[str, str]:
-    """What ranks are started with where the user has not said otherwise.
+    """Default environment variables of ranks, which the user's own override.
 
-    Gathered weights of units of several sizes come and go: segments that grow leave no gaps between them (PyTorch,
-    "Memory management" in the notes on CUDA).
+    PYTORCH_ALLOC_CONF: gathered weights of units of several sizes come and go; segments that grow leave no gaps between
+    them (PyTorch, "Memory management" in the notes on CUDA).
 
-    On cores that are all taken already, threads of a kernel that wait for one another go to sleep soon. By default they
-    spin for 300,000 turns (libgomp, GOMP_SPINCOUNT), on cores that the others need.
+    GOMP_SPINCOUNT: if all cores are busy already, threads of a kernel that wait for each other should sleep soon. By
+    default they spin for 300,000 turns (libgomp) on cores that other threads need.
     """
     cpus = cpus_of_a_rank(1)
     chosen = {"OMP_NUM_THREADS": str(max(1, cpus // ranks))}
@@ -56,11 +56,12 @@ def launch_ranks(
     Prints the first failing rank's message or traceback as the last thing on screen.
 
     Args:
-        defaults: gives the environment of so many ranks, where that of this process has nothing.
+        start: what to start.
+        defaults: returns default environment variables for a number of ranks.
         labelled: as for `LocalRanks`.
-        notices: what is said as soon as a signal comes.
-        patience: with several ranks that stand still; None: nobody looks after them.
-        restarts: decides whether they are started again after a failure; None: they are not.
+        notices: what to say when a signal comes.
+        patience: with several ranks that stand still; None does not watch them.
+        restarts: decides whether ranks are started again after a failure; None does not restart them.
     """
     signals, claimed = ReceivedSignals(), False
     try:
@@ -80,10 +81,10 @@ def launch_ranks(
 
 
 def _run(ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, claimed: bool) -> tuple[RunEnd, bool]:
-    """Wait until ranks have ended, and say how; whether the run's folders are its own.
+    """Wait until ranks have ended, and say how. Also returns whether the run has claimed its folders.
 
     Args:
-        claimed: by an earlier start of the run.
+        claimed: whether an earlier start of the run has.
     """
     with ranks as started:
         kill_signal = started.wait(signals, lambda: _say_stopping(started, notices))
@@ -104,7 +105,7 @@ def _say_stopping(started: LocalRanks, notices: Notices | None) -> None:
 
 
 def _exit_code(end: RunEnd, notices: Notices | None) -> int:
-    """The exit code of a run that goes on no more."""
+    """The exit code of a run that is over."""
     if end.code == STALLED and notices is not None:
         say_now(notices.cut_short())
     return end.code

@@ -1,8 +1,8 @@
-"""What a rank tells of its failure, to whom: its launcher, the ranks beside it, or the user.
+"""Reports a rank's failure: to its launcher, to the other ranks of the machine, or to the user.
 
-Each failing rank tells what happened, with a clock that all processes of a machine share: its launcher, through a pipe,
-or where others have started it, all ranks of the machine, through a folder. Whoever reports then names the cause
-instead of the connection errors that follow it, and those that are stuck with a rank that is gone are ended.
+Each failing rank reports what happened, and when on a clock that all processes of a machine share: to the launcher
+through a pipe, or, if another program has started the ranks, to all ranks of the machine through a folder. So the cause
+is printed instead of the connection errors that follow it, and ranks that are stuck with a dead one are ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WATCH_EVERY_S = 0.5
 
 
 def reporter_of(rank: int) -> Reporter:
-    """By who has started this rank: its launcher, torchrun, Slurm, or nobody."""
+    """The reporter for whatever has started this rank: Terrazzo's launcher, torchrun, Slurm, or nothing."""
     if report := os.environ.pop(REPORT, None):  # what this rank starts is not this rank
         return LauncherPipe(int(report))
     if (file := torchrun_file()) is not None:
@@ -49,12 +49,12 @@ def reporter_of(rank: int) -> Reporter:
 
 
 def says_all(error: BaseException) -> bool:
-    """Whether its message is shown without a traceback."""
+    """Whether an error's message is shown without a traceback."""
     return isinstance(error, TerrazzoError) and error.says_all
 
 
 class SiblingReporter(Reporter):
-    """Files for the other ranks of this machine, where torchrun or Slurm has started them."""
+    """Reports through files to the other ranks of this machine, if torchrun or Slurm has started them."""
 
     def __init__(self, rank: int, folder: Path, scratch: ScratchFolder | None = None) -> None:
         self._folder, self._scratch = folder, scratch
@@ -77,9 +77,9 @@ class SiblingReporter(Reporter):
 
 
 def _folder_of_run(shared: Path, rank: int) -> Path:
-    """A folder for this run alone: the script of a job step may start one after another, and what failed stays.
+    """A folder for this run alone: a job step may start several runs, and files of a failed one stay.
 
-    Every rank takes part in every run, so that the number of its runs so far is the same for all.
+    Every rank takes part in every run, so all count the same number of runs.
     """
     number = next(number for number in itertools.count(1) if _claim(shared / f"rank.{rank}.{number}"))
     folder = shared / f"run.{number}"
@@ -90,8 +90,8 @@ def _folder_of_run(shared: Path, rank: int) -> Path:
 def _tell_torchrun(error: BaseException, failure: Failure, *, is_first: bool) -> None:
     """Give torchrun's own report the cause.
 
-    Of what the user can mend it gets the paragraph from the rank that said it on screen, and no tracebacks: the other
-    ranks, which say the same, wait for torchrun to end them.
+    For an error that the user can fix, only the rank that has printed it reports, without a traceback. The other ranks,
+    which would report the same, wait for torchrun to end them.
     """
     if not isinstance(error, Exception):
         return
@@ -115,7 +115,7 @@ def _claim(path: Path) -> bool:
 
 
 def _is_first(path: Path) -> bool:
-    """Whether nobody has said anything yet, for all that this process can find out: rather twice than never."""
+    """Whether no rank has printed its failure yet; true if that cannot be found out: rather twice than never."""
     try:
         return _claim(path)
     except OSError:
@@ -123,7 +123,7 @@ def _is_first(path: Path) -> bool:
 
 
 def _watch(folder: Path, rank: int) -> None:
-    """End this process some seconds after another rank failed, or at once when its launcher is gone."""
+    """End this process some seconds after another rank has failed, or at once when its launcher is gone."""
     while True:
         if os.getppid() != tether.PARENT:
             os._exit(FAILED)

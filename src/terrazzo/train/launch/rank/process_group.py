@@ -24,7 +24,7 @@ __all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands: `rank` of `world_size`, computing on `device`, `local_rank` on its machine."""
+    """This process's place in the run: `rank` of `world_size`, on `device`, number `local_rank` on its machine."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def builds_shared_files(self) -> bool:
-        """Whether this is the first rank of its machine, which makes what the others there read."""
+        """Whether this is the first rank of its machine, which builds files that the others there read."""
         return self.local_rank == 0
 
 

@@ -1,4 +1,4 @@
-"""One rank of a run as a process, and how it ends: who failed first is said once, and nobody is left hanging."""
+"""One rank of a run as a process, and how it ends: the first failure is printed once, and no rank is left hanging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RankProcess"]
 
 
 class RankProcess:
-    """This process as one rank of a run: what it tells whoever looks after it, and how it ends.
+    """This process as one rank of a run: what it reports, and how it ends.
 
     Args:
         rank: its number.
@@ -36,10 +36,10 @@ class RankProcess:
         self._step: Callable[[], int | None] = lambda: None
 
     def run(self, work: Callable[[], int]) -> NoReturn:
-        """Run `work` and end the process with the exit code that it returns, or that its error has.
+        """Run `work`, and end the process with the exit code that it returns or its error has.
 
-        The process ends without the interpreter's usual teardown after a failure, since destructors of communication
-        libraries wait for ranks that may already be gone.
+        The process ends without the interpreter's teardown: destructors of communication libraries may wait for ranks
+        that are gone.
         """
         code = FAILED
         try:
@@ -57,22 +57,22 @@ class RankProcess:
             os._exit(code)
 
     def reach(self, milestone: Milestone) -> None:
-        """Tell the process that started this rank, once, that it has come so far."""
+        """Report a milestone, once, to the process that started this rank."""
         if milestone not in self._reached:
             self._reached.add(milestone)
             self._reporter.reach(milestone)
 
     def note_end_in(self, folder: Path, step: Callable[[], int | None]) -> None:
-        """From now on `folder` is this run's own: how it ends is noted there, with what `step` tells then."""
+        """From now on `folder` belongs to this run: its end is noted there, with what `step` returns then."""
         self._folder, self._step = folder, step
         self.reach(Milestone.CLAIMED)
 
     def note_interrupted(self) -> None:
-        """Note that this process is about to end at once, as somebody has asked for, where nobody else can."""
+        """Note that this process is about to end at once, as asked for. Without a launcher nobody else does."""
         self._note_exit(lambda step: note_of_code(INTERRUPTED, step))
 
     def _fail(self, error: BaseException, code: int) -> None:
-        """Note it, and report it, on screen where that fails: this process ends here, and nobody else can say it."""
+        """Note and report the failure, on screen if reporting fails."""
         failure = Failure(self._rank, time.monotonic_ns(), code, _text(error), _lasts(error))
         cause = _cause(error)
         self._note_exit(lambda step: ExitNote(code, reason_of(code), cause, self._rank, step))
@@ -97,12 +97,12 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _lasts(error: BaseException) -> bool:
-    """Whether no restart mends it, or nobody wants one after it."""
+    """Whether a restart would not help, or is not wanted."""
     return error.lasts if isinstance(error, TerrazzoError) else isinstance(error, KeyboardInterrupt)
 
 
 def _text(error: BaseException) -> str:
-    """A paragraph for what the user can mend, the whole traceback for everything else; no passwords."""
+    """The message of an error that says all, the traceback of any other; without passwords."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted."
     text = f"Error: {error}" if says_all(error) else "".join(traceback.format_exception(error)).rstrip()
@@ -110,5 +110,5 @@ def _text(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Without a traceback."""
+    """The error in a line, without a traceback."""
     return _text(error) if says_all(error) else _text(error).splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: the address that they were all given, and who has not come there in time.
+"""The rendezvous of a run's ranks at the address that all were given, and which ranks have not come in time.
 
 The store at that address may be older than the run. torchrun's agents serve it for as long as they live, and what ranks
 have said there before a restart stays; the agents' counts of restarts differ, since each counts only those that its own
@@ -20,12 +20,12 @@ from terrazzo.errors import BadInput, listed
 __all__ = ["meet"]
 
 _GRACE = timedelta(seconds=10)
-"""For what is said at the end of the time to arrive."""
+"""Extra time for messages that are sent at the end of the timeout."""
 _LOOK_AGAIN_S = 1.0
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The run's own part of the store at MASTER_ADDR and MASTER_PORT, once all ranks have come; every rank calls this.
+    """The run's own prefix of the store at MASTER_ADDR:MASTER_PORT, once all ranks have come. Every rank calls this.
 
     Raises:
         BadInput: the address cannot be used, or ranks, which are named, have not come within `timeout_s`.
@@ -61,7 +61,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def _call_roll(store: dist.Store, world_size: int, timeout: timedelta) -> tuple[dist.Store, list[int]]:
-    """Rank 0's part: the run's store, and who is missing, which all that are there hear before it leaves."""
+    """Rank 0's part; returns the run's store, and the missing ranks, which it tells those that have come."""
     name = os.urandom(8).hex()
     run = dist.PrefixStore(name, store)
     run.set("here/0", name)
@@ -76,7 +76,7 @@ def _call_roll(store: dist.Store, world_size: int, timeout: timedelta) -> tuple[
 
 
 def _answer(store: dist.Store, rank: int, timeout: timedelta) -> tuple[dist.Store, list[int]]:
-    """The part of any other rank."""
+    """Any other rank's part; returns the run's store, and the missing ranks."""
     call, deadline = os.urandom(8).hex(), time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
         if _comes(store, ["run"], timedelta(seconds=left)):
@@ -111,5 +111,5 @@ def _port(text: str) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    """Without the C++ stack that torch appends."""
+    """The message without the C++ stack that torch appends."""
     return str(error).partition("\n")[0].rstrip(". ")

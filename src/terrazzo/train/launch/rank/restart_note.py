@@ -1,4 +1,4 @@
-"""What a rank is told that is started again after a failure, and restarts that are not for its launcher to make."""
+"""What a rank is told that is started again after a failure; refuses restarts where another program starts ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from terrazzo.train.launch.environment import starter
 __all__ = ["Restart", "refuse_restarts", "take_restart_note"]
 
 _NOTE = "TERRAZZO_RESTARTED"
-"""What a rank that is started again is told, in its environment."""
+"""The environment variable that tells a rank of its restart."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Restart:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What is added to the environment of the ranks that are told of it."""
+        """The environment variable that tells ranks of it."""
         return {_NOTE: json.dumps(asdict(self))}
 
 
 def take_restart_note() -> Restart | None:
-    """The restart that this rank is of; None for the first start of a run."""
+    """The restart that started this rank; None at the first start of a run."""
     note = os.environ.pop(_NOTE, None)  # what this rank starts is not this rank
     return None if note is None else Restart(**json.loads(note))
 
 
 def refuse_restarts(launch: LaunchConfig) -> None:
-    """Raise `BadInput` for restarts of ranks that others have started, whose task it then is."""
+    """Raise `BadInput` for `launch.restarts` if another program has started the ranks, which would have to do it."""
     restarts, number = launch.restarts, " launch.ranks=null" if isinstance(launch.ranks, str) else ""
     if not restarts:
         return

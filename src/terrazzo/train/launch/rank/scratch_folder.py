@@ -1,4 +1,4 @@
-"""Folders in the temporary folder that do not stay behind, whichever process dies."""
+"""Folders in the temporary folder that are removed at the end, whichever process dies."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from terrazzo.errors import BadInput
 __all__ = ["ScratchFolder"]
 
 _MARKER = ".terrazzo-scratch"
-"""A file in each folder, without which none is removed for another's sake: a user may have folders of any name."""
+"""A file in each of these folders: a folder without it is never removed, whatever its name."""
 
 
 class ScratchFolder:
-    """A folder that processes of one user share under a `name`; the last of them to leave removes it.
+    """A folder that processes of one user share under a `name`. The last one to leave removes it.
 
-    Each has a shared lock on it for as long as it lives. One of ours, by its name and the marker in it, that nobody has
-    locked belongs to the dead: whoever opens another folder removes it.
+    Each process holds a shared lock on it while it lives. A folder with our name and marker that is not locked was left
+    by dead processes: whoever opens another folder removes it.
 
     Raises:
-        BadInput: somebody else has a folder of that name.
+        BadInput: another user has a folder of that name.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,7 +46,7 @@ class ScratchFolder:
             except FileNotFoundError:
                 continue  # removed by the last one before us
             try:
-                _lock(descriptor, fcntl.LOCK_SH)  # waits for nobody but one that is removing it
+                _lock(descriptor, fcntl.LOCK_SH)  # waits only for a process that is removing it
                 if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
                     (self.path / _MARKER).touch()
                     return descriptor
@@ -58,7 +58,7 @@ class ScratchFolder:
             os.close(descriptor)
 
     def leave(self, *, keep: bool = False) -> None:
-        """Let go of it; the last one removes it, but with `keep` for those that are still to come."""
+        """Release the folder. The last process removes it, unless `keep` leaves it for those that still come."""
         if not keep and _lock(self._descriptor, fcntl.LOCK_EX):
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
@@ -89,7 +89,7 @@ def _not_ours(path: Path) -> BadInput:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Whether it is locked so now; False also where the file system has no locks."""
+    """Try to lock; returns whether it is locked. False also if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | (fcntl.LOCK_NB if kind == fcntl.LOCK_EX else 0))
     except OSError:

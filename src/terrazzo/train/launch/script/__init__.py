@@ -1,5 +1,5 @@
-"""A script of the user's own in the place of the trainer: `terrazzo run`.
+"""Ranks that run a user's script in place of the trainer: `terrazzo run`.
 
-start_script  how it is started as ranks
-script_rank   one rank of it
+start_script  starts the script as ranks
+script_rank   one rank
 """

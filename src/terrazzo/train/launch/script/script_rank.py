@@ -13,6 +13,7 @@ import traceback
 from types import TracebackType
 
 from terrazzo import tether
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.tether import become
 from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
@@ -20,25 +21,34 @@ from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe, M
 __all__ = ["own_frames"]
 
 
-def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script's first frame on: without those of its launcher."""
+def own_frames(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """The traceback of an error from the script's first frame on, without those of its launcher.
+
+    Of a mistake in the script, which the message explains, it ends where the script has called into this package.
+    """
     while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHERS:
         trace = trace.tb_next
+    last = trace if isinstance(error, BadInput | Misuse) else None
+    while last is not None and last.tb_next is not None:
+        if last.tb_next.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            last.tb_next = None
+        last = last.tb_next
     return trace
 
 
 _LAUNCHERS = {__file__, tether.__file__, "<frozen runpy>"}
+_PACKAGE = os.path.join(os.path.dirname(tether.__file__), "")
 
 
 class _Ending:
-    """How the script's own end is told: once, and before what else ends with it breaks the connections of others."""
+    """Reports the script's own end once, before the end of this process breaks the connections of other ranks."""
 
     def __init__(self, rank: int, launcher: LauncherPipe) -> None:
         self._rank, self._launcher, self._pid = rank, launcher, os.getpid()
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """In the place of Python's own; a script that has one replaces it, and prints what it likes itself."""
-        now, trace = time.monotonic_ns(), own_frames(trace)
+        """Reports an uncaught exception, as `sys.excepthook`. A script that sets its own hook replaces it."""
+        now, trace = time.monotonic_ns(), own_frames(error, trace)
         if os.getpid() != self._pid:  # a fork of this rank
             sys.__excepthook__(kind, error, trace)
             return
@@ -47,7 +57,7 @@ class _Ending:
         self._launcher.fail(Failure(self._rank, now, code, text), error)
 
     def leave(self, leaving: SystemExit) -> None:
-        """By `sys.exit`; Python has no hook for it."""
+        """Report an end by `sys.exit`, for which Python has no hook."""
         code = leaving.code if isinstance(leaving.code, int) else FAILED
         if leaving.code is not None and code not in (0, PREEMPTED) and os.getpid() == self._pid:
             message = f"sys.exit({leaving.code!r}) was called on rank {self._rank}."

@@ -1,4 +1,4 @@
-"""`terrazzo run`: a training script of one's own on ranks of this machine, in place of torchrun.
+"""`terrazzo run`: starts a user's training script on ranks of this machine, in place of torchrun.
 
 Ranks have the environment that torchrun would give them. Where torchrun or Slurm has started this process already, it
 is one of their ranks and becomes the script.
@@ -36,17 +36,17 @@ class Script(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """What `python` runs it by."""
+        """The words after `python` that run it."""
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
 
 def run_script(script: Script, ranks: int | None) -> int:
-    """Start `ranks` local ranks, by default one per GPU, or one on a CPU; the exit code.
+    """Start `ranks` local ranks, by default one per GPU, or one on a CPU; returns the exit code.
 
-    As a rank that others have started, this process becomes the script and does not return.
+    If another program has started this process as a rank, it becomes the script and does not return.
 
     Raises:
-        BadInput: there is no such file, or others have started another number of ranks.
+        BadInput: the file does not exist, or another number of ranks has been started.
     """
     if not script.is_module and not Path(script.target).exists():
         raise BadInput(
@@ -68,14 +68,14 @@ def run_script(script: Script, ranks: int | None) -> int:
 
 
 def notices_of_script(ranks: int) -> Notices:
-    """What is said when somebody stops it: only the script knows what it does then."""
+    """What is said when a script is asked to stop: only the script knows what it does then."""
     who, them = (f"all {ranks} ranks of the script", "them") if ranks > 1 else ("the script", "it")
     stopping = f"Stopping: waiting for {who} to end. Ctrl-C once more ends {them} at once."
     return Notices(stopping, lambda: "Ended at once, as asked.", "Ended before the script began.")
 
 
 def environment_of_script(ranks: int) -> dict[str, str]:
-    """What torchrun sets where the user has not."""
+    """The environment variables that torchrun sets by default."""
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
     return threads | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 

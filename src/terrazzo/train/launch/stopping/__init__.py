@@ -1,8 +1,8 @@
-"""A run that somebody asks to stop, by SIGTERM or Ctrl-C.
+"""Stopping a run by SIGTERM or Ctrl-C.
 
-received_signals  signals that a launcher receives
-stop_request      the same on a rank: a request on which all ranks agree at the end of a step
-notices           what is said of it, and who is told how ranks have ended
-trainer_notices   the same of a run of the trainer
-preemption        a run that was asked to stop, and that torchrun would start again
+received_signals  the signals that a launcher receives
+stop_request      the request to stop on a rank, on which all ranks agree at the end of a step
+notices           what is said about it, and what to call when ranks have ended
+trainer_notices   the notices of a run of the trainer
+preemption        keeps a run stopped that was asked to stop, and that torchrun would start again
 """

@@ -1,4 +1,4 @@
-"""What is said of a run that somebody stops, and who is told how its ranks have ended."""
+"""What is said when a run is stopped, and what to call when its ranks have ended."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Notices", "say_now"]
 
 @dataclass(frozen=True)
 class Notices:
-    """What is said of a run that somebody stops, and who is told how its ranks end.
+    """What is said when a run is stopped, and what to call when its ranks have ended.
 
     Attributes:
-        stopping: said when it is asked to stop.
-        cut_short: gives what is said where it is ended at once: what that costs.
-        ended_unasked: said instead where no rank heeded signals yet, so that there was nobody to ask.
-        stopping_early: said when it is asked to stop while it is set up, and may yet be refused.
-        on_end: called with how ranks have ended, of a run whose folders are its own.
-        on_restart: called before they are started again, of such a run.
+        stopping: is said when the run is asked to stop.
+        cut_short: returns what is said when the run is ended at once: what is lost.
+        ended_unasked: is said instead if no rank handled signals yet, so that none could be asked.
+        stopping_early: is said if the run is asked to stop during set-up, and may still be refused.
+        on_end: is called with how ranks have ended, if the run has claimed its folders.
+        on_restart: is called before such ranks are started again.
     """
 
     stopping: str
@@ -33,12 +33,12 @@ class Notices:
     on_restart: Callable[[], object] = lambda: None
 
     def on_request(self, *, trains: bool) -> str:
-        """What is said when somebody asks for a stop; `trains`: the run is set up."""
+        """What to say when the run is asked to stop; `trains`: whether it is set up."""
         return self.stopping if trains or not self.stopping_early else self.stopping_early
 
 
 def say_now(line: str) -> None:
-    """A line on stderr, in place of a progress bar, which is drawn again below it. Another process may draw that."""
+    """Print a line on stderr over a progress bar, which is drawn again below it, perhaps by another process."""
     with contextlib.suppress(OSError):
         print(f"{_CLEAR if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
 

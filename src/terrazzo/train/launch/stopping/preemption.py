@@ -1,4 +1,4 @@
-"""A run that was asked to stop, and has saved, stays stopped where torchrun would start its ranks again.
+"""Keeps a run stopped that was asked to stop and has saved, although torchrun would start its ranks again.
 
 To torchrun every exit code but 0 is a failure, and `--max-restarts` has it start the ranks once more. Ranks that end
 with `PREEMPTED` therefore leave a note in the folder that torchrun's agent keeps for all its attempts: ranks of a later
@@ -27,7 +27,7 @@ STAYS_STOPPED = (
 
 
 def leave_note() -> None:
-    """This rank ends since the run was asked to stop, and has saved."""
+    """Note that the run was asked to stop, and has saved."""
     if (attempt := _attempt()) is not None:
         note, number = attempt
         with contextlib.suppress(OSError):  # such as a full disk: then torchrun has its way
@@ -48,7 +48,7 @@ def stays_stopped() -> bool:
 
 
 def _attempt() -> tuple[Path, int] | None:
-    """Where the note would be, and the number of this attempt; None where it was not torchrun that has started this."""
+    """The path of the note, and the number of this attempt; None if torchrun has not started this process."""
     file = torchrun_file()
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if file is None or number is None:

@@ -1,4 +1,4 @@
-"""Signals that a launcher receives: it passes the first one on to its ranks, and ends them at the next."""
+"""Collects signals for a launcher, which passes the first one on to its ranks, and ends them at the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ReceivedSignals"]
 
 
 class ReceivedSignals:
-    """Signals that arrive from its creation to `restore`, for whoever looks into `received`."""
+    """Collects in `received` the signals that arrive from its creation until `restore`."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -21,7 +21,7 @@ class ReceivedSignals:
             signal.signal(number, self._receive)
 
     def restore(self) -> None:
-        """Let them do what they did before."""
+        """Restore the signal handlers that were there before."""
         for number, before in self._before.items():
             signal.signal(number, before)
 

@@ -1,8 +1,8 @@
-"""SIGTERM and Ctrl-C as a request: finish the step, save, leave with a code of its own.
+"""SIGTERM and Ctrl-C as a request to finish the step, save, and leave with an exit code of its own.
 
-One rank that gets the signal is enough: the request travels to all ranks in the small reduction at the end of each
-step, so that every rank saves the same step. A second Ctrl-C leaves at once. Both are said on screen as they come, by
-the launcher of ranks, or by rank 0 where others have started it.
+It is enough if one rank gets the signal: the small all-reduce at the end of each step tells all ranks, so that they
+save the same step. A second Ctrl-C leaves at once. Both are announced on screen, by the launcher, or by rank 0 if
+another program has started the ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Listens for SIGTERM and SIGINT from its creation on; `agreed()` is collective.
+    """Listens for SIGTERM and SIGINT from its creation on; `agreed` is collective.
 
-    With `notices` they are said by a thread: a handler runs in the middle of anything, and must not wait.
+    Args:
+        notices: what to say, if this rank announces signals. A thread does so, as a signal handler must not wait.
 
     Attributes:
-        trains: the run is set up, and takes steps; to be set by whoever has set it up.
+        trains: whether the run is set up; to be set by whoever sets it up.
     """
 
     NBYTES = 8
@@ -62,7 +63,7 @@ class StopRequest:
             os._exit(INTERRUPTED)
 
     def _say(self, signals: SimpleQueue[int], notices: Notices) -> None:
-        """What the first signal asks for; at the second Ctrl-C what it costs, and the end of this process."""
+        """Announce the first signal; at the second Ctrl-C say what that costs, and end this process."""
         signals.get()
         say_now(notices.on_request(trains=self.trains))
         while signals.get() < 2:

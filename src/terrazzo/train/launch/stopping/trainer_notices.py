@@ -1,4 +1,4 @@
-"""What is said of a run of the trainer that somebody stops: by its launcher, or by its first rank without one."""
+"""What is said when a run of the trainer is stopped: by its launcher, or by rank 0 if there is none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def launcher_notices(config: Config, command: RunCommand) -> Notices:
 def rank_notices(
     note_interrupted: Callable[[], object], read_config: Callable[[], Config], command: RunCommand
 ) -> Notices:
-    """The notices of a rank without a launcher of ours: it notes itself that it was interrupted."""
+    """The notices of a rank without Terrazzo's launcher, which has to note itself that it was interrupted."""
 
     def cut_short() -> str:
         note_interrupted()
@@ -43,7 +43,7 @@ def rank_notices(
 
 
 def cut_short_text(config: Config, command: RunCommand) -> str:
-    """What is lost with a run that is ended at once, what is left, and how to go on from there."""
+    """What is lost when a run is ended at once, what is left, and the command that continues from there."""
     folder, again = config.checkpoint_folder, command.going_on(config, finished=False)
     newest = folder if "://" in folder else latest(folder)  # nothing is asked of a network now
     lost, how = "there is no checkpoint, and all steps are lost.", "To begin anew"
