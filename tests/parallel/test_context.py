@@ -133,7 +133,7 @@ def test_all_backends_sum_gradients_in_rank_order() -> None:
     values = [2.0**24, 1.0, -(2.0**24)]
 
     def on_rank(rank: int) -> float:
-        ranks = AxisRanks.of_group(dist.group.WORLD)
+        ranks = AxisRanks(dist.group.WORLD)
         return float(ranks.reduce_scatter(torch.full((3, 1), values[rank]), torch.float32))
 
     assert run_in_threads(3, on_rank) == [0.0] * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,26 +49,22 @@ class AxisRanks:
     All that they exchange goes through the engine's collectives, which count it.
 
     Args:
-        collectives: along the axis of these ranks. None: this one is alone.
+        along: the collectives along the axis of these ranks; or their process group, of which collectives are made at
+            the first exchange; None: this one is alone.
 
     Attributes:
         traffic: what this rank has sent them: `all_gather`, `all_to_all`, `send` to the next rank, and `control`.
     """
 
-    def __init__(self, collectives: Collectives | None) -> None:
-        self._known = collectives
-        self._group: dist.ProcessGroup | None = None
-        if collectives is not None:
-            self.size, self.rank, self.traffic = collectives.size, collectives.rank, collectives.traffic
+    def __init__(self, along: Collectives | dist.ProcessGroup | None) -> None:
+        self._along = along
+        self.traffic = along.traffic if isinstance(along, Collectives) else Traffic()
+        if along is None:
+            self.size, self.rank = 1, 0
+        elif isinstance(along, Collectives):
+            self.size, self.rank = along.size, along.rank
         else:
-            self.size, self.rank, self.traffic = 1, 0, Traffic()
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup) -> Self:
-        """The ranks of a process group; collectives for it are made at the first exchange."""
-        ranks = cls(None)
-        ranks._group, ranks.size, ranks.rank = group, group.size(), group.rank()
-        return ranks
+            self.size, self.rank = along.size(), along.rank()
 
     def all_gather(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""
@@ -81,7 +77,7 @@ class AxisRanks:
         """Whether all ranks have the same number, of 63 bits. Collective; the host waits for the other hosts.
 
         Args:
-            device: the one whose memory later exchanges are of, for ranks `of_group` that have exchanged nothing yet.
+            device: the one whose memory later exchanges are of, for ranks of a group that have exchanged nothing yet.
         """
         rows = self._collectives(device).gather_rows(torch.tensor([number], device=HOST))
         return len(set(rows.flatten().tolist())) == 1
@@ -139,7 +135,7 @@ class AxisRanks:
 
     def _collectives(self, device: torch.device) -> Collectives:
         """The collectives that reach the memory of `device`. Collective the first time."""
-        if self._known is None:
-            assert self._group is not None, "there is one of the two"
-            self._known = collectives_for(self._group, device, self.traffic, Ledger())
-        return self._known
+        if not isinstance(self._along, Collectives):
+            assert self._along is not None, "a rank that is alone exchanges nothing"
+            self._along = collectives_for(self._along, device, self.traffic, Ledger())
+        return self._along

@@ -11,7 +11,6 @@ ever as large as a sequence squared.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any, Literal, Self, get_args
 
@@ -24,6 +23,7 @@ from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, TokenRun
+from terrazzo.parallel.context.tensor_memo import TensorMemo
 from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
@@ -63,16 +63,13 @@ class Context:
         balance: str = "head_tail",
         tp: int = 1,
     ) -> None:
-        if group is None:
-            self._ranks = AxisRanks(None)
-        else:
-            self._ranks = group if isinstance(group, AxisRanks) else AxisRanks.of_group(group)
+        self._ranks = group if isinstance(group, AxisRanks) else AxisRanks(group)
         self.mode: Mode = _one_of("context mode", mode, MODES)
         self.chunks = Chunks(self._ranks.size, _one_of("context balance", balance, BALANCES))
         self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp
         self._is_split = True
-        self._last_mask: tuple[weakref.ref[Tensor], int, dict[tuple[object, ...], AttentionMask]] | None = None
-        self._placed_positions: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._masks = TensorMemo[dict[tuple[object, ...], AttentionMask]]()  # of the last positions
+        self._host_begins = TensorMemo[Tensor]()  # of whole sequences, for the positions that `place` gave last
         self._first_inputs: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
         self._is_compared = self.is_simulated
 
@@ -116,7 +113,7 @@ class Context:
         own = self.chunks.split(positions, self.rank) if self.is_split else positions
         placed = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         begins = torch.arange(positions.shape[1]) - positions  # anew: a loader may fill the same memory again
-        self._placed_positions = None if placed.is_inference() else (weakref.ref(placed), placed._version, begins)
+        self._host_begins.keep(placed, begins)
         return placed
 
     @contextlib.contextmanager
@@ -180,12 +177,8 @@ class Context:
 
     def _masks_of(self, positions: Tensor) -> dict[tuple[object, ...], AttentionMask]:
         """The masks that were made of these positions, to add to; none where they may have been changed since."""
-        if positions.is_inference():  # torch does not count how often that is changed in place
-            return {}
-        last, version, masks = self._last_mask or (None, 0, {})
-        if last is None or last() is not positions or version != positions._version:
-            masks = {}
-            self._last_mask = weakref.ref(positions), positions._version, masks
+        if (masks := self._masks.of(positions)) is None:
+            self._masks.keep(positions, masks := {})
         return masks
 
     def attend(
@@ -295,12 +288,9 @@ class Context:
         self.check_window(window)
         self.chunks.check(tokens * self.size)
 
-    def _known(self, positions: Tensor | None) -> Tensor | None:
+    def _known(self, positions: Tensor) -> Tensor | None:
         """Where documents begin, in host memory, of positions that are from `place` and unchanged."""
-        if self._placed_positions is None or positions is None or positions.is_inference():
-            return None
-        placed, version, begins = self._placed_positions
-        if placed() is not positions or version != positions._version:
+        if (begins := self._host_begins.of(positions)) is None:
             return None
         return begins if self.mode == "ulysses" or not self.is_split else self.chunks.split(begins, self.rank)
 

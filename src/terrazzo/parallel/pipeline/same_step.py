@@ -69,10 +69,11 @@ def begin_alike(axes: Axes, links: StageLinks, read: Callable[[], StepArguments]
     rows = [_row(inputs, looks) for inputs in own.inputs]
     (low,), (high,) = _ends(axes, [form_fingerprint(rows)])
     numbers = [len(rows), int(torch.is_grad_enabled()), own.denominator, int(own.has_auxiliary)]
-    compared = [*numbers, *(-each for each in numbers), int(low != high), messages.given_up]
-    *ends, any_apart, given_up = failures.meet(compared, problem)
+    negated = [-each for each in numbers]  # their greatest are the least numbers
+    *greatest, any_apart, given_up = failures.meet([*numbers, *negated, int(low != high), messages.given_up], problem)
     messages.begin(int(given_up))
-    differences = _differing(own, [-each for each in ends[len(numbers) :]], ends)
+    most, least = greatest[: len(numbers)], [-each for each in greatest[len(numbers) :]]
+    differences = _differing(own, least, most)
     if any_apart and not differences:  # as many everywhere: their forms and values can be compared
         differences = (
             _differing_inputs(axes, own, rows) if low != high else ["other inputs for the same data elsewhere"]
@@ -141,7 +142,7 @@ def _differing(own: StepArguments, least: Sequence[float], most: Sequence[float]
         f"denominators from {least[2]:g} to {most[2]:g} (here {own.denominator:g})",
         f"'auxiliary' on some and none on others (here {'one' if own.has_auxiliary else 'none'})",
     ]
-    return [text for text, low, high in zip(texts, least, most, strict=False) if low != high]
+    return [text for text, low, high in zip(texts, least, most, strict=True) if low != high]
 
 
 def _differing_inputs(axes: Axes, own: StepArguments, rows: Sequence[tuple[int, int]]) -> list[str]:
