@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from collections import UserList
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,16 @@ def test_names_are_lightnings(strategies: Any) -> None:
         entry = StrategyRegistry[name]
         arguments = {key: value for key, value in entry["init_params"].items() if key != "start_method"}
         assert (entry["strategy"].__name__, arguments) == NAMED[name]
+
+
+@pytest.mark.parametrize(
+    "betas", [[0.9, 0.95], (0.9, 0.95), UserList([0.9, 0.95])], ids=lambda betas: type(betas).__name__
+)
+def test_betas_are_any_sequence_of_two(betas: Any) -> None:
+    """OmegaConf has lists of its own."""
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"betas": betas}}
+    description = described("lightning", {"optimizer": optimizer})
+    assert description.value("optimizer.betas") == (0.9, 0.95) and not description.value("optimizer.options")
 
 
 def test_precision_words_are_lightnings() -> None:

@@ -228,6 +228,17 @@ def test_what_the_engine_cannot_do_is_refused_by_name(
         check(_arguments(tmp_path, **given), nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_in_another_dtype_is_refused_as_training_begins(tmp_path: Path, name: str) -> None:
+    from terrazzo.integrations.transformers import Trainer
+
+    data = {"train_dataset": sequences(2), "eval_dataset": sequences(2)}
+    trainer = Trainer(tiny_model(), _arguments(tmp_path, **{name: True}, disable_tqdm=True), **data)
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(BadInput, match=f"{name} turns the model's weights"):
+        trainer.train()
+
+
 def test_the_dtype_is_that_of_the_adapters_and_not_of_their_frozen_base(tmp_path: Path) -> None:
     from terrazzo.integrations.transformers.requested import check
 

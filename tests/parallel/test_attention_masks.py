@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import AttentionMask, Context
 from terrazzo.parallel.context import attention_kernels, attention_masks
 from terrazzo.parallel.context.chunks import TokenRun
@@ -48,6 +48,15 @@ def worst_difference(documents: str, window: int | None, stride: int | None, dty
     wanted, gradients = (torch.autograd.grad(each, whole, grad) for each in (out, found))
     pairs = zip((out.detach(), *wanted), (found.detach(), *gradients), strict=True)
     return max(float((one - other).abs().max() / one.abs().max().clamp(min=1.0)) for one, other in pairs)
+
+
+def test_a_gradient_with_a_graph_is_refused() -> None:
+    """Also behind a sum, whose gradient is a constant: torch's own check would let a penalty have no gradient."""
+    query, key, value = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    context = Context(None)
+    out = context.attend(query, key, value, context.mask(None, 4))
+    with pytest.raises(Misuse, match=r"create_graph=True.*without cp"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
 
 
 @pytest.mark.cover(strength=1)

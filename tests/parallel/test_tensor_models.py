@@ -430,6 +430,9 @@ def test_a_loss_of_parts_of_the_vocabulary_is_that_of_the_whole() -> None:
         loss.backward()
         with pytest.raises(tz.BadInput, match=r"logits of width 13.*style 'colwise'"):
             loss_of(torch.zeros(2, 8, 13), targets)
+        logits = model(batch).detach().requires_grad_()
+        with pytest.raises(tz.Misuse, match=r"create_graph=True.*without tp"):  # a penalty would have no gradient
+            torch.autograd.grad(loss_of(logits, targets), logits, create_graph=True)
         with pytest.raises(tz.BadInput, match="reduction 'mean'; it has 'sum' and 'none'"):
             loss_of(model(batch).detach(), targets, "mean")
         for none in (-1, 13, 2**40):

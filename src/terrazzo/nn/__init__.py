@@ -12,10 +12,10 @@ Open to other packages:
     float8_products        the products of a converted layer, for ranks that share it or defer a gradient
     forward_replacement    gives a module another forward, in place
     routers                which modules choose experts
+    single_backward        refuses gradients of backwards that cannot be differentiated again
     vocabulary_parts       a vocabulary of which ranks have parts
 
-Modules inside: `float8_conversion` (which layers of a model get products in float8) and `single_backward` (backwards
-that cannot be differentiated again).
+A module inside: `float8_conversion` (which layers of a model get products in float8).
 """
 
 from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy

@@ -21,7 +21,7 @@ from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import trained_dtype
 from terrazzo.integrations.shared.honour import honour
 
-__all__ = ["check", "check_split", "describe"]
+__all__ = ["check", "check_split", "check_training", "describe"]
 
 _OURS: tuple[str, ...] = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "bf16", "fp16", "torch_compile")
 _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_steps")
@@ -101,6 +101,16 @@ def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype
     if wrong := [text for text, there in problems.items() if there]:
         raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(wrong)}.")
     return trained_dtype(model)
+
+
+def check_training(args: transformers.TrainingArguments) -> None:
+    """Raises: `BadInput` for arguments of an evaluation that a model which has been trained here cannot do."""
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise BadInput(
+                f"{name} turns the model's weights into another dtype for an evaluation after training, and those of a "
+                "sharded model stay what they are: leave it out; bf16=True evaluates under autocast as it trains."
+            )
 
 
 def check_split(args: transformers.TrainingArguments, plan: str) -> None:

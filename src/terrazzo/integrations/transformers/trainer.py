@@ -26,7 +26,7 @@ from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.checkpoints import opened, save_over, settle
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.from_description import setup_for
-from terrazzo.integrations.transformers.requested import check, check_split, describe
+from terrazzo.integrations.transformers.requested import check, check_split, check_training, describe
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -87,6 +87,7 @@ class TerrazzoTrainerMixin(_Base):
         return setup
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        check_training(self.args)
         self.accelerator.setup = self._setup()  # model_init may have made another model
         return super()._prepare_for_training(*args, **kwargs)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from terrazzo.nn.single_backward import check_no_graph
 from terrazzo.parallel.context.attention_kernels import Result
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_tiles import Outputs, TileGradients
@@ -84,7 +84,6 @@ class _GatherAttention(torch.autograd.Function):
         return _save(ctx, args, outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (query, key, value, *_), gradients = _restored(ctx, grad)
         shared: Shared = ctx.shared
@@ -109,7 +108,6 @@ class _RingAttention(torch.autograd.Function):
         return _save(ctx, args, outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Keys and values go round once more, and behind them their gradients, which end where they belong."""
         (query, key, value, *_), gradients = _restored(ctx, grad)
@@ -152,6 +150,10 @@ def _save(ctx: Any, args: Sequence[Any], outputs: Outputs) -> Tensor:
 
 
 def _restored(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], TileGradients]:
+    """What `_save` has kept, and gradients to add to, as a backward begins."""
+    check_no_graph(
+        "Attention tile by tile", "train with such a penalty without cp, in a model whose attention is torch's own"
+    )
     query, key, value, out, lse = ctx.saved_tensors
     return (query, key, value), TileGradients(grad, query, Result(out, lse), ctx.scale)
 

@@ -195,7 +195,8 @@ class Context:
 
         Raises:
             BadInput: under `ulysses`, where the ranks do not divide the heads.
-            Misuse: keys of other tokens than the queries, as a cache has them.
+            Misuse: keys of other tokens than the queries, as a cache has them; in backward, where a gradient is taken
+                with `create_graph=True`.
             RanksApart: on every rank, the first time, where `split` was given other sequences on some.
         """
         if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:

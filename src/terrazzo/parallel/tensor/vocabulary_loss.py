@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import BadInput
 from terrazzo.marks import Mark
 from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy
+from terrazzo.nn.single_backward import check_no_graph
 from terrazzo.nn.vocabulary_parts import places_in_part, softmax_terms
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, runs_of, tensor_ranks
 
@@ -51,6 +51,7 @@ class VocabularyLoss:
 
         Raises:
             BadInput: logits of another width than this rank's part; another reduction.
+            Misuse: in backward, where a gradient is taken with `create_graph=True`.
             RuntimeError: from torch, for a target outside of the vocabulary that is not `ignore_index`.
         """
         if reduction not in ("sum", "none"):
@@ -114,9 +115,9 @@ class _CrossEntropy(torch.autograd.Function):
         return terms.total.log() - (terms.chosen - terms.highest)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient of a logit is its probability, less 1 if it is the target's, times that of the loss."""
+        check_no_graph("VocabularyLoss", "make the mesh without tp for that")
         probabilities, places, elsewhere = ctx.saved_tensors
         each, places = grad.unsqueeze(-1), places.unsqueeze(-1)
         of_logits = torch.empty_like(probabilities, dtype=ctx.dtype)
