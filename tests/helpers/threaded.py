@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
-from terrazzo.engine.comm.collectives import Collectives, MessageRoute, all_gather_single
+from terrazzo.engine.comm.collectives import Collectives, MessageRoute
 from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.label import moving
 from terrazzo.engine.comm.sums import add_in_order
 from terrazzo.engine.comm.transfer import Handle, Moves
-from tests.helpers import turns
+from tests.helpers import meetings, turns
 
 __all__ = ["ThreadedCollectives"]
 
@@ -46,7 +46,7 @@ class ThreadedCollectives(Collectives):
         self._compare_labels()
         own = self._chunks(full)[self.rank]
         with self._meeting(kind):
-            all_gather_single(full, own, group=self.group)
+            meetings.all_gather(full, own, self.group)
         yield Handle()
         return full
 
@@ -55,7 +55,7 @@ class ThreadedCollectives(Collectives):
         received = torch.empty_like(full)
         with self.ledger.holding(received.nbytes):
             with self._meeting(kind):
-                dist.all_to_all_single(received, full, group=self.group)
+                meetings.all_to_all(received, full, self.group)
             yield Handle()
             total = full.new_empty(full.numel() // self.size, dtype=dtype)
             add_in_order(self._chunks(received), total)

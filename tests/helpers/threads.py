@@ -13,14 +13,13 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import (
@@ -30,10 +29,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
     ret_work,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
+from terrazzo.engine.comm import collectives
 from terrazzo.engine.comm.backends import BY_BACKEND
-from tests.helpers import turns
+from tests.helpers import meetings, turns
 from tests.helpers.threaded import ThreadedCollectives
 
 BY_BACKEND["threaded"] = ThreadedCollectives
@@ -115,7 +115,9 @@ def _threaded_backend() -> Iterator[None]:
     _install_threaded_pg()
     try:
         with (
-            mock.patch.multiple(ProcessLocalGroup, **{_GATHER: _gather, _EXCHANGE: _exchange}),
+            mock.patch.multiple(ProcessLocalGroup, **meetings.OF_GROUPS),
+            mock.patch.object(dist, "all_reduce", meetings.all_reduce),
+            mock.patch.object(collectives, "all_gather_single", meetings.all_gather),
             mock.patch.object(Collective, "join", _join_collective),
             mock.patch.object(distributed_c10d, "_store_based_barrier", _meet_in_store),
             mock.patch.object(sys, "excepthook", sys.excepthook),  # which every rank wraps once more
@@ -143,7 +145,7 @@ def _collected_here() -> Iterator[None]:
             gc.enable()
 
 
-# -- the same collectives as torch's, in n operations rather than in n squared, and one wake-up rather than two
+# -- torch's collectives with one wake-up rather than two; what each does is in `meetings`
 
 
 def _join_collective(self: Any, rank: int, data: Any) -> dist.Work:
@@ -152,7 +154,7 @@ def _join_collective(self: Any, rank: int, data: Any) -> dist.Work:
         self._data[rank] = data
         self._count += 1
         if self._count == self._world_size and not self._pg._terminate.is_set():
-            with _disable_current_modes():
+            with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
                 self._collective.work(self._data)
             self._done = True
             self._done_cond.notify_all()
@@ -168,44 +170,6 @@ def _join_collective(self: Any, rank: int, data: Any) -> dist.Work:
 def _meet_in_store(*arguments: Any, **options: Any) -> None:
     with turns.waiting():
         _store_based_barrier(*arguments, **options)
-
-
-def _gather(self: Any, output: Tensor, own: Tensor, *options: Any) -> dist.Work:
-    return _meet(self, _Gather(), (output, own))
-
-
-def _exchange(self: Any, output: Tensor, own: Tensor, to: Sequence[int], of: Sequence[int], *options: Any) -> dist.Work:
-    if to or of:
-        return _all_to_all(self, output, own, to, of, *options)
-    return _meet(self, _Exchange(), (output, own))
-
-
-_RENAMED = hasattr(ProcessLocalGroup, "all_to_all_single")  # by torch 2.13
-_GATHER, _EXCHANGE = ("all_gather_single", "all_to_all_single") if _RENAMED else ("_allgather_base", "alltoall_base")
-_all_to_all = getattr(ProcessLocalGroup, _EXCHANGE)
-
-
-def _meet(group: Any, collective: Any, data: tuple[Tensor, Tensor]) -> dist.Work:
-    met = ProcessLocalGroup._start_coll(collective, group)
-    work: dist.Work = met.join(group._rank, data)
-    ProcessLocalGroup._end_coll(met, group)
-    return work
-
-
-class _Gather:
-    @torch.no_grad()
-    def work(self, data: list[tuple[Tensor, Tensor]]) -> None:
-        whole = torch.cat([own.reshape(-1) for _, own in data])
-        for output, _ in data:
-            output.detach().copy_(whole.view(output.shape))
-
-
-class _Exchange:
-    @torch.no_grad()
-    def work(self, data: list[tuple[Tensor, Tensor]]) -> None:
-        rows = torch.stack([own.reshape(len(data), -1) for _, own in data], 1)
-        for (output, _), row in zip(data, rows, strict=True):
-            output.detach().copy_(row.view(output.shape))
 
 
 def _wake_others(error: BaseException) -> None:

@@ -110,7 +110,8 @@ def absent_in_place(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
     with contextlib.ExitStack() as until_end:
         absent: dict[nn.Parameter, bool] = {}
         for module in model.modules():
-            elsewhere = _ELSEWHERE.find(module) or {}
+            if not (elsewhere := _ELSEWHERE.find(module)):
+                continue
             until_end.enter_context(readable(module))
             module._parameters.update({name: each.parameter for name, each in elsewhere.items()})
             until_end.callback(module._parameters.update, dict.fromkeys(elsewhere))

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["keep_freed", "return_freed", "use_large_pages", "with_room"]
+__all__ = ["keep_freed", "keeps", "return_freed", "use_large_pages", "with_room"]
 
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -23,7 +23,7 @@ _SMALL_BLOCK_BYTES = 256 << 10
 _LARGEST_IN_HEAP_BYTES, _INT_MAX = 32 << 20, (1 << 31) - 1
 _ROOM_STEP_BYTES, _ROOM_STEPS = 256, 4096
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-_kept_bytes = 0
+_kept_bytes = 128 << 10  # what glibc keeps by itself
 
 
 def use_large_pages(tensor: Tensor) -> Tensor:
@@ -49,6 +49,11 @@ def with_room(size_bytes: int, device: torch.device) -> int:
 _blocks = itertools.count()
 
 
+def keeps(count_bytes: int) -> bool:
+    """Whether malloc keeps this much freed memory anyway."""
+    return count_bytes <= _kept_bytes
+
+
 def keep_freed(count_bytes: int) -> None:
     """Let malloc keep up to this much freed memory for what comes next, instead of giving it back at once.
 
@@ -60,7 +65,7 @@ def keep_freed(count_bytes: int) -> None:
         _libc is not None
         and hasattr(_libc, "mallopt")
         and "MALLOC_TRIM_THRESHOLD_" not in os.environ
-        and count_bytes > _kept_bytes
+        and not keeps(count_bytes)
     ):
         _kept_bytes = min(count_bytes, _INT_MAX)
         _libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES)

@@ -37,7 +37,7 @@ from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.runtime.pages import keep_freed, return_freed
+from terrazzo.engine.runtime.pages import keep_freed, keeps, return_freed
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
@@ -103,7 +103,7 @@ def shard(  # structure: signature fixed by the design
         first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
     _intercept(model, engine)
-    if engine.axes.device.type == "cpu" and store.nvme is None:
+    if engine.axes.device.type == "cpu" and store.nvme is None and not keeps(_most_bytes_of_a_step(prepared.units)):
         bill = engine.bill
         keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, _in_form_of(optimizer, prepared.optimizers)
@@ -187,6 +187,11 @@ def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -
         raise BadInput(f"tz.gathered(write={write!r}): give True, False, or 'first rank' to take what that one writes.")
     with engine_of(model).gathered(write) as parameters:
         yield parameters
+
+
+def _most_bytes_of_a_step(units: Sequence[Unit]) -> int:
+    """More than gradients and what comes and goes in a step can take; the bill, which is exact, takes time to make."""
+    return 32 * sum(bucket.spec.full_numel for unit in units for bucket in unit.buckets)
 
 
 def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> None:
