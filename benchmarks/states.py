@@ -65,6 +65,7 @@ CONTENDERS: dict[str, Callable[[nn.Module], Parts]] = {
     "terrazzo-int8": _terrazzo(moments="int8"),
     "terrazzo-fp8": _terrazzo(moments="fp8"),
     "terrazzo-6-bytes": _terrazzo(**dict.fromkeys(DTYPE_FIELDS, "bf16") | {"moments": "int8"}, rounding="stochastic"),
+    "terrazzo-8-bytes": _terrazzo(**dict.fromkeys(DTYPE_FIELDS, "bf16") | {"moments": "int8"}, rounding="remainder"),
     "bf16-pure": _terrazzo(**dict.fromkeys(DTYPE_FIELDS, "bf16")),
     "bitsandbytes": _bitsandbytes,
     "torchao": _torchao,

@@ -21,6 +21,7 @@ import terrazzo as tz
 from terrazzo.engine import StateFormat, engine_of, estimate
 from terrazzo.errors import BadInput
 from tests.engine.census import PeakBytes, census, live_bytes
+from tests.engine.models import base_model
 from tests.engine.narrow import keep_rounded, rounded
 from tests.engine.offload import runs
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
@@ -146,10 +147,10 @@ def test_states_equal_the_bill_to_the_byte(plan: str, name: str) -> None:
             assert 0 <= bill.moments_bytes - apart <= 64  # step counts
 
 
-@pytest.mark.parametrize("stochastic", mostly_long([False, True], True))
-def test_states_are_never_all_in_fp32(stochastic: bool) -> None:
+@pytest.mark.parametrize("rounding", mostly_long(["fp32", "stochastic", "remainder"], "stochastic"))
+def test_states_are_never_all_in_fp32(rounding: str) -> None:
     """A step takes the memory of one tile after the other, of 65,536 elements, and less than is counted for it."""
-    kind = STOCHASTIC if stochastic else precision("int8")
+    kind = precision("int8") if rounding == "fp32" else replace(STOCHASTIC, rounding=rounding)
     with fake_group(1), census():
         model = nn.Linear(1024, 1024, bias=False)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -467,6 +468,153 @@ def test_stochastic_rounding_is_bitwise_that_of_the_single_process(case: Case, t
     runs.assert_reference(case, ranks, [trainer.step() for _ in range(case.steps)])
 
 
+# -- what rounding leaves out --------------------------------------------------------------------------------------
+
+REMAINDER = replace(tz.Precision.named("bf16-pure"), moments="int8", rounding="remainder")
+
+
+class OfWideMasters(Trainer):
+    """Masters in fp32, of which ranks compute with the nearest bf16 number, the larger one of two that are as near."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model = copy.deepcopy(base_model(self.recipe.variant))
+        self.optimizer = self.make_optimizer(self.model)
+        self.stepped = dict(self.model.named_parameters())
+
+    def _twin(self) -> nn.Module:
+        twin = super()._twin()
+        for master, computed in zip(self.model.parameters(), twin.parameters(), strict=True):
+            if master.requires_grad:
+                computed.data = half_away(master.detach()).to(self.compute)
+        return twin
+
+
+def half_away(values: Tensor) -> Tensor:
+    """The nearest numbers of eight binary digits."""
+    mantissa, exponent = torch.frexp(values.double())
+    return torch.ldexp((mantissa.abs() * 256 + 0.5).floor() / 256 * mantissa.sign(), exponent)
+
+
+@pytest.mark.cover(case=axes, strength=1, turns=2)
+@pytest.mark.parametrize("accumulate", ["bf16", "fp32"])
+@pytest.mark.parametrize("tiers", ["", "cpu-all", "nvme"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_masters_with_their_remainder_are_bitwise_those_in_fp32(
+    case: Case, tiers: str, accumulate: str, tmp_path: Path
+) -> None:
+    kind = replace(REMAINDER, reduce=accumulate, accumulate=accumulate)
+    case = replace(case, precision="bf16" if accumulate == "fp32" else "bf16-pure", dtypes=kind, variant="unused")
+    if tiers:
+        case = runs.on_tiers(case, tiers, tmp_path, block_mib=1)
+    ranks = runs.train(case, make_optimizer=OPTIMIZERS["SGD"])
+    trainer = OfWideMasters(case.recipe, lambda model: keep_rounded(OPTIMIZERS["SGD"](model), "int8"))
+    runs.assert_reference(case, ranks, [trainer.step() for _ in range(case.steps)])
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1@cpu", "zero3", "hpz"])
+def test_only_what_is_written_begins_without_a_remainder(plan: str) -> None:
+    """A state dict has the masters in fp32. Where weights stay whole, a parameter that is written to begins anew."""
+    base, stays = Net(), plan in ("zero0", "zero1")
+
+    def body(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        mesh = tz.mesh(dp_replicate=2, dp_shard=1) if plan == "hpz" else None
+        model: Any = copy.deepcopy(base)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **SETTINGS)
+        model, optimizer = tz.shard(model, optimizer, plan, precision=REMAINDER, mesh=mesh)
+        initial = {name: value.clone() for name, value in model.state_dict().items()}
+        step(model, optimizer, loss_of(model, batch(0)))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with tz.gathered(model, write=True), torch.no_grad():
+            model.head.weight[0] = 0.5
+            model.head.weight[1] *= -1
+        return initial, before, dict(model.state_dict())
+
+    for initial, before, after in on_ranks(2, body):
+        assert_equal(initial, base.state_dict())
+        edited, row = after.pop("head.weight"), before.pop("head.weight")
+        assert_equal(after, before)
+        assert torch.equal(edited[0], torch.full_like(edited[0], 0.5))
+        assert torch.equal(edited[1], -half_away(row[1]).float())
+        assert torch.equal(edited[2:], half_away(row[2:]).float() if stays else row[2:])
+
+
+@pytest.mark.parametrize("other", ["zero3", "zero1@cpu"])
+def test_masters_go_through_checkpoints_to_fp32_and_back(other: str, tmp_path: Path) -> None:
+    """To the bit, moments too: those of an fp32 master are rounded in 8 bits here as there."""
+
+    def body(rank: int, plan: str, kind: tz.Precision, load: str | None, save: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model: Any = Net()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **SETTINGS)
+        model, optimizer = tz.shard(model, optimizer, plan, precision=kind)
+        if load is None:
+            step(model, optimizer, loss_of(model, batch(0)))
+        else:
+            tz.checkpoint.load(tmp_path / load, model, optimizer)
+        tz.checkpoint.save(tmp_path / save, model, optimizer)
+        return dict(model.state_dict())
+
+    wide = replace(tz.Precision.named("bf16"), moments="int8")
+    first = on_ranks(2, lambda rank: body(rank, "zero1", REMAINDER, None, "a"))[0]
+    second = on_ranks(3, lambda rank: body(rank, "zero2", wide, "a", "b"))[0]
+    third = on_ranks(1, lambda rank: body(rank, other, REMAINDER, "b", "c"))[0]
+    assert {value.dtype for value in first.values()} == {torch.float32}
+    assert_equal(second, first)
+    assert_equal(third, first)
+
+
+def test_averages_and_outer_steps_see_the_remainder() -> None:
+    """Weights of 1 that lose 2**-13 in each of two steps, of which bf16 alone would keep nothing."""
+
+    def body(rank: int, **options: Any) -> tuple[Tensor, Tensor | None]:
+        model: Any = nn.Linear(64, 64, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2**-13, weight_decay=0.0, eps=0.0)
+        mesh = tz.mesh(dp_replicate=2, dp_shard=1)
+        model, optimizer = tz.shard(model, optimizer, "zero3", precision=REMAINDER, mesh=mesh, **options)
+        ema = None if options else tz.EMA(model, decay=0.5)
+        for _ in range(2):
+            model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if ema is not None:
+                ema.update()
+        weights, averages = model.state_dict()["weight"], None
+        if ema is not None:
+            with ema.swapped():
+                averages = model.state_dict()["weight"]
+            assert torch.equal(model.state_dict()["weight"], weights)
+        return weights, averages
+
+    near = functools.partial(torch.testing.assert_close, rtol=0, atol=2**-22)
+    for weights, averages in on_ranks(2, body):
+        near(weights, torch.full_like(weights, 1 - 2 * 2**-13))
+        near(averages, torch.full_like(weights, 1 - 1.25 * 2**-13))
+    for weights, _ in on_ranks(2, lambda rank: body(rank, diloco=tz.DiLoCo(sync_every=2, lr=0.5, momentum=0.0))):
+        near(weights, torch.full_like(weights, 1 - 2**-13))
+
+
+@pytest.mark.cover(strength=1)
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "zero1@cpu"])
+def test_a_remainder_is_in_the_bill_to_the_byte(plan: str) -> None:
+    with fake_group(8), census():
+        before, model = live_bytes(), nn.Linear(512, 512, bias=False)
+        model, optimizer = tz.shard(model, torch.optim.AdamW(model.parameters()), plan, precision=REMAINDER)
+        bill, owned = engine_of(model).bill, 512**2 // (1 if plan == "zero0" else 8)
+        rests = 512**2 if plan != "zero3" else owned
+        model(torch.randn(2, 512, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        in_memory = bill.weight_bytes + bill.master_bytes + bill.moments_bytes + bill.host_bytes
+        assert bill.weight_bytes == rests * 2
+        if plan == "zero1@cpu":  # masters, in bf16, and their remainder are on the host, and so are moments
+            assert bill.host_bytes >= owned * (2 + 2) + 2 * owned * 260 // 256
+        else:
+            assert bill.master_bytes == owned * 2
+            assert live_bytes() - before == in_memory
+
+
 def test_small_updates_are_lost_by_rounding_to_the_nearest_alone() -> None:
     """A weight of 1, from which each step takes a thirty-second of the distance to the next bf16 number below."""
 
@@ -481,7 +629,7 @@ def test_small_updates_are_lost_by_rounding_to_the_nearest_alone() -> None:
             optimizer.zero_grad()
         return full_parameters(model)["weight"].double().mean().item()
 
-    for rounding, wanted in (("nearest", 1.0), ("stochastic", 1 - 64 * 2**-13)):
+    for rounding, wanted in (("nearest", 1.0), ("stochastic", 1 - 64 * 2**-13), ("remainder", 1 - 64 * 2**-13)):
         kind = replace(STOCHASTIC, rounding=rounding)
         for found in on_ranks(2, lambda rank, kind=kind: body(rank, kind)):
             assert found == pytest.approx(wanted, abs=3e-4)
@@ -502,9 +650,10 @@ def test_what_stochastic_rounding_is_not_of_is_refused() -> None:
     on_ranks(1, body)
 
 
-def test_a_parameter_takes_six_bytes_and_a_thirtieth() -> None:
+@pytest.mark.parametrize(("kind", "master"), [(STOCHASTIC, 0), (REMAINDER, 2)], ids=["stochastic", "remainder"])
+def test_a_parameter_takes_six_or_eight_bytes_and_a_thirtieth(kind: tz.Precision, master: int) -> None:
     with fake_group(1), torch.device("meta"):
         model = nn.Linear(4096, 4096, bias=False)
-        bill = estimate(model, torch.optim.AdamW(model.parameters()), "zero1", precision=STOCHASTIC)
+        bill = estimate(model, torch.optim.AdamW(model.parameters()), "zero1", precision=kind)
     resting = bill.weight_bytes + bill.master_bytes + bill.grad_bytes + bill.moments_bytes
-    assert resting == 4096**2 * (2 + 2) + 4096**2 * 2 * 260 // 256 + 4
+    assert resting == 4096**2 * (2 + master + 2) + 4096**2 * 2 * 260 // 256 + 4

@@ -140,7 +140,12 @@ def test_a_run_computes_its_loss_as_was_planned(loss: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "precision",
-    ["bf16,gather=int8,quantized_reduce=int4", "bf16-pure,moments=fp8,rounding=stochastic", "fp32,reduce=bf16"],
+    [
+        "bf16,gather=int8,quantized_reduce=int4",
+        "bf16-pure,moments=fp8,rounding=stochastic",
+        "bf16-pure,moments=int8,rounding=remainder",
+        "fp32,reduce=bf16",
+    ],
 )
 def test_keys_of_a_precision_arrive(precision: str, tmp_path: Path) -> None:
     config, _ = emitted(tmp_path, precision=precision)

@@ -428,7 +428,7 @@ def test_a_16_bit_dtype_is_what_makes_16_bit_masters() -> None:
 def test_16_bit_masters_that_are_rounded_stochastically_lose_no_updates() -> None:
     setup = setup_of({"precision": "bf16-pure"})
     precision = replace(setup.precision, moments="int8")
-    for rounding, warned in (("nearest", True), ("stochastic", False)):
+    for rounding, warned in (("nearest", True), ("stochastic", False), ("remainder", False)):
         rounded = replace(setup, precision=replace(precision, rounding=rounding))
         assert ("16-bit master weights" in {finding.rule for finding in findings(rounded)}) is warned
 

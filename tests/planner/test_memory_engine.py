@@ -44,6 +44,7 @@ PRECISIONS: dict[str, Precision] = {
     "fsdp": Precision(weight="fp32", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
     "int8": Precision(weight="bf16", compute="bf16", moments="int8"),  # type: ignore[arg-type]
+    "remainder": replace(Precision.named("bf16-pure"), moments="int8", rounding="remainder"),  # type: ignore[arg-type]
     "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
     "sums in int4": Precision(weight="bf16", compute="bf16", quantized_reduce="int4"),  # type: ignore[arg-type]
     "error feedback": Precision(weight="bf16", compute="bf16", quantized_reduce="int4", error_feedback=True),  # type: ignore[arg-type]
@@ -238,7 +239,7 @@ TIERS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize(("mesh", "plan"), [case for case in CASES if case[0] in ("one rank", "two by four")])
 def test_the_bill_of_every_tier_to_the_byte(mesh: str, plan: str, tiers: str) -> None:
-    some = ("fp32", "bf16", "int8", "gathered in int8")
+    some = ("fp32", "bf16", "int8", "remainder", "gathered in int8")
     precision = some[(list(TIERS).index(tiers) + list(CASES).index((mesh, plan))) % len(some)]
     placed = Plan.named(plan).on(**TIERS[tiers])
     with fake_group(8 if mesh == "two by four" else 1):

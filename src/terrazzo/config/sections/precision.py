@@ -13,7 +13,7 @@ __all__ = ["PrecisionConfig"]
 
 DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 MomentsName = Literal["fp32", "bf16", "fp16", "fp64", "int8", "fp8"]
-Rounding = Literal["nearest", "stochastic"]
+Rounding = Literal["nearest", "stochastic", "remainder"]
 GatherName = Literal["compute", "int8", "fp8"]
 QuantizedReduceName = Literal["none", "int8", "int4"]
 FrozenName = Literal["nf4", "nf4-double"]
@@ -31,7 +31,11 @@ class PrecisionConfig(Named):
     moments: MomentsName | None = Field(
         None, description="optimizer state; in 8 bits, a scale for each 256 elements; null: as the name"
     )
-    rounding: Rounding = Field("nearest", description="of master weights in bf16 with moments in 8 bits")
+    rounding: Rounding = Field(
+        "nearest",
+        description="of master weights in bf16 with moments in 8 bits; `remainder`: to the nearest, and the 16 bits "
+        "that this leaves out of fp32 are kept",
+    )
     frozen: FrozenName | None = Field(
         None,
         description="matrices that lora freezes, in 4 bits and blocks of 64; `nf4-double`: their scales too; null: as "

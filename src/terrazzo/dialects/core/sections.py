@@ -131,7 +131,9 @@ class PrecisionSection:
     ] = UNSET
     loss_scaling: Annotated[Setting[LossScaling | None], "dynamic loss scaling"] = UNSET
     static_loss_scale: Annotated[Setting[float | None], "fixed loss scale"] = UNSET
-    rounding: Annotated[Setting[str], "of weights that the optimizer updates: nearest or stochastic"] = UNSET
+    rounding: Annotated[Setting[str], "of weights that the optimizer updates: nearest, stochastic, or remainder"] = (
+        UNSET
+    )
     gather: Annotated[Setting[str], "matrices on the wire as they are gathered: compute, int8 or fp8"] = UNSET
     quantized_reduce: Annotated[Setting[str], "matrices' gradients on the wire: none, int8 or int4"] = UNSET
     error_feedback: Annotated[Setting[bool], "what codes of quantized_reduce lose is added to the next gradients"] = (

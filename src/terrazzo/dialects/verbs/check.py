@@ -161,7 +161,7 @@ def _precision(description: Description) -> Iterator[Finding]:
     scaled = description.value("precision.loss_scaling") or description.value("precision.static_loss_scale")
     if dtype["compute"] == "fp16" and description["precision.loss_scaling"].is_set and not scaled:
         yield Finding.warning(key, "fp16 gradients without loss scaling underflow: turn it on, or use bf16")
-    if dtype["master"] in _LEAST_STEP and description.value("precision.rounding") != "stochastic":
+    if dtype["master"] in _LEAST_STEP and description.value("precision.rounding") in (None, "nearest"):
         least = _LEAST_STEP[dtype["master"]]
         text = f"the weights that the optimizer updates are {dtype['master']}: steps below {least} of a weight are lost"
         yield Finding.warning(description["precision.master"].key or key, text)

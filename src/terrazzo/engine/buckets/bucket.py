@@ -12,12 +12,14 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.engine.buckets.parameters.edits import adopt_data
-from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore, copy_changed, differ
+from terrazzo.engine.buckets.resting.buffer import AsSeen, Buffer, Resting, Space, StateStore, copy_changed, differ
 from terrazzo.engine.buckets.resting.coded import CodedState
+from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.buckets.weights.weight_gathers import UpdateWay, update_way
 from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.formats.bf16_remainder import split_remainder
 from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
@@ -46,12 +48,14 @@ class Bucket:
         moments: what the optimizer keeps for each element away from the device or in 8 bits, by its own names.
         changes: counts those of the weights.
         weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
+        exact: the master weights with what they leave out of fp32, where that is kept; else `master` itself.
         outer: the states of the outer step, likewise: weights that a round began with, and momentum; see `DiLoCo`.
         full: the weights that the parameters are views of, from `build` on.
     """
 
     weight: Resting
     master: Resting
+    exact: Resting
     full: FullWeights
     _update: UpdateWay
 
@@ -144,6 +148,10 @@ class Bucket:
             self.master = store.state(self.space, spec.optim_axes, spec.precision.master, tiers.optim)
         else:
             self.master = self.weight.narrow(spec.optim_axes) if isinstance(self.weight, Buffer) else self.weight
+        self.exact = self.master
+        if spec.has_remainder:
+            remainder = store.state(self.space, spec.optim_axes, torch.int16, tiers.optim)
+            self.exact = WithRemainder(self.space, spec.optim_axes, self.master, remainder)
         if spec.trainable:
             self.gradient.build(store)
         for _ in range(spec.outer_states):
@@ -202,6 +210,8 @@ class Bucket:
         yield StateBytes("weight", tiers.weight, self.weight.nbytes)
         if spec.has_own_master:
             yield StateBytes("master", tiers.optim, self.master.nbytes)
+        if isinstance(self.exact, WithRemainder):
+            yield StateBytes("master", tiers.optim, self.exact.remainder.nbytes)
         yield from (StateBytes("moments", tiers.optim, state.nbytes) for state in self.moments.values())
         yield from (StateBytes("outer", spec.outer_tier, state.nbytes) for state in self.outer)
         if spec.trainable:
@@ -218,12 +228,18 @@ class Bucket:
         self.full.edits.outdate()
 
     def _fill(self, slot: Slot, value: Tensor) -> None:
-        flat = value.reshape(-1)
+        exact = rounded = value.reshape(-1)
+        if self.spec.has_remainder:
+            rounded, _ = split_remainder(exact.float())
+            self._fill_state(self.exact, slot, exact)
         for state in self.states():
-            for part in state.cuts(slot.range):
-                with state.opened(part, "change") as data:
-                    values = flat[part.within(slot.range)]
-                    data.copy_(self._update_as_seen(values) if state is self.weight else values)
+            self._fill_state(state, slot, rounded)
+
+    def _fill_state(self, state: Resting, slot: Slot, flat: Tensor) -> None:
+        for part in state.cuts(slot.range):
+            with state.opened(part, "change") as data:
+                values = flat[part.within(slot.range)]
+                data.copy_(self._update_as_seen(values) if state is self.weight else values)
 
     def as_seen(self, values: Tensor) -> Tensor:
         """Return what ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""
@@ -244,12 +260,30 @@ class Bucket:
         if self.spec.packed is not None:
             return  # `refuse_packed_edits` has seen to it that nothing was
         self.note_change()
-        self.full.edits.forget_written()
+        written = self.full.edits.take_written()
         if not self.spec.resident:
-            sent = bool(self.spec.weight_axes)
-            copy_changed(self.weight, self.full.buffer, self.as_seen if sent else lambda values: values)
+            sent, exact = bool(self.spec.weight_axes), self.exact
+            as_seen: AsSeen = self.as_seen if sent else lambda values: values
+            if isinstance(exact, WithRemainder) and not self.spec.has_own_master:
+                exact.forget_changed(self.full.buffer, as_seen)
+            copy_changed(self.weight, self.full.buffer, as_seen)
+        self._follow_weights(written)
+
+    def _follow_weights(self, written: Sequence[str]) -> None:
+        """Have master weights be what has been written into weights at rest.
+
+        Args:
+            written: names of the parameters that have been, of which a remainder of 16 bits begins anew where nothing
+                tells which elements are others.
+        """
         if self.spec.has_own_master:
+            if isinstance(self.exact, WithRemainder):
+                self.exact.forget_changed(self.weight, self._update_as_seen)
             copy_changed(self.master, self.weight, self._update_as_seen)
+        elif isinstance(self.exact, WithRemainder) and self.spec.resident:
+            for slot in self.slots:
+                if slot.name in written:
+                    self.exact.forget(slot.range)
 
     def refuse_packed_edits(self) -> None:
         """Refuse what was written into gathered weights that are kept in 4 bits, which would round it.
@@ -281,12 +315,11 @@ class Bucket:
         if not (self.spec.resident and self.full.present):
             return
         has_master, edits = self.spec.has_own_master, self.full.edits
-        if edits.take_written() or (
+        if (written := edits.take_written()) or (
             has_master and edits.data_taken and differ(self.master, self.weight, self._update_as_seen)
         ):
             self.note_change()
-            if has_master:
-                copy_changed(self.master, self.weight, self._update_as_seen)
+            self._follow_weights(written)
 
     # -- after an update ---------------------------------------------------------------------------------------
 

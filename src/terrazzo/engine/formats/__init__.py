@@ -7,6 +7,7 @@ memory that coding takes. Nothing here knows of ranks, buckets or plans.
     state_blocks         what an optimizer keeps for each element, in 8 bits
     format_names         every format by its name in a `Precision`: one row for each
     stochastic_rounding  to bf16, by bits that all ranks have alike
+    bf16_remainder       what rounding to bf16 leaves out of 32 bits, in 16
 
 A new format is a module here and a row in `format_names`:
 

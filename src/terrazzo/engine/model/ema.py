@@ -47,7 +47,7 @@ class EMA:
                     "tz.EMA of a model whose replicas train by themselves (diloco): each would have another average. "
                     "Leave the average out; the weights behind an outer step are a mean already."
                 )
-            return Average(decay, engine.precision.master)
+            return Average(decay, engine.precision.exact_master)
 
         self._average = all_or_none(engine.axes, made)
         self._average.compare(engine.axes)

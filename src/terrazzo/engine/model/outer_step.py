@@ -67,8 +67,8 @@ class OuterSteps:
         """Note the weights that a round begins with: master weights, which nothing updates now. Collective once."""
         for bucket in self._buckets:
             first = bucket.outer[0]
-            for cut in bucket.master.cuts(first.range):
-                with bucket.master.opened(cut) as weights, first.opened(cut, "replace") as noted:
+            for cut in bucket.exact.cuts(first.range):
+                with bucket.exact.opened(cut) as weights, first.opened(cut, "replace") as noted:
                     noted.copy_(weights)
         if not self.number:
             self._compare()
@@ -130,7 +130,7 @@ class OuterSteps:
         numel, along, device = parts[-1].in_message.stop, self._along, self._axes.device
         message = torch.zeros(self.settings.message_numel(numel, along.size), device=device)
         for bucket, tile, within in _tiles(parts, device):
-            with bucket.outer[0].opened(tile) as first, bucket.master.opened(tile) as weights:
+            with bucket.outer[0].opened(tile) as first, bucket.exact.opened(tile) as weights:
                 message[within].copy_(first - weights)
         mean = _mean_of_blocks if self.settings.traffic == "int8" else _mean
         Transfer(mean(message, numel, along), label).finish()
@@ -167,7 +167,7 @@ def _messages(settings: DiLoCo, buckets: Sequence[Bucket]) -> Iterator[list[_Par
 def _tiles(parts: Sequence[_Part], device: torch.device) -> Iterator[tuple[Bucket, Range, slice]]:
     """The elements of `parts` a little at a time, as states on `nvme` are read, and where each is in the message."""
     for bucket, elements, in_message in parts:
-        for cut in bucket.master.cuts(elements):
+        for cut in bucket.exact.cuts(elements):
             for tile in cut.pieces(tile_numel(device.type)):
                 start = in_message.start + tile.start - elements.start
                 yield bucket, tile, slice(start, start + tile.numel)
@@ -188,7 +188,7 @@ def _mean_of_blocks(message: Tensor, numel: int, along: Collectives) -> Moves[No
 
 def _set_master(bucket: Bucket, label: Label) -> None:
     """Bring the new weights to where the optimizer's are; ranks that have more of these get the others' parts."""
-    first, master = bucket.outer[0], bucket.master
+    first, master = bucket.outer[0], bucket.exact
     if bucket.spec.outer_axes == bucket.spec.optim_axes:
         for cut in master.cuts(master.range):
             with master.opened(cut, "replace") as weights, first.opened(cut) as new:

@@ -86,8 +86,8 @@ class Average:
     def _parts(self, access: Access) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of the average, and of the master weights, which may be on `nvme`."""
         for bucket, average in self.buffers.items():
-            for cut in bucket.master.cuts(average.range):
-                with bucket.master.opened(cut, access) as weights:
+            for cut in bucket.exact.cuts(average.range):
+                with bucket.exact.opened(cut, access) as weights:
                     yield average.part(cut), weights
 
 
@@ -97,6 +97,6 @@ def _check_decay(decay: float) -> None:
 
 
 def _copy_of_master(bucket: Bucket) -> Buffer:
-    master = bucket.master
+    master = bucket.exact
     device = bucket.sharding.axes.device if bucket.spec.tiers.optim == "device" else torch.device("cpu")
     return Buffer(bucket.space, bucket.spec.optim_axes, master.copied(master.range, device))

@@ -159,6 +159,8 @@ def staging_bytes(spec: BucketSpec, moments: Sequence[float], cell: int) -> int:
         return 0
     precision, numel = spec.precision, min(cell, spec.numel(spec.optim_axes))
     sizes = [precision.master.itemsize, *moments]
+    if spec.has_remainder:
+        sizes.append(precision.remainder_bytes)
     if spec.has_own_master and spec.tiers.weight == "nvme":
         sizes.append(spec.weight_dtype.itemsize)
     if spec.tiers.grad == "nvme":

@@ -26,7 +26,7 @@ from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.offload.nvme.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segments.off_device_updates import SegmentWork, Uses
-from terrazzo.engine.optim.segments.segment import Segment
+from terrazzo.engine.optim.segments.segment import Segment, give_gradient
 from terrazzo.engine.optim.segments.segment_step import step_segment
 from terrazzo.engine.optim.segments.state_memory import StateMemory
 from terrazzo.engine.optim.stock.stepper import Stepper
@@ -254,7 +254,7 @@ class _UpdateThread:
         if task.staging is None or "grad" not in task.staging:
             return segment.gradient(task.finished)
         part = task.staging.part("grad", segment.range)
-        return task.finished.scaled(part).to(segment.parameter.dtype)
+        return task.finished.scaled(part).to(segment.grad_dtype)
 
 
 class ElementwiseStep:
@@ -268,7 +268,7 @@ class ElementwiseStep:
     def run(self, segment: Segment, memory: StateMemory, values: Tensor | None, gradient: Tensor | None) -> None:
         assert values is not None, "it uses weights"
         parameter = nn.Parameter(values)
-        parameter.grad = gradient
+        give_gradient(parameter, gradient)
         step_segment(self._stepper, segment, parameter, memory)
 
 
@@ -281,6 +281,9 @@ class _StagedStates(StateMemory):
 
     def part(self, key: str, elements: Range) -> Tensor:
         return self._staging.part(key, elements)
+
+    def remainder(self, elements: Range) -> Tensor:
+        return self._staging.part("remainder", elements)
 
     def keep(self, key: str) -> None:
         self._staging.keep(key)

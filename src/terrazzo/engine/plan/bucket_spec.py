@@ -128,6 +128,11 @@ class BucketSpec:
         """Whether master weights have memory of their own."""
         return self.trainable and not self.shares_memory
 
+    @property
+    def has_remainder(self) -> bool:
+        """Whether what master weights in bf16 leave out of fp32 is kept beside them."""
+        return self.trainable and self.precision.keeps_remainder
+
     @cached_property
     def weight_dtype(self) -> torch.dtype:
         """Dtype of weights at rest."""
@@ -246,6 +251,8 @@ class BucketSpec:
         yield StateBytes("weight", tiers.weight, self.weight_bytes(self.numel(self.weight_axes)))
         if self.has_own_master:
             yield StateBytes("master", tiers.optim, owned * precision.master.itemsize)
+        if self.has_remainder:
+            yield StateBytes("master", tiers.optim, owned * precision.remainder_bytes)
         if self.trainable:
             yield StateBytes("grad", tiers.grad, owned * precision.accumulate.itemsize)
             yield from (StateBytes("moments", tiers.optim, math.ceil(nbytes)) for nbytes in moments)
@@ -380,7 +387,8 @@ class BucketSpec:
     @property
     def outer_gathers_apart(self) -> bool:
         """Whether an outer step's new weights are gathered in device memory of their own, on their way to masters."""
-        return not self._reached(self.tiers.optim) and self.outer_axes != self.optim_axes
+        in_place = self._reached(self.tiers.optim) and not self.has_remainder
+        return not in_place and self.outer_axes != self.optim_axes
 
     @property
     def outer_gathers(self) -> list[MoveBytes]:

@@ -28,7 +28,7 @@ __all__ = [
     "Precision",
 ]
 
-Rounding = Literal["nearest", "stochastic"]
+Rounding = Literal["nearest", "stochastic", "remainder"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 
@@ -86,8 +86,9 @@ class Precision:
         master: the weights that the optimizer updates.
         moments: whatever else the optimizer keeps per element.
         loss_scaling: dynamic loss scaling, or None for none.
-        rounding: of master weights in bf16 with moments in 8 bits, which are stepped in fp32: to the `nearest`, or
-            `stochastic`, by bits of the parameter's name, the element and the step.
+        rounding: of master weights in bf16 with moments in 8 bits, which are stepped in fp32: to the `nearest`;
+            `stochastic`, by bits of the parameter's name, the element and the step; or to the nearest with the
+            `remainder` kept, 16 bits of each element that make an fp32 master of it.
         frozen: what frozen matrices of linear layers inside of units are kept in, a `FrozenFormat` (`"nf4"`,
             `"nf4-double"`); None: as other weights. They are gathered so, and decoded to `compute` where they are used.
             What is tied, or in no unit such as embeddings and the head, is kept as other weights.
@@ -137,11 +138,11 @@ class Precision:
                 f"precision: rounding is {self.rounding!r}.{did_you_mean(str(self.rounding), ROUNDINGS)} "
                 f"Use one of {', '.join(ROUNDINGS)}."
             )
-        if self.stochastic and (self.master != torch.bfloat16 or self.narrow is None):
+        if self.rounding != "nearest" and (self.master != torch.bfloat16 or self.narrow is None):
             raise BadInput(
-                "precision: rounding 'stochastic' is of master weights in bf16 with moments in int8 or fp8, and here "
-                f"master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use 'bf16-pure' "
-                "with moments 'int8', or leave rounding out."
+                f"precision: rounding {self.rounding!r} is of master weights in bf16 with moments in int8 or fp8, and "
+                f"here master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use "
+                "'bf16-pure' with moments 'int8', or leave rounding out."
             )
 
     def _read_messages(self) -> None:
@@ -229,6 +230,21 @@ class Precision:
         return self.rounding == "stochastic"
 
     @property
+    def keeps_remainder(self) -> bool:
+        """Whether what master weights in bf16 leave out of fp32 is kept beside them."""
+        return self.rounding == "remainder"
+
+    @property
+    def exact_master(self) -> torch.dtype:
+        """The dtype of master weights with what they leave out, as in checkpoints."""
+        return torch.float32 if self.keeps_remainder else self.master
+
+    @property
+    def remainder_bytes(self) -> int:
+        """Bytes of an element that are kept so."""
+        return torch.int16.itemsize if self.keeps_remainder else 0
+
+    @property
     def narrow(self) -> StateFormat | None:
         """Format of moments that are kept in fewer bits than any dtype has; None where they have a dtype."""
         return self.moments if isinstance(self.moments, StateFormat) else None
@@ -250,7 +266,7 @@ class Precision:
     def __str__(self) -> str:
         dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]
         scaling = f", loss scale from {self.loss_scaling.init:g}" if self.loss_scaling else ""
-        rounding = ", stochastic rounding" if self.stochastic else ""
+        rounding = {"stochastic": ", stochastic rounding", "remainder": ", remainder kept"}.get(self.rounding, "")
         frozen = f", frozen matrices {self.frozen}" if self.frozen else ""
         gather = f", gathered in {self.gather}" if self.gather is not None else ""
         reduce = f", gradients sent in {self.quantized_reduce}" if self.quantized_reduce is not None else ""

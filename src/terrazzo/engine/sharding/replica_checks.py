@@ -37,9 +37,9 @@ def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, o
             f"diloco with plan {plan.name}, which tells the ranks of a group from its copies in other groups "
             "(dp_replicate): these train by themselves. Take zero3, which splits over the ranks of one group."
         )
-    if precision.master != torch.float32:
+    if precision.exact_master != torch.float32:
         raise BadInput(
-            f"diloco with master weights in {DTYPE_NAMES[precision.master]}: outer steps are in fp32. Shard the "
+            f"diloco with master weights in {DTYPE_NAMES[precision.exact_master]}: outer steps are in fp32. Shard the "
             "model with precision='bf16', which has fp32 masters."
         )
     if precision.error_feedback:

@@ -105,7 +105,7 @@ class ModelState:
                 kind: (numel, shown) if state.per_element else (math.prod(state.shape), None)
                 for kind, state in self._engine.drivers.templates[group].items()
             }
-        dtype = bucket.master.dtype if bucket.spec.trainable else bucket.weight.dtype
+        dtype = bucket.exact.dtype if bucket.spec.trainable else bucket.weight.dtype
         return ParameterInfo(slot.names, box, dtype, group, states)
 
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:

@@ -52,7 +52,7 @@ class SavedState:
 def saved_weights(buckets: Iterable[Bucket]) -> Iterator[SavedState]:
     """Yield the weights of buckets: master weights where there are any, which the others follow once published."""
     for bucket in buckets:
-        state = bucket.master if bucket.spec.trainable else bucket.weight
+        state = bucket.exact if bucket.spec.trainable else bucket.weight
         yield SavedState(bucket, "weight", state, _share(bucket), alike_along(bucket), bucket.note_change)
 
 

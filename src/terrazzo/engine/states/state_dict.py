@@ -30,7 +30,7 @@ def shows_all(model: nn.Module) -> bool:
 def _is_rounded(bucket: Bucket) -> bool:
     """Whether weights have less than the master weights."""
     spec = bucket.spec
-    return spec.trainable and (spec.weight_dtype != spec.precision.master or spec.update_wire.rounds)
+    return spec.trainable and (spec.weight_dtype != spec.precision.exact_master or spec.update_wire.rounds)
 
 
 def whole_state_dict(

@@ -137,7 +137,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
             unit, bucket, slot = of_name
             if current is not bucket:
                 data = None  # before room is made for the next
-                current, data = bucket, gathered_state(unit, bucket.master if bucket.spec.trainable else bucket.weight)
+                current, data = bucket, gathered_state(unit, bucket.exact if bucket.spec.trainable else bucket.weight)
             assert data is not None
             own = whole_parameter(unit, bucket, slot, data)
         yield name, _everywhere(engine.axes, each, own)

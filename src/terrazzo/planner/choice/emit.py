@@ -238,7 +238,7 @@ def _precision(precision: Precision) -> dict[str, Any]:
         return preset | {"quantized_reduce": precision.quantized_reduce.value} | feedback
     if precision.narrow is not None:
         preset = _precision(replace(precision, moments=precision.master, rounding="nearest"))
-        rounding = {"rounding": precision.rounding} if precision.stochastic else {}
+        rounding = {"rounding": precision.rounding} if precision.rounding != "nearest" else {}
         return preset | {"moments": precision.narrow.value} | rounding
     base = "fp16" if precision.loss_scaling else "fp32"
     return {"name": base} | {field: MOMENTS_NAMES[getattr(precision, field)] for field in DTYPE_FIELDS}

@@ -103,10 +103,10 @@ RULES = (
         scope=(),
         severity="warn",
         applies=lambda setup: (
-            setup.precision.master in (torch.bfloat16, torch.float16) and not setup.precision.stochastic
+            setup.precision.master in (torch.bfloat16, torch.float16) and setup.precision.rounding == "nearest"
         ),
         reason="Updates smaller than 1/256 of a weight are lost in 16-bit master weights.",
-        alternative="Use precision bf16, whose master weights are fp32, or an optimizer that rounds stochastically.",
+        alternative="Use precision bf16, whose master weights are fp32, or precision.rounding stochastic or remainder.",
         source="arXiv 2010.06192; pytorch/ao torchao/optim README (bf16_stochastic_round)",
     ),
     Rule(

@@ -98,12 +98,12 @@ def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
     placement = placement_of(setup, ON_DEVICE)
     own, spec = numel / placement.ranks(placement.plan.optim.axes), setup.optimizer
     moment = spec.bytes_each(precision)
-    same = precision.weight == precision.master
+    kept = (precision.weight != precision.master) * precision.master.itemsize + precision.remainder_bytes
     weight, grad, optim = (1.0 if tier is None else place.shares.get(tier, 0.0) for place in setup.plan.resting_places)
     values = {
         "weights": weight * numel / placement.ranks(placement.plan.weight.axes) * precision.weight.itemsize,
         "gradients": grad * numel / placement.ranks(placement.plan.grad.axes) * precision.accumulate.itemsize,
-        "master": 0.0 if same else optim * own * precision.master.itemsize,
+        "master": optim * own * kept,
         "moments": optim * own * moment * spec.moments,
     }
     return tuple(_term(name, value, numel, placement) for name, value in values.items())

@@ -175,7 +175,8 @@ def _stepping_bytes(config: Config, setup: Setup, numels: list[int]) -> int:
     if not numels:
         return 0
     precision = setup.precision
-    cast = precision.master.itemsize if precision.accumulate != precision.master else 0
+    takes_sums = precision.accumulate == precision.master or precision.keeps_remainder
+    cast = 0 if takes_sums else precision.master.itemsize
     if precision.narrow is not None:
         return sum(numels) * cast + precision.narrow.blocks.scratch_bytes(max(numels), setup.cluster.device.kind)
     if isinstance(precision.moments, torch.dtype) and precision.moments != precision.master:

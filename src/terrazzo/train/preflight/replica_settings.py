@@ -28,7 +28,7 @@ def _problems(config: Config) -> Iterator[tuple[str, str]]:
     mesh, guard, train = config.plan.mesh, config.guard, config.train
     if mesh.dp_replicate == 1:
         yield "there is one group of ranks", "set plan.mesh.dp_replicate to the number of groups, such as 2"
-    if (master := build_precision(config).master) != torch.float32:
+    if (master := build_precision(config).exact_master) != torch.float32:
         yield f"master weights are {str(master).removeprefix('torch.')}", "set precision.master=fp32"
     if config.precision.error_feedback:
         yield "precision.error_feedback would have each group keep residuals", "set precision.error_feedback=false"

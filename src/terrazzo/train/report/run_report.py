@@ -267,7 +267,9 @@ def _precision(config: Config) -> str:
     """The precision of a run in words: its name, and the dtypes that differ from it."""
     others = {"name", "linears", "skip", "rounding", "gather", "quantized_reduce", "error_feedback"}
     dtypes = config.precision.model_dump(exclude=others, exclude_none=True)
-    rounding = ["stochastic rounding"] if config.precision.rounding == "stochastic" else []
+    rounding = {"stochastic": ["stochastic rounding"], "remainder": ["remainder kept"]}.get(
+        config.precision.rounding, []
+    )
     gather = [f"gathered in {config.precision.gather}"] if config.precision.gather != "compute" else []
     if config.precision.quantized_reduce != "none":
         feedback = " with error feedback" if config.precision.error_feedback else ""

@@ -1,7 +1,8 @@
 """One state of a bucket at rest on this rank: its range of a flat space, on whatever tier it is.
 
-    buffer   `Resting`, what can be asked of a state; `Buffer`, one in memory, which moves between places
-    coded    `CodedState`, one in blocks of codes: what an optimizer keeps in 8 bits, frozen weights in 4
+    buffer          `Resting`, what can be asked of a state; `Buffer`, one in memory, which moves between places
+    coded           `CodedState`, one in blocks of codes: what an optimizer keeps in 8 bits, frozen weights in 4
+    with_remainder  `WithRemainder`, master weights in 32 bits whose upper half are weights in bf16
 
 Read them in that order.
 """

@@ -23,7 +23,7 @@ from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job
 
-__all__ = ["Access", "Buffer", "Resting", "Space", "StateStore", "copy_changed", "differ", "view"]
+__all__ = ["Access", "AsSeen", "Buffer", "Resting", "Space", "StateStore", "copy_changed", "differ", "view"]
 
 Access = Literal["read", "change", "replace"]
 """Use of opened elements: they are read; read and written; all written, whatever they were before."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.resting.coded import CodedState
+from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.formats.block_format import BlockFormat
 from terrazzo.engine.offload.nvme.nvme_buffer import NvmeBuffer
 from terrazzo.engine.offload.nvme.swap_space import Pending
@@ -35,7 +36,7 @@ class _Entry:
 
 class StagingBuffer:
     """One cell at a time of a bucket whose optimizer state is on `nvme`: `master`, the moments by name, and where they
-    are there too, `weight` and `grad`.
+    are there too, `remainder`, `weight` and `grad`.
 
     Args:
         raw: uint8, page-aligned, large enough for every state's cell.
@@ -74,13 +75,15 @@ class StagingBuffer:
         self._bucket, self._cell, self._entries, offset = bucket, cell, {}, 0
         if uses.weights:
             offset = self._add("master", bucket.master, offset, writes=True)
+            if isinstance(bucket.exact, WithRemainder):
+                offset = self._add("remainder", bucket.exact.remainder, offset, writes=True)
         for key, state in bucket.moments.items() if uses.moments else ():
             offset = self._add(key, state, offset, writes=key in known)
         if uses.weights and (weight := bucket.own_weight) is not None:
             offset = self._add("weight", weight, offset, writes=True)
         if uses.moments and finished is not None:
             self._add("grad", finished.wait(), offset, writes=False)
-        wanted = ("master", "grad", *known)
+        wanted = ("master", "remainder", "grad", *known)
         self._reading = [e.state.read(e.of(cell), e.raw) for key, e in self._entries.items() if key in wanted]
         for key in bucket.moments.keys() & self._entries.keys():
             if key not in known:

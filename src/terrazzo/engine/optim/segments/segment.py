@@ -24,7 +24,7 @@ from terrazzo.engine.optim.segments.state_placeholder import StateIn8Bits, State
 from terrazzo.engine.optim.stock.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 
-__all__ = ["Segment", "handed_over", "segments_of"]
+__all__ = ["Segment", "give_gradient", "handed_over", "segments_of"]
 
 
 @dataclass(eq=False)
@@ -68,14 +68,20 @@ class Segment:
         return self.bucket.gradient.finished.exists and self.seen[0]
 
     def gradient(self, finished: SummedGradient) -> Tensor:
-        """This rank's part of the finished gradient, scaled, in the master's dtype."""
+        """This rank's part of the finished gradient, scaled, in `grad_dtype`."""
         with finished.wait().opened(self.range) as part:
-            return finished.scaled(part).to(device=self.device, dtype=self.parameter.dtype)
+            return finished.scaled(part).to(device=self.device, dtype=self.grad_dtype)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of gradients in a step: the master's, but where that keeps a remainder the one they are summed in."""
+        spec = self.bucket.spec
+        return spec.precision.accumulate if spec.has_remainder else self.parameter.dtype
 
     def take_gradient(self, finished: Mapping[Bucket, SummedGradient]) -> None:
         """Have `parameter.grad`, where there is a gradient, from those of its buckets that are `finished`."""
         if self.due:
-            self.parameter.grad = self.gradient(finished[self.bucket])
+            give_gradient(self.parameter, self.gradient(finished[self.bucket]))
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +158,13 @@ def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Template]) ->
         if (group := bucket.members[first].group) in templates
         for segment in _segment(bucket, first, last, window, templates[group])
     ]
+
+
+def give_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Have `parameter.grad` be `gradient`, whatever its dtype."""
+    if gradient is not None and gradient.dtype != parameter.dtype:
+        parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
 
 
 def handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.resting.coded import CodedState
+from terrazzo.engine.formats.bf16_remainder import join_remainder, split_remainder
 from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.formats.stochastic_rounding import round_stochastically
 from terrazzo.engine.optim.segments.segment import Segment
@@ -94,7 +95,7 @@ class _NarrowStates(SegmentStates):
         values, gradient = parameter.detach(), parameter.grad
         for tile in segment.range.pieces(tile_numel(values.device.type)):
             within = tile.within(segment.range)
-            part = nn.Parameter(values[within].float())
+            part = nn.Parameter(self._loaded(values[within], tile))
             if gradient is not None:
                 part.grad = gradient[within].float()
             own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
@@ -114,15 +115,29 @@ class _NarrowStates(SegmentStates):
                 key: self._kept(key) if key in coded else value for key, value in joined.items()
             }
 
+    def _loaded(self, values: Tensor, tile: Range) -> Tensor:
+        """The segment's `values` in a `tile`, in fp32."""
+        has_remainder = self.segment.bucket.spec.has_remainder
+        return join_remainder(values, self._memory.remainder(tile)) if has_remainder else values.float()
+
     def _round(self, stepped: Tensor, values: Tensor, tile: Range, after: Mapping[str, Any]) -> None:
         """Replace the `tile` of the segment's values by those in fp32 that a step has made of it."""
         segment = self.segment
-        if not segment.bucket.spec.precision.stochastic:
+        if segment.bucket.spec.has_remainder:
+            nearest, remainder = split_remainder(stepped)
+            values[tile.within(segment.range)] = nearest
+            self._memory.remainder(tile).copy_(remainder)
+        elif segment.bucket.spec.precision.stochastic:
+            self._round_stochastically(stepped, values, tile, after["step"])
+        else:
             values[tile.within(segment.range)] = stepped
-            return
+
+    def _round_stochastically(self, stepped: Tensor, values: Tensor, tile: Range, number: Tensor) -> None:
+        """`_round`, by the `number` of the step."""
+        segment = self.segment
         size = -(-tile.numel // 8)  # numbers of elements and bits take 36 bytes for each
         for (slot, elements_of_slot), piece in itertools.product(segment.slots(), tile.pieces(size)):
             if (part := elements_of_slot.intersect(piece)).numel:
                 own = slot.own(part)
                 new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
-                values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, after["step"])
+                values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, number)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.buckets.resting.coded import CodedState
+from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.plan.layout import Range
 
@@ -29,6 +30,13 @@ class StateMemory:
             elements, state = elements.as_bytes(state.blocks), state.codes
         assert isinstance(state, Buffer), "what is on nvme has to be staged"
         return state.part(elements)
+
+    def remainder(self, elements: Range) -> Tensor:
+        """The remainder of `elements` of its master weights, int16, a view to be changed."""
+        exact = self.segment.bucket.exact
+        assert isinstance(exact, WithRemainder), "`BucketSpec.has_remainder` says so"
+        assert isinstance(exact.remainder, Buffer), "what is on nvme has to be staged"
+        return exact.remainder.part(elements)
 
     def keep(self, key: str) -> None:
         """A step has written the segment's part of a state."""
