@@ -16,8 +16,7 @@ from terrazzo.engine.offload.needs import disk_bytes, host_bytes, host_sum_bytes
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segments.group_runs import held_range, runs
 from terrazzo.engine.optim.stock.template import Templates
-from terrazzo.engine.plan.bucket_memory import publishes_late
-from terrazzo.engine.plan.bucket_spec import resting_bytes
+from terrazzo.engine.plan.bucket_memory import publishes_late, resting_bytes
 
 __all__ = ["MemoryBill", "memory_bill"]
 

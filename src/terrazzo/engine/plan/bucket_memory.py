@@ -13,13 +13,14 @@ the dry run counts in the order of the engine's schedule (`CountingBucket`), the
     publish         new weights are brought from where they were stepped to where they rest
     reduction       gradients are summed over ranks, one collective after the other
 
-Single amounts are the spec's: `pending_bytes` with a bucket's first gradient.
+What stays there, `resting_bytes`. Single amounts are the spec's: `pending_bytes` with a bucket's first gradient.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from terrazzo.engine.plan.bucket_spec import BucketSpec
@@ -41,6 +42,7 @@ __all__ = [
     "reduction",
     "release",
     "rest_between",
+    "resting_bytes",
     "staying_bytes",
 ]
 
@@ -249,3 +251,11 @@ def reduction(
 
 def _in_flight(move: MoveBytes) -> Sequence[InFlight]:
     return [InFlight(move, move.received_bytes * (step == 0), step == 0) for step in range(move.steps)]
+
+
+def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
+    """Bytes of each state of several buckets that rest on the device; moments left out."""
+    total = Counter[str]()
+    for state, tier, nbytes in (resting for bucket in buckets for resting in bucket.at_rest()):
+        total[state] += nbytes * (tier == "device")
+    return total

@@ -21,8 +21,7 @@ A `Bucket` is memory for one. The bill, the dry run and the planner ask the desc
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -39,7 +38,7 @@ from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
-__all__ = ["BucketSpec", "StateBytes", "resting_bytes"]
+__all__ = ["BucketSpec", "StateBytes"]
 
 
 class StateBytes(NamedTuple):
@@ -394,11 +393,3 @@ class BucketSpec:
     def outer_gathers(self) -> list[MoveBytes]:
         """Gathers of an outer step's new weights to where the optimizer's are."""
         return self._gathers(self.outer_axes, self.optim_axes, DtypeWire(torch.float32), "outer weights")
-
-
-def resting_bytes(buckets: Iterable[BucketSpec]) -> Counter[str]:
-    """Bytes of each state of several buckets that rest on the device; moments left out."""
-    total = Counter[str]()
-    for state, tier, nbytes in (resting for bucket in buckets for resting in bucket.at_rest()):
-        total[state] += nbytes * (tier == "device")
-    return total

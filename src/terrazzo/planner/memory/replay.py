@@ -15,8 +15,7 @@ import torch
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
-from terrazzo.engine.plan.bucket_memory import publishes_late
-from terrazzo.engine.plan.bucket_spec import resting_bytes
+from terrazzo.engine.plan.bucket_memory import publishes_late, resting_bytes
 from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
