@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terrazzo.checkpoint import Source, open_source
+import terrazzo as tz
+from terrazzo.checkpoint import Source, load, open_source
 from terrazzo.checkpoint.importers import open_foreign
 from terrazzo.errors import BadInput
 from tests.helpers.imported import Net, RunsCode, assert_same, names_of, states_of, train, trained
+from tests.helpers.threads import run_in_threads
 
 
 def imported(path: Path, content: Any, names: Sequence[str] = ()) -> Source:
@@ -199,6 +201,26 @@ def test_steps_of_older_optimizers_and_states_that_are_none(tmp_path: Path) -> N
     assert torch.equal(source.whole("bias", "step"), torch.tensor([5.0]))
     assert source.tensors["bias"].states.keys() == {"weight", "step"}
     assert torch.equal(source.whole("weight", "momentum_buffer"), torch.ones(3, 2))
+
+
+def test_what_is_not_taken_over_is_named_as_it_is_loaded(tmp_path: Path) -> None:
+    net = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    states = optimizer.state_dict()
+    states["state"][0]["words"] = "of another optimizer's"
+    torch.save({"model": net.state_dict(), "optimizer": states}, tmp_path / "file.pt")
+
+    def body(rank: int) -> None:
+        model, own = tz.shard(nn.Linear(2, 3), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "zero3")
+        load(tmp_path / "file.pt", model, own)
+        assert torch.equal(tz.full_state_dict(model, keep=True)["weight"], net.weight.detach())
+        assert own.param_groups[0]["lr"] == 0.5
+
+    with pytest.warns(UserWarning, match="taken over in part: words of weight, of the optimizer.*no tensor") as caught:
+        run_in_threads(2, body)
+    assert len(caught) == 1  # of rank 0
 
 
 def endless() -> list[Any]:

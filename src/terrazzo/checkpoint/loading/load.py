@@ -101,7 +101,8 @@ def load(
     saved. Everything is checked before anything is changed: that it fits, and every byte against its digest.
     Memory: one range at a time beside the state itself. Left out, with a warning on rank 0, are an optimizer's states
     of parameters that are frozen here, and an average (`tz.EMA`), outer momentum or residuals that nothing keeps here.
-    An average that the checkpoint lacks is refused; momentum and residuals that it lacks begin at zero.
+    An average that the checkpoint lacks is refused; momentum and residuals that it lacks begin at zero. What a format
+    of another program's has and is not read is named in a warning, too.
 
     Args:
         optimizer: None takes the weights and leaves the rest; a list where the model has several.
@@ -113,11 +114,13 @@ def load(
     """
     source = together(lambda: open_source(path, None if optimizer is None else model), Misuse)
     restore(source, model, optimizer, cast=cast)
+    if optimizer is not None and source.notes and dist.get_rank() == 0:
+        warn(f"The checkpoint '{source.where}' is taken over in part: {printable(listed(source.notes, 5, ';'))}.")
     return source.extra
 
 
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
-    """What `load` does with an opened checkpoint. Collective."""
+    """What `load` does with an opened checkpoint, whose `notes` the caller says. Collective."""
     together(lambda: check_optimizers(model, optimizer), Misuse)
     known = listing(model)
     seen = gather_json([source.identity, source.cache])

@@ -12,11 +12,13 @@ from typing import Any
 import accelerate
 from torch import nn
 
-from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
+from terrazzo.checkpoint import latest, load_newest, prune, save, step_path
+from terrazzo.checkpoint.loading.load import restore
 from terrazzo.checkpoint.storage.store import step_of
 from terrazzo.engine import ShardedModule, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first
+from terrazzo.integrations.shared.checkpoints import opened
 
 __all__ = ["loading", "saving"]
 
@@ -57,7 +59,7 @@ def loading(accelerator: accelerate.Accelerator) -> Iterator[None]:
             elif len(sharded) > 1:
                 raise BadInput(f"'{folder}' has no Terrazzo checkpoint, and this run has {len(sharded)} models.")
             else:
-                load(folder, model, engine_of(model).optimizer)  # of Accelerate's own class
+                restore(opened(folder, model), model, engine_of(model).optimizer)  # of Accelerate's own class
 
     with _apart(accelerator, "_load_model_state_pre_hook", hook) as (sharded, users):
         yield

@@ -17,6 +17,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from terrazzo import checkpoint
+from terrazzo.checkpoint.loading.load import restore
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
@@ -138,11 +139,12 @@ class TerrazzoTrainerMixin(_Base):
         if resume_from_checkpoint is None:
             return
         path, optimizer = state_of(resume_from_checkpoint), self.optimizer.optimizer
-        if opened(path, self.model).optimizer is None:
+        source = opened(path, self.model)
+        if source.optimizer is None:
             warnings.warn(f"'{path}' has no optimizer state: it starts anew.", stacklevel=2)
             optimizer = None
         with same_random():  # the Trainer restores generators itself, once it has passed over seen batches
-            checkpoint.load(path, self.model, optimizer)
+            restore(source, self.model, optimizer)  # its notes are of files that the Trainer reads
         schedule = os.path.join(resume_from_checkpoint, SCHEDULER_NAME)
         if os.path.isfile(schedule):
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))

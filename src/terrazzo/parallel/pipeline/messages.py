@@ -229,13 +229,15 @@ class Messages:
 
     def _tag(self, action: Action, header: bool = False) -> int:
         """A number that is unique among the messages of a step and of steps that were abandoned."""
-        what = 2 if header else int(action.kind is ActionKind.BACKWARD)
+        what = _HEADERS if header else _GRADIENTS if action.kind is ActionKind.BACKWARD else _ACTIVATIONS
         first = _OF_A_STEP * (self._begun % (len(ACTIVATIONS) // _OF_A_STEP))
-        return ACTIVATIONS[first + 3 * (action.micro_batch * self._stages + action.stage) + what]
+        return ACTIVATIONS[first + _WHATS * (action.micro_batch * self._stages + action.stage) + what]
 
 
 _OF_A_STEP = 2**20
-"""Tags; so many steps that were given up have others."""
+"""Tags of a step; those of a step behind one that was given up are others."""
+_ACTIVATIONS, _GRADIENTS, _HEADERS = range(_WHATS := 3)
+"""What a message of one stage and micro-batch has."""
 
 
 _HEADER, _DIMS, _NOTHING = 10, 8, -1

@@ -115,7 +115,7 @@ class PipelineStep:
         except BaseException:
             self.messages.abandon()
             schedule.zero_grad()
-            if self.trains:
+            if self.trains:  # as behind a backward that raised: nothing goes on but the whole step, run again
                 self.engine.progress.begin_backward(has_gradients=True)
                 self.engine.progress.backward_raised()
             raise
