@@ -22,7 +22,8 @@ from terrazzo.config import (
 )
 from terrazzo.config.sections import precision
 from terrazzo.documents import load
-from terrazzo.engine import DTYPES, FrozenFormat, StateFormat, WireFormat
+from terrazzo.engine import DTYPES, FrozenFormat, StateFormat
+from terrazzo.engine.formats.format_names import GRADIENT_FORMATS, WEIGHT_FORMATS
 from terrazzo.errors import BadInput
 from terrazzo.parallel import STYLES
 from terrazzo.train.checkpoints.resume import resume_from
@@ -51,8 +52,8 @@ def test_one_key_is_a_complete_configuration(tmp_path: Path) -> None:
 def test_every_format_of_the_engine_has_its_name() -> None:
     """Sections are read without torch, and so without the engine's own table."""
     assert get_args(precision.FrozenName) == tuple(FrozenFormat)
-    assert get_args(precision.GatherName) == ("compute", *(form for form in WireFormat if form.of_weights))
-    assert get_args(precision.QuantizedReduceName) == ("none", *(form for form in WireFormat if form.of_gradients))
+    assert get_args(precision.GatherName) == ("compute", *WEIGHT_FORMATS)
+    assert get_args(precision.QuantizedReduceName) == ("none", *GRADIENT_FORMATS)
     assert set(get_args(precision.MomentsName)) == {*DTYPES, *StateFormat}
 
 

@@ -197,6 +197,15 @@ def test_conversions_and_new_groups_after_sharding_are_refused() -> None:
     on_ranks(2, body)
 
 
+def test_another_memory_format_is_refused_where_parameters_would_get_it() -> None:
+    with fake_group(2):
+        plain, _ = tz.shard(Net(), None, "zero0")
+        assert plain.to(memory_format=torch.channels_last) is plain
+        convolutions, _ = tz.shard(nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(5, 5)), None, "zero0")
+        with pytest.raises(tz.Misuse, match=r"in another memory format.*before tz\.shard"):
+            convolutions.to(memory_format=torch.channels_last)
+
+
 def test_a_conversion_that_parameters_are_in_reaches_buffers_as_in_any_module() -> None:
     def body(rank: int) -> None:
         base = Net()

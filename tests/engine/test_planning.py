@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.engine.plan.partition import find_units, partition
+from terrazzo.engine.plan.partition import partition
+from terrazzo.engine.plan.unit_choice import find_units
 from terrazzo.engine.sharding.shard import estimate
 from tests.helpers.fake import fake_group
 

@@ -19,8 +19,9 @@ from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.formats import block_format
 from terrazzo.engine.plan import error_feedback, layout
 from terrazzo.engine.plan.moves import Pass
-from terrazzo.engine.plan.partition import find_units, partition
+from terrazzo.engine.plan.partition import partition
 from terrazzo.engine.plan.place import OFFLOADS, ON_DEVICE
+from terrazzo.engine.plan.unit_choice import find_units
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.devices import Cluster, Device

@@ -52,7 +52,7 @@ Four ways through it, each from its first call to its last:
 
     `p.data.copy_(new)` by a user
         buckets/parameters/at_rest    AtRest._answer             values not here: `.data` is a Measured,
-        border/measuring/measured               Measured._answer           and `copy_` of that raises
+        border/measuring/measured     Measured._answer           and `copy_` of that raises
         buckets/parameters/at_rest    `data` in _linked          values here: noted, or an alias that counts versions
         buckets/parameters/edits      Edits.take_written         gathered for reading: raises as they are released
         model/gathered_blocks         GatheredBlocks.block       `tz.gathered(model, write=True)`: taken over
@@ -102,10 +102,11 @@ from terrazzo.engine.pipeline.absent_parameters import give_up
 from terrazzo.engine.pipeline.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.partition import Units, find_units, parameters_by_names
+from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.engine.plan.precision import DTYPE_NAMES, DTYPES, MOMENTS_NAMES, PRECISIONS, LossScaling, Precision
 from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units

@@ -182,14 +182,17 @@ class ShardedModule(nn.Module):
         """Apply `.to`, `.half` and their like: to parameters nothing, or an error if it would be something; to buffers
         what they do to those of any module.
         """
-        for bucket in self._terrazzo.buckets():
-            probe = torch.empty(0, dtype=bucket.spec.compute_dtype, device=self._terrazzo.axes.device)
+        device = self._terrazzo.axes.device
+        kinds = {(b.spec.compute_dtype, len(slot.shape)) for b in self._terrazzo.buckets() for slot in b.slots}
+        for dtype, dims in sorted(kinds, key=str):
+            probe = torch.empty((2,) * dims, dtype=dtype, device=device)
             changed = fn(probe)
-            if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+            reordered = changed.stride() != probe.stride()  # as by memory_format=torch.channels_last
+            if reordered or (changed.dtype, changed.device) != (dtype, device):
                 raise Misuse(
-                    f"This would turn parameters on {probe.device} in {probe.dtype} into {changed.dtype} on "
-                    f"{changed.device}, but the weights of a sharded model are views of the engine's memory. Convert "
-                    "the model before tz.shard, or choose its 'precision'."
+                    f"This would turn parameters on {device} in {dtype} into {changed.dtype} on {changed.device}"
+                    f"{', in another memory format' if reordered else ''}, but the weights of a sharded model are "
+                    "views of the engine's memory. Convert the model before tz.shard, or choose its 'precision'."
                 )
         replace_buffers(self, fn)
         return self

@@ -40,7 +40,9 @@ class UnitWeights:
         self.updated = Label(Purpose.UPDATED, index, names=names)
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
-        self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without these
+        self._updates: list[
+            Job
+        ] = []  # one at most; in a list, so that a chain can take it out without holding this object
         self._when_present: Callable[[], None] | None = None
 
     @property

@@ -13,7 +13,8 @@ A new format is a module here and a row in `format_names`:
 
     the module    a `BlockCodes`, which says what has to hold of it: sizes, `encode`, `decode`, and in `coding_bytes`
                   what decoding takes; of an optimizer's states a `StateBlocks`
-    the row       `FrozenFormat`, `WireFormat` or `StateFormat`: its name and that object
+    the row       `FrozenFormat`, `WireFormat` or `StateFormat`: its name and that object; of what is sent, also
+                  `WEIGHT_FORMATS` or `GRADIENT_FORMATS`
     its key       config/sections/precision, which is read without torch: the name; a test compares it to the rows
     its oracle    tests/engine/four_bits or narrow, the same in plain PyTorch; tests go through all rows
 

@@ -48,9 +48,10 @@ class BlockFormat:
 class BlockCodes(BlockFormat, ABC):
     """Blocks of weights, of gradients, or of what an optimizer keeps.
 
-    Of each format this holds, so that neither the plan, the ranks nor a checkpoint changes a bit: bytes follow from the
-    values of their block alone, and what comes back of values is the same when it is encoded again; of frozen weights
-    when it has been rounded to bf16 before, as they are saved. A value that is not finite makes its block not finite.
+    Three things hold of each format, so that neither the plan, the ranks nor a checkpoint changes a bit: the bytes of a
+    block follow from its values alone; values that have been decoded are encoded to the same bytes again (of frozen
+    weights also after they were rounded to bf16, as they are saved); and a value that is not finite makes its block not
+    finite.
     """
 
     @abstractmethod
@@ -68,8 +69,13 @@ class BlockCodes(BlockFormat, ABC):
 
     @abstractmethod
     def coding_bytes(self, numel: int) -> int:
-        """Memory to decode so many elements, a tile at most, into a tensor of any dtype, or to encode them if they are
-        encoded in a step; of what an optimizer keeps, for a step of them.
+        """Bytes beside the codes and the result that it takes to code elements within a step.
+
+        That is to decode them into a tensor of any dtype, and of what is sent also to encode them; of what an optimizer
+        keeps, to step them.
+
+        Args:
+            numel: elements, a tile at most.
         """
 
     def scratch_bytes(self, numel: int, device: str) -> int:
@@ -77,10 +83,11 @@ class BlockCodes(BlockFormat, ABC):
         return self.coding_bytes(min(numel, tile_numel(device)))
 
     def as_decoded(self, values: Tensor, through: torch.dtype) -> Tensor:
-        """What comes back of `values` that are encoded: in the dtype `through`, to which they are rounded before, too.
+        """Return `values` encoded and decoded again.
 
         Args:
             values: 1-D, from the beginning of a block.
+            through: the dtype that they are rounded to before they are encoded, and that the result has.
         """
         seen = torch.empty_like(values, dtype=through)
         for part, _ in self.tiles(values):

@@ -10,22 +10,24 @@ from terrazzo.engine.formats.nf4 import NF4_BLOCKS, NF4_DOUBLE_BLOCKS
 from terrazzo.engine.formats.sent_blocks import SENT_FP8, SENT_INT4, SENT_INT8
 from terrazzo.engine.formats.state_blocks import STATE_FP8, STATE_INT8, StateBlocks
 
-__all__ = ["FrozenFormat", "StateFormat", "WireFormat"]
+__all__ = ["GRADIENT_FORMATS", "WEIGHT_FORMATS", "FrozenFormat", "StateFormat", "WireFormat"]
 
 
 class _FormatName(enum.StrEnum):
-    """The attribute `blocks`, and what follows it in a row, are set by `_fill`."""
+    """A row: the name, and the object that has its sizes and codes."""
 
     blocks: Any
 
     def __new__(cls, name: str, *row: Any) -> Self:
         made = str.__new__(cls, name)
         made._value_ = name
-        made._fill(*row)
+        (made.blocks,) = row
         return made
 
-    def _fill(self, *row: Any) -> None:
-        (self.blocks,) = row
+    @property
+    def itemsize(self) -> float:
+        """Bytes of an element."""
+        return float(self.blocks.bytes_per_element)
 
 
 class StateFormat(_FormatName):
@@ -40,11 +42,6 @@ class StateFormat(_FormatName):
     INT8 = "int8", STATE_INT8
     FP8 = "fp8", STATE_FP8
 
-    @property
-    def itemsize(self) -> float:
-        """Bytes of an element."""
-        return self.blocks.bytes_per_element
-
 
 class FrozenFormat(_FormatName):
     """How frozen matrices may be kept in less than any dtype that is computed in: see `formats/nf4`.
@@ -58,28 +55,22 @@ class FrozenFormat(_FormatName):
     NF4 = "nf4", NF4_BLOCKS
     NF4_DOUBLE = "nf4-double", NF4_DOUBLE_BLOCKS
 
-    @property
-    def itemsize(self) -> float:
-        """Bytes of an element."""
-        return self.blocks.bytes_per_element
-
 
 class WireFormat(_FormatName):
     """What matrices may be sent as in less than any dtype: see `formats/sent_blocks`.
 
     Attributes:
         blocks: its sizes and codes.
-        of_weights, of_gradients: whether these may be sent so.
     """
 
     blocks: BlockCodes
-    of_weights: bool
-    of_gradients: bool
 
-    INT8 = "int8", SENT_INT8, "weights", "gradients"
-    FP8 = "fp8", SENT_FP8, "weights"
-    INT4 = "int4", SENT_INT4, "gradients"
+    INT8 = "int8", SENT_INT8
+    FP8 = "fp8", SENT_FP8
+    INT4 = "int4", SENT_INT4
 
-    def _fill(self, *row: Any) -> None:
-        self.blocks, *sent = row
-        self.of_weights, self.of_gradients = "weights" in sent, "gradients" in sent
+
+WEIGHT_FORMATS = (WireFormat.INT8, WireFormat.FP8)
+"""Formats that weights may be gathered in."""
+GRADIENT_FORMATS = (WireFormat.INT8, WireFormat.INT4)
+"""Formats that gradients may be sent in."""

@@ -21,6 +21,6 @@ One micro-batch, in the order in which torch calls them:
     forward_hooks   what torch calls in a forward
     model_hooks     both of one model: puts them on it, and passes on what the engine asks of them
 
-Read them in that order. What watches outputs and saved weights is in
-`autograd`; hooks around an optimizer's step are in `optim/driver`.
+Read them in that order. What watches outputs and saved weights is in `autograd`; hooks around an optimizer's step are
+in `optim/driver`.
 """

@@ -13,7 +13,8 @@
     bucket_spec     what follows from all of these for one bucket: its states, their memory, its moves
     bucket_memory   what a bucket allocates and frees at each event of a step
     box             the part of a parameter that a rank holds along `tp` or `ep`
-    partition       which module is a unit, and which unit owns each parameter
+    unit_choice     which modules are units
+    partition       which unit owns each parameter
     packed_members  which frozen matrices of a unit are kept in 4 bits
     sharding_spec   the plan and the precision on this mesh, which all units follow
 

@@ -12,7 +12,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, WireFormat
+from terrazzo.engine.formats.format_names import (
+    GRADIENT_FORMATS,
+    WEIGHT_FORMATS,
+    FrozenFormat,
+    StateFormat,
+    WireFormat,
+)
 from terrazzo.engine.plan.layout import ALIGN
 from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
@@ -148,15 +154,13 @@ class Precision:
     def _read_messages(self) -> None:
         """Read the formats of what is sent, and refuse those that would lose what was asked for."""
         unless = ".{hint} Use one of {known}, or leave it out: "
-        of_weights = [form for form in WireFormat if form.of_weights]
-        self._read_format("gather", of_weights, unless + "weights are gathered in the dtype that is computed in.")
+        self._read_format("gather", WEIGHT_FORMATS, unless + "weights are gathered in the dtype that is computed in.")
         if self.gather is not None and self.compute == torch.float64:
             raise BadInput(
                 f"precision: gather {self.gather} of weights that are computed with in fp64, all but eight of whose "
                 "bits would be lost. Leave gather out, or compute in bf16 or fp32."
             )
-        of_gradients = [form for form in WireFormat if form.of_gradients]
-        self._read_format("quantized_reduce", of_gradients, unless + "gradients are sent in the dtype of reduce.")
+        self._read_format("quantized_reduce", GRADIENT_FORMATS, unless + "gradients are sent in the dtype of reduce.")
         if self.quantized_reduce is not None and self.accumulate == torch.float64:
             raise BadInput(
                 f"precision: quantized_reduce {self.quantized_reduce} of gradients that are kept in fp64, but what is "

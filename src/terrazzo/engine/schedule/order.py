@@ -21,7 +21,7 @@ __all__ = ["UNKNOWN_FORWARD", "Event", "Order", "Program", "Visit", "contains", 
 
 
 class Event(enum.IntEnum):
-    """Event of a unit in a forward: it began; it ended and no backward of it will come; it ended."""
+    """Event of a unit in a forward: it began; it ended, and no backward of it will come; it ended, and one will."""
 
     ENTER = 0
     LEAVE_FOR_GOOD = 1

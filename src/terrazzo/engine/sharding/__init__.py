@@ -4,7 +4,8 @@
 `engine.estimate` stops there:
 
     prepare                             what is asked for is read, on all ranks or on none      prepare
-      _check_model, _read_arguments     the model's kind, units, plan, optimizers               checks, mesh_checks
+      _check_model, _read_arguments     the model's kind, units, plan, optimizers               model_checks, checks,
+                                                                                                mesh_checks
       check_alike                       ranks have the same model, and were told the same       compared
       _lay_out: a Bucket for each group and what these cannot do is refused                     packed_checks,
                                                                                                 matrix_checks
@@ -20,7 +21,8 @@ One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the
 
     shard           `tz.shard` and the functions that act on a sharded model
     prepare         all that precedes a change
-    checks          what must hold of model, precision, offload and optimizers
+    model_checks    what a model may be made of: modules, parameters, dtypes
+    checks          what must hold of mesh, precision, offload and optimizers
     mesh_checks     parts of parameters and sequences that ranks share: whether they fit the mesh
     matrix_checks   whether matrices that an optimizer updates whole can be
     replica_checks  whether replicas can train by themselves

@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameters.aliases import check_views
-from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGES
-from terrazzo.engine.model.engine import is_sharded
-from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.engine.plan.place import Plan
-from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
+from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.states.model_state import is_dtensor
-from terrazzo.errors import BadInput, Misuse, listed, warn
-from terrazzo.words import DTYPE_FIELDS
+from terrazzo.errors import BadInput, Misuse, warn
 
 __all__ = [
-    "check_device",
-    "check_dtypes",
     "check_graphs",
     "check_group",
     "check_kind",
     "check_mesh",
-    "check_model",
     "check_offload",
     "check_precision",
     "check_several",
     "warn_of_unused",
     "warn_of_unused_formats",
 ]
-
-
-def _check_module(model: object) -> None:
-    """Refuse what is no module, such as an optimizer that came first.
-
-    Raises:
-        BadInput: there.
-    """
-    if isinstance(model, Optimizer):
-        raise BadInput(
-            f"tz.shard was given a {type(model).__name__} in place of a model: the model comes first, as in "
-            "tz.shard(model, optimizer, plan=...)."
-        )
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"tz.shard was given a {type(model).__name__} in place of a model; pass a torch.nn.Module.")
 
 
 def check_group() -> None:
@@ -74,137 +46,6 @@ def check_group() -> None:
             "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first, in a script that "
             "'terrazzo run --ranks N script.py' or 'torchrun --nproc-per-node=N script.py' starts; N may be 1."
         )
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse a sharded model, and what cannot be laid out flat.
-
-    Raises:
-        Misuse: for a sharded model.
-        BadInput: for what cannot be laid out flat.
-    """
-    _check_module(model)
-    sharded = [name for name, module in model.named_modules() if is_sharded(module)]
-    if sharded:
-        which = f"Its module {sharded[0]!r}" if sharded[0] else f"This {type(model).__name__}"
-        raise Misuse(f"{which} is already sharded. Build a new model to shard it differently.")
-    check_unwrapped(model)
-    parameters = dict(model.named_parameters())
-    taken = [name for name, parameter in parameters.items() if note_of(parameter) is not None]
-    if taken:
-        raise Misuse(
-            f"{listed(taken)}: parameters of a model that is sharded already, and only one may gather and step "
-            "them. Shard the module that holds both models, or give each its own copy."
-        )
-    if not parameters:
-        raise BadInput(f"{type(model).__name__} has no parameters to shard: pass the module that holds them.")
-    _check_known(parameters)
-    exotic = [name for name, parameter in parameters.items() if parameter.is_complex() or parameter.is_sparse]
-    if exotic:
-        raise BadInput(
-            f"{listed(exotic)}: complex and sparse parameters cannot be sharded. Keep a complex one as the real "
-            "nn.Parameter(torch.view_as_real(parameter.detach())), and a sparse one dense, by parameter.to_dense()."
-        )
-    scattered = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
-    if scattered:
-        raise BadInput(
-            f"{listed(scattered)}: not contiguous in memory, so it cannot be a view into a flat buffer. Replace "
-            "each by nn.Parameter(parameter.detach().contiguous())."
-        )
-    _check_apart(parameters)
-    check_views(model)
-    _check_sparse(model)
-
-
-def _check_known(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters without a shape yet, and those that torch has divided.
-
-    Raises:
-        BadInput: there.
-    """
-    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
-        raise BadInput(
-            f"{listed(lazy)}: of lazy modules, whose shapes the first forward will tell. Run the model once on one "
-            "input, without gradients, before tz.shard and before an optimizer is built."
-        )
-    if divided := [name for name, parameter in parameters.items() if is_dtensor(parameter)]:
-        raise BadInput(
-            f"{listed(divided)}: DTensors, as of torch's parallelize_module, whose mesh Terrazzo does not know. Leave "
-            "that out, and call tz.parallelize(model, mesh, tensor=...) before tz.shard with the mesh of both."
-        )
-
-
-def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that share memory but are not one object: apart in the engine's memory, they would be untied.
-
-    Raises:
-        BadInput: there.
-    """
-    extents = sorted(
-        (str(each.device), each.data_ptr(), each.data_ptr() + each.nbytes, name)
-        for name, each in parameters.items()
-        if each.nbytes and each.device.type != "meta"
-    )
-    for (device, _, end, first), (next_device, start, _, second) in itertools.pairwise(extents):
-        if device == next_device and start < end:
-            raise BadInput(
-                f"{first!r} and {second!r} share memory but are two parameters, which sharding would untie. Assign the "
-                f"parameter itself, as in 'b.weight = a.weight', or give each its own copy, 'b.data = b.data.clone()'."
-            )
-
-
-def _check_sparse(model: nn.Module) -> None:
-    """Refuse embeddings whose gradients would be sparse tensors.
-
-    Raises:
-        BadInput: there.
-    """
-    embeddings = (
-        (name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)
-    )
-    names = [name for name, each in embeddings if each.sparse and each.weight.requires_grad]
-    if names:
-        raise BadInput(
-            f"{listed(names)}: gradients of an embedding with sparse=True are sparse tensors, which have "
-            "no place in a flat gradient. Build it with sparse=False, or freeze its weight."
-        )
-
-
-def check_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Check that a precision can stand for the dtypes that the parameters have.
-
-    16 and 32 bits stand for each other, as when a model that was loaded in bf16 is trained in fp32.
-
-    Warns of trainable parameters in several dtypes, which all become one.
-
-    Raises:
-        BadInput: for float64 parameters that the precision would round.
-    """
-    floating = [(name, each) for name, each in model.named_parameters() if each.is_floating_point()]
-    doubles = [name for name, each in floating if each.dtype == torch.float64]
-    dtypes = {name: getattr(precision, name) for name in DTYPE_FIELDS}
-    if doubles and (narrower := [name for name, dtype in dtypes.items() if dtype != torch.float64]):
-        fails = ", and float64 inputs would fail in the first product of matrices" if "compute" in narrower else ""
-        raise BadInput(
-            f"{listed(doubles)}: float64, which the precision would round without a word: its "
-            f"{', '.join(f'{name} is {MOMENTS_NAMES[dtypes[name]]}' for name in narrower)}{fails}. Call model.float() "
-            'first, or keep it with precision=tz.Precision(*["fp64"] * 6).'
-        )
-    trained: dict[torch.dtype, list[str]] = {}
-    for name, each in floating:
-        if each.requires_grad:
-            trained.setdefault(each.dtype, []).append(name)
-    if len(trained) > 1 and dist.get_rank() == 0:
-        kinds = "; ".join(f"{_short(dtype)}: {listed(names)}" for dtype, names in trained.items())
-        warn(
-            f"The trainable parameters are in several dtypes ({kinds}). All of them compute in "
-            f"{_short(precision.compute)} from now on: a forward that casts its input for one of them fails there. "
-            "Convert the model to one dtype first, such as by model.float(), and leave casts to 'precision'."
-        )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check_kind(kind: str) -> None:
@@ -242,20 +83,6 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
         )
     if axes.device.type == "cpu" and backend == "nccl":
         raise BadInput('The mesh is on the CPU, but the process group is NCCL. Use init_process_group("cpu:gloo").')
-
-
-def check_device(model: nn.Module, device: torch.device) -> None:
-    """Refuse parameters on an accelerator that is not the mesh's device.
-
-    Raises:
-        BadInput: there.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
-            raise BadInput(
-                f"{name!r} is on {parameter.device}, but the mesh is on {device}. For NCCL, initialise the process "
-                'group with "cpu:gloo,cuda:nccl" and call torch.cuda.set_device(local_rank) first; or pass mesh=.'
-            )
 
 
 def check_precision(precision: Precision, axes: Axes) -> None:

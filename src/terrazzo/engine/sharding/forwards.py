@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from terrazzo.engine.offload.activations import OffloadedActivations
-from terrazzo.engine.plan.partition import Units, find_units
+from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.given_numbers import is_count
 from terrazzo.words import CHECKPOINT_MODES

@@ -30,20 +30,18 @@ from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import travels_in_blocks
 from terrazzo.engine.plan.packed_members import packed_members
-from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
+from terrazzo.engine.plan.partition import Member, UnitSpec, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.sharding.checks import (
-    check_device,
-    check_dtypes,
     check_graphs,
     check_group,
     check_kind,
     check_mesh,
-    check_model,
     check_offload,
     check_precision,
     check_several,
@@ -54,6 +52,7 @@ from terrazzo.engine.sharding.compared import buffer_facts, check_versions, mode
 from terrazzo.engine.sharding.initial_values import check_initializable
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
+from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_model
 from terrazzo.engine.sharding.packed_checks import check_packed
 from terrazzo.engine.sharding.replica_checks import check_diloco
 from terrazzo.errors import BadInput

@@ -34,9 +34,9 @@ from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock.param_groups import orphans
 from terrazzo.engine.pipeline.stages import stages_of
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.unit_choice import Units
 from terrazzo.engine.runtime.pages import keep_freed, keeps, return_freed
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.engine.schedule.pipeline import PipelineSchedule

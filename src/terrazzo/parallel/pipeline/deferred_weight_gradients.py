@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from terrazzo.engine import Engine
 from terrazzo.engine.buckets.parameters.note import has_hooks
+from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.runtime.private_torch import will_run
 from terrazzo.nn.float8_linear import Float8Linear, product_of
 from terrazzo.nn.float8_products import Float8
@@ -30,17 +32,27 @@ _DEFERRABLE = (nn.Linear.forward, Float8Linear.forward)
 """Forwards of which the gradient of the weight is one product."""
 
 
+class _Bucket(Protocol):
+    """What is asked of the engine's `Bucket` of a weight."""
+
+    spec: BucketSpec
+
+    def begin_gradient(self, this_pass: Pass) -> None: ...
+    def add_gradient(self, index: int, grad: Tensor, this_pass: Pass) -> None: ...
+
+
 class _Product(NamedTuple):
     """The factors of the gradient of a weight, `[outputs, inputs]`.
 
     Attributes:
-        place: the parameter's place in its bucket.
+        bucket: of the weight.
+        place: the weight's place in it.
         inputs: the layer's inputs, `[..., inputs]`.
         grad: the gradient of its outputs, `[..., outputs]`.
         float8: the products of a layer in 8 bits; None where the factors are multiplied as they are.
     """
 
-    bucket: Any
+    bucket: _Bucket
     place: int
     inputs: Tensor
     grad: Tensor

@@ -335,6 +335,6 @@ ENGINE_RULES = (
             "again, and nothing can overlap."
         ),
         alternative="Leave it so where it fits, else make each repeated block a unit (plan.units).",
-        source="terrazzo.engine.plan.partition",
+        source="terrazzo.engine.plan.unit_choice",
     ),
 )
