@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.schema import ExplainedReport, PlanReport, StatesReport
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "examples/quickstart.yaml")
 EIGHT = ["--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "8"]
 
 
@@ -319,11 +321,19 @@ def test_where_no_option_helps_the_search_is_named() -> None:
     assert "leave --strategy out" in said["warnings"][0]
 
 
-def test_an_output_in_ascii_is_no_error() -> None:
-    result = CliRunner(charset="ascii").invoke(cli.app, ["plan", *EIGHT, "--strategy", "zero3"])
-    assert result.exit_code == 0
-    assert result.stdout_bytes.isascii()
-    assert b"8 ? H100" in result.stdout_bytes
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["plan", *EIGHT, "--strategy", "zero3"], b"8 ? H100"), (["config", "explain", QUICKSTART], b"= 8 ? 1 micro-")],
+)
+def test_an_output_in_ascii_is_no_error(words: list[str], said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["terrazzo", *words])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    sys.stdout.flush()
+    assert ended.value.code == 0
+    assert said in written.getvalue()
 
 
 def test_sizing_is_said_in_a_sentence() -> None:

@@ -64,6 +64,7 @@ def test_a_row_has_what_this_run_measures_and_blanks_for_nothing() -> None:
     fast = StepTable(1000, {"mfu", "skipped_steps"}, 80)
     assert "comm" not in fast.header()
     assert fast.row(replace(METRICS, mfu=0.42, skipped_steps=3), 1.0).split()[3:6] == ["42.0%", "1%", "3"]
+    assert "TFLOP/s" not in StepTable(1000, {"mfu", "tflops"}, 120).header(), "MFU says it"
     assert table.remark(20, "held out", "1.2500").startswith(row[:6] + "   1.2500  held out")
 
 

@@ -21,6 +21,7 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config, without_passwords
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
+from terrazzo.telemetry import rows_of, run_lines
 from terrazzo.train import loop
 from terrazzo.train.checkpoints.resume import data_changes
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
@@ -336,6 +337,16 @@ def test_the_header_says_what_the_loss_is_per(tmp_path: Path, capsys: pytest.Cap
     tokens = len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids) + 1  # the end of the document
     size = f"{len(text) / tokens:.2f} bytes of text in the mean"
     assert f"\nloss      nats per token of {folder}, {size}; bits per byte are of" in capsys.readouterr().out
+
+
+def test_a_run_that_is_watched_has_the_columns_that_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(config_in(tmp_path, train={"steps": 2}))
+    printed = capsys.readouterr().out.splitlines()
+    header, *rows = rows_of(run_lines(tmp_path / "run"), 2, 80)
+    assert header in printed
+    assert [row for row in rows if row in printed] == rows
 
 
 def test_the_first_step_of_each_start_has_a_row(tmp_path: Path) -> None:

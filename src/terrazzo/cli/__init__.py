@@ -34,6 +34,7 @@ tools.reference_pages` writes its page.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -140,6 +141,8 @@ app.add_typer(config, name="config")
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")  # ASCII has no ×, and shows ? for it
     verb = sys.argv[1] if len(sys.argv) > 1 else ""
     outlives_reader = any(row.outlives_reader for row in VERBS if row.function.__name__ == verb)
     with contextlib.nullcontext() if outlives_reader else ending_unread():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 import shlex
@@ -210,8 +209,6 @@ def _write_page(answer: Answer, arguments: PlanArguments, path: Path) -> None:
 
 
 def _print(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArguments) -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # × is ? where the output is ASCII, and not an error
     console = Console(highlight=False)
     show(answer.blocks(), console)
     show_bars(answer.chart(), console)

@@ -65,6 +65,7 @@ class StepTable:
 
     def __init__(self, steps: int, known: Collection[str], width: int) -> None:
         self._step = max(6, len(str(steps)))
+        known = {*known} - ({"tflops"} if "mfu" in known else set())  # which says the same
         self._columns: tuple[_Column, ...] = ()
         room = width - self._step - (_GAP + _LEFT)
         for column in sorted(_COLUMNS, key=lambda column: column.rank):

@@ -25,10 +25,10 @@ class StepMetrics:
         tokens_per_s: tokens learnt per second, over all ranks.
         data_wait: share of the time that this rank waited for data, from 0 to 1.
         peak_memory_bytes: this rank's highest memory use so far; see `PeakMemory`.
-        communication: share of the time that this rank waited for others, from 0 to 1. Not known on CUDA, where the
-            device waits and not the process.
+        communication: share of the time that this rank waited for others, from 0 to 1; None for a single rank. Not
+            known on CUDA, where the device waits and not the process.
         grad_norm: global norm of this step's gradients, before clipping.
-        tflops: of the model per second and rank, in 1e12.
+        tflops: of the model per second and rank, in 1e12; on CUDA only.
         mfu: these as a share of the device's peak. FLOPs are the model's own: no gradients of frozen weights, and of
             experts the active ones.
         hfu: the same with what activation checkpointing computes again: what the device really does.

@@ -154,7 +154,7 @@ class _CacheWriter:
                 self.add_conversation(document)
 
     def add_conversation(self, document: Document) -> None:
-        """One of which nothing would be learnt is counted and left out."""
+        """Add a conversation; one without anything to learn is counted and left out."""
         rendered = self.render(document)
         if rendered.spans:
             self.conversations += 1
@@ -164,7 +164,7 @@ class _CacheWriter:
             self.roles.update({message["role"] for message in document.messages or ()})
 
     def add_pair(self, *documents: Document) -> None:
-        """Both of a pair; one of which nothing can be learnt is counted and left out."""
+        """Add both documents of a pair; a pair without anything to learn is counted and left out."""
         self.has_pairs, of_text = True, documents[0].messages is None
         both = [text_completion(one, self.tokenizer) if of_text else self.render(one) for one in documents]
         if all(one.spans for one in both) and not np.array_equal(both[0].tokens, both[1].tokens):

@@ -1,7 +1,8 @@
 """Folders that the library `datasets` reads.
 
-That is what its `save_to_disk` wrote, and of any other folder, such as a copy of one of the Hugging Face Hub, the split
-that is named: `FOLDER#train`, or `FOLDER#name/train` where there are several configurations. Nothing is downloaded.
+These are folders that its `save_to_disk` wrote, and any other folder, such as a copy from the Hugging Face Hub, of
+which a split is named: `FOLDER#train`, or `FOLDER#name/train` if there are several configurations. Nothing is
+downloaded.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def learns_within(cache: TokenCache, room: int, too_long: TooLong) -> npt.NDArra
 
 
 def _first_learnable(cache: TokenCache, starts: Integers) -> Integers:
-    """Where in the cache the first token to learn from `starts` on is; every document has one."""
+    """The place in the cache of the first token to learn at or after each of `starts`; every document has one."""
     if cache.spans is None:
         return starts
     first: Integers = cache.spans[np.searchsorted(cache.spans[:, 0], starts), 0]

@@ -76,17 +76,17 @@ class Document:
 
 
 class RecordForm(Protocol):
-    """What a record has to hold to be a document."""
+    """Which records are documents, and how they are read."""
 
     @property
     def description(self) -> str:
         """The fields that are needed, for an error."""
 
     def check_text(self, where: str) -> None:
-        """Raises `BadInput` where a whole file of text is no document."""
+        """Raise `BadInput` if a whole file of text is not a document of this form."""
 
     def columns(self, columns: list[str], where: str) -> list[str]:
-        """The columns of a table that are needed; raises `BadInput` where some are missing."""
+        """The columns that are needed of a table; raises `BadInput` if some are missing."""
 
     def document(self, record: dict[str, Any], name: str, where: str) -> Document:
         """The document `name` that one record holds; the record is at `where`."""
@@ -138,7 +138,7 @@ class TextRecords:
         )
 
     def _check_one(self, fields: Collection[str], where: str) -> None:
-        """Raises `BadInput` for text and a conversation in one record, of which only one could be learnt."""
+        """Raise `BadInput` for both a text and a conversation in one record: only one could be learnt."""
         if self.text_field != MESSAGES_FIELD and self.text_field in fields and MESSAGES_FIELD in fields:
             raise BadInput(
                 f"{where} has both {self.text_field!r} and {MESSAGES_FIELD!r}. To learn the conversations, set "
@@ -153,12 +153,12 @@ def _if_pairs(fields: Collection[str]) -> str:
 
 
 def is_jsonl(name: str) -> bool:
-    """By the suffix, which that of a compression may follow."""
+    """Whether a file is JSONL by its suffix, which a compression's may follow."""
     return _suffix(name) in JSONL_SUFFIXES
 
 
 def is_json(name: str) -> bool:
-    """By the suffix, which that of a compression may follow."""
+    """Whether a file is JSON by its suffix, which a compression's may follow."""
     return _suffix(name) == JSON_SUFFIX
 
 
@@ -168,7 +168,7 @@ def _suffix(name: str) -> str:
 
 
 def is_parquet(name: str) -> bool:
-    """By the suffix."""
+    """Whether a file is parquet by its suffix."""
     return name.lower().endswith(PARQUET_SUFFIX)
 
 
@@ -225,7 +225,7 @@ def read_json(file: SourceFile, content: bytes, form: RecordForm) -> Iterator[Do
 
 
 def _object_in(line: bytes) -> dict[str, Any] | None:
-    """The object that a line is, the whole of it."""
+    """The JSON object that the whole line is; None if it is none."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -234,7 +234,7 @@ def _object_in(line: bytes) -> dict[str, Any] | None:
 
 
 def _check_found(file: SourceFile, form: RecordForm, first: dict[str, Any]) -> None:
-    """Folders hold JSON of all kinds: without the fields in its first record, it is not meant. Raises `BadInput`."""
+    """Raise `BadInput` if a file found in a folder lacks the fields in its first record: it is some other JSON."""
     if not file.required:
         form.columns(list(first), file.where)
 
@@ -279,7 +279,7 @@ def _needs_pyarrow(file: SourceFile, what: str) -> BadInput:
 
 
 def record_of(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table as JSON would have it: a table gives each struct every field that some struct has, as null."""
+    """A row of a table as JSON has it, without the nulls that a table puts for fields which other structs have."""
     return {column: _without_nulls(value) for column, value in row.items()}
 
 
@@ -320,7 +320,7 @@ def _message_of(message: Any, where: str) -> Message:
 
 
 def _check_role(role: str, where: str) -> None:
-    """Other roles than the usual ones are fine; one that is almost the assistant's would not be learnt."""
+    """Raise `BadInput` for a role that is almost the assistant's, and would not be learnt. Others are fine."""
     if role != ASSISTANT and (meant := did_you_mean(role.strip().lower(), [ASSISTANT])):
         raise BadInput(f"{where}: a message has the role {role!r}.{meant} Correct it: other roles are not learnt.")
 

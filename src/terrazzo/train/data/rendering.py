@@ -1,4 +1,4 @@
-"""Chat templates are programs of strangers: they run in a process of their own, which can be stopped.
+"""Renders chat templates, which are programs of strangers, in a process of their own that can be stopped.
 
 The sandbox of transformers keeps a template from files and from Python's insides, and lets it loop and multiply for as
 long as it likes. Here a rendering has so many seconds of processor time, and the process so much memory; what ends it
@@ -28,7 +28,7 @@ MAX_BYTES = 1 << 30
 """The limit of memory, beyond what the process has when it is ready."""
 MAX_CHARACTERS = 1 << 26
 IDLE_S = 20
-"""A process that nobody asks for so long ends; the next request starts another."""
+"""Seconds without a request after which the process ends; the next request starts another."""
 
 
 class Failed(Exception):

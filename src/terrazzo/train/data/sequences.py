@@ -79,7 +79,7 @@ def split_documents(cache: TokenCache, validation_fraction: float) -> tuple[Spli
 
 
 def _held_out(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_] | None:
-    """Which whole documents are for validation; None where each is larger than its share of the tokens."""
+    """Which whole documents are held out for validation; None if each is larger than the share of the tokens."""
     lengths = np.diff(cache.ends, prepend=0)
     share = int(int(cache.ends[-1]) * fraction)
     chosen = np.zeros(len(lengths), dtype=bool)
@@ -95,7 +95,7 @@ def _held_out(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_] | Non
 
 
 def held_out_whole(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_]:
-    """As `_held_out`; the shortest document where each is larger than the share. One is always left for training."""
+    """`_held_out`, or the shortest document if all are larger than the share. One is always left for training."""
     chosen = _held_out(cache, fraction)
     if chosen is None:
         lengths = np.diff(cache.ends, prepend=0)

@@ -60,7 +60,7 @@ class SourceFile:
 
     @property
     def where(self) -> str:
-        """The path or URL of the file, as errors have it."""
+        """The path or URL of the file, for errors."""
         return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
 
     @property
@@ -70,12 +70,12 @@ class SourceFile:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nobody but the system and the reader of its format can fail."""
+        """Whether it is a local, uncompressed file, so that only the system and its format's reader can fail."""
         return self.is_local and self.split is None and self.compression is None
 
     @property
     def key(self) -> tuple[str, str, bool, int | None, int | str]:
-        """Equal for equal content, as far as can be told without reading it."""
+        """A key that is equal for equal content, as far as can be told without reading it."""
         place = os.path.abspath(self.path) if self.is_local else self.where
         place = place if self.split is None else f"{place}#{self.split}"
         return place, self.name, self.required, self.size_bytes, self.stamp
@@ -105,7 +105,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def is_url(source: str) -> bool:
-    """Whether it is for fsspec."""
+    """Whether a source is read by fsspec."""
     return "://" in source
 
 
@@ -133,7 +133,7 @@ def stored_files(url: str) -> list[SourceFile]:
 
 
 def _listed(fs: Any, path: str) -> tuple[list[dict[str, Any]], str | None]:
-    """What fsspec says of one file, with None; or of those that a prefix or a glob finds, with the part they share."""
+    """One file's entry, and None; or those of all that a prefix or glob finds, and the part of the path they share."""
     try:
         info = fs.info(path)
         return ([info], None) if info["type"] == "file" else (list(fs.find(path, detail=True).values()), path)
@@ -157,7 +157,7 @@ def plain_part(pattern: str) -> str:
 
 
 def is_visible(name: str) -> bool:
-    """False also for no name, and for the empty objects that some tools put in place of folders."""
+    """Whether no part of a path is hidden. False also for the empty objects that some tools put in place of folders."""
     return all(part and not part.startswith(".") and part != "__pycache__" for part in name.split("/"))
 
 

@@ -27,7 +27,7 @@ ADAPTER = ".lora_"
 
 
 def check_lora(config: Config) -> None:
-    """Raise `BadInput` for adapters that cannot be: no package, a quantized base, layers that it does not have."""
+    """Raise `BadInput` for adapters that are not possible: no package, a quantized base, or missing layers."""
     if config.lora.rank is None:
         return
     _import_peft()

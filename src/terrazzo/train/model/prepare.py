@@ -1,4 +1,4 @@
-"""The model of a run, from its configuration to what is ready to be sharded."""
+"""Builds the model of a run from its configuration, ready to be sharded."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def decoder_config(config: Config, tokenizer: Tokenizer | None = None) -> Decode
 
 
 def _experts_config(config: Config, ffn_dim: int) -> MixtureConfig | None:
-    """How the decoder mixes experts; None where it has none."""
+    """How the decoder mixes experts; None if it has none."""
     values = config.model.experts.model_dump()
     return None if values["count"] is None else MixtureConfig(**values | {"ffn_dim": values["ffn_dim"] or ffn_dim})
 
 
 def _attention_pattern(config: Config) -> AttentionPattern | None:
-    """How far the decoder's tokens see; None for all the way."""
+    """The decoder's sliding windows; None for full attention."""
     window, stride, full_every = (getattr(config.model.attention, name) for name in ("window", "stride", "full_every"))
     return None if window is None else AttentionPattern(window, stride, full_every)
 
@@ -77,7 +77,7 @@ def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Modu
 
 
 class ModelOnPaper:
-    """The model of a configuration on the meta device, to be looked at: built when it is first asked for, and once.
+    """The model of a configuration on the meta device, for checks: built once, when it is first used.
 
     It is not compiled: the compiler takes seconds to load, and changes no name and no tensor.
     """
@@ -87,7 +87,7 @@ class ModelOnPaper:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The whole model, which everybody leaves as it is.
+        """The whole model, which callers must not change.
 
         Raises:
             BadInput: it cannot be built as the configuration says.
@@ -96,5 +96,5 @@ class ModelOnPaper:
         return prepare_model(self._config.model_copy(update={"train": as_it_is}))
 
     def copy(self) -> nn.Module:
-        """Another one, to be changed."""
+        """A copy that may be changed."""
         return copy.deepcopy(self.model)

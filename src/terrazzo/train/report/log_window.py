@@ -58,7 +58,7 @@ class LogWindow:
         tiers = {tier for unit in self._engine.units for tier in unit.buckets[0].spec.tiers}
         has = {
             "mfu": self.peak_flops is not None,
-            "tflops": self._on_cuda and self.peak_flops is None,
+            "tflops": self._on_cuda,
             "communication": not self._on_cuda and session.ranks.world_size > 1,
             "expert_imbalance": session.config.model.experts.count is not None or any(counters_of(session.model)),
             "skipped_steps": bool(session.optimizer.scaler_state()),
@@ -107,10 +107,10 @@ class LogWindow:
             tokens_per_s=tokens / total_s,
             data_wait=self._watch.measured_s / total_s,
             # NCCL's wait() only orders streams: the process never stands still there.
-            communication=None if self._on_cuda else self._wait_s / total_s,
+            communication=self._wait_s / total_s if "communication" in self.known else None,
             peak_memory_bytes=self.peak_bytes,
             grad_norm=grad_norm,
-            tflops=flops / 1e12 if flops else None,
+            tflops=flops / 1e12 if flops and self._on_cuda else None,
             **utilisation(flops, self._executed, self.peak_flops),
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,

@@ -1,4 +1,4 @@
-"""The folders that a run makes: for its log, and inside it for swap files. `preflight` has looked at them before."""
+"""The folders that a run makes: for its log, and in it for swap files. `preflight` has checked them before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["absent_folders", "is_own", "make_log_folder", "make_swap_folders", "
 
 
 def make_log_folder(config: Config) -> None:
-    """Make it, and write to it once. Called by one rank, before anything else is done."""
+    """Make the log folder, and write to it once. Called by one rank, before anything else is done."""
     folder = config.log.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def make_log_folder(config: Config) -> None:
 
 
 def absent_folders(config: Config) -> list[Path]:
-    """The run's folders, and those above them, that are not there yet; the deepest first."""
+    """The run's folders, and folders above them, that do not exist yet; the deepest first."""
     saved = config.checkpoint_folder
     wanted = [config.log.folder, *([] if "://" in saved else [Path(saved)])]
     absent = {each for folder in wanted for each in (folder, *folder.parents) if not each.exists()}
@@ -37,14 +37,14 @@ def absent_folders(config: Config) -> list[Path]:
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Remove the folders of a run that did not begin, unless somebody has put something there."""
+    """Remove the folders of a run that did not begin, unless something has been put there."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
 def swap_folders(config: Config) -> tuple[Path, ...]:
-    """Where swap files go; none where no state is on nvme. Raises: `BadInput` where one is and no folder is named."""
+    """The folders of swap files; none if no state is on nvme. Raises `BadInput` if one is and no folder is named."""
     if not build_plan(config).on_disk:
         return ()
     folders = build_offload(config).folders
@@ -57,12 +57,12 @@ def swap_folders(config: Config) -> tuple[Path, ...]:
 
 
 def make_swap_folders(config: Config) -> None:
-    """Make those that belong to the run itself, inside log.folder; all others have to be there."""
+    """Make the folders of swap files that are in log.folder; all others must exist."""
     for folder in swap_folders(config):
         if is_own(config, folder):
             folder.mkdir(parents=True, exist_ok=True)
 
 
 def is_own(config: Config, folder: Path) -> bool:
-    """Whether the run itself makes it, inside log.folder."""
+    """Whether a folder is in log.folder, so that the run makes it itself."""
     return folder.resolve().is_relative_to(config.log.folder.resolve())

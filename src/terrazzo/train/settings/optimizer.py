@@ -1,6 +1,6 @@
-"""From a configuration to its optimizer, a class of `torch.optim` or `tz.optim` by name, and to its learning rate.
+"""Builds the optimizer of a configuration, a class of `torch.optim` or `tz.optim` by name, and its schedule.
 
-That is torch's `LambdaLR`, so that any optimizer and any checkpoint understands it.
+The schedule is torch's `LambdaLR`, so that any optimizer and any checkpoint can handle it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _OWN = (Lion, AdEMAMix, Muon)
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """The class of torch.optim or tz.optim of that name, its options checked.
+    """The class of torch.optim or tz.optim that a configuration names; its options are checked.
 
     Raises:
-        BadInput: a name that neither has, an optimizer that cannot be sharded, an option that it does not
-            take, or of another kind; in this order, since another optimizer takes other options.
+        BadInput: no such class, an optimizer that cannot be sharded, an option that it does not take, or an option of
+            another type; checked in this order, as another optimizer takes other options.
     """
     known = {
         name: value
@@ -87,17 +87,17 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
 
 
 def steps_matrices(config: OptimizerConfig) -> bool:
-    """Whether it is one that updates whole matrices, and all else as AdamW does."""
+    """Whether the optimizer updates whole matrices, and everything else as AdamW does."""
     return config.name == Muon.__name__
 
 
 def _of_the_rest(config: OptimizerConfig) -> OptimizerConfig:
-    """The settings of the optimizer that steps what is no matrix, or everything."""
+    """The settings of the optimizer that steps everything, or everything but matrices."""
     return config.model_copy(update={"name": "AdamW"}) if steps_matrices(config) else config
 
 
 def _other_kind(parameter: inspect.Parameter, value: Any) -> str | None:
-    """What an option is to be, where `value` is something else that an optimizer would take for it: it asks `if`."""
+    """The expected type of an option, if `value` has another one that an optimizer would silently accept."""
     default = parameter.default
     if value is None and default is None:
         return None
@@ -111,8 +111,8 @@ def _other_kind(parameter: inspect.Parameter, value: Any) -> str | None:
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over `model`'s trainable parameters, in a group with and a group without weight decay.
 
-    Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed. Of matrices
-    that are updated whole there are such groups too, before the others.
+    Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed. Matrices
+    that are updated whole are in two such groups of their own, before the others.
 
     Raises:
         BadInput: settings that the optimizer refuses.
@@ -151,16 +151,16 @@ def _groups(
 
 
 def division_of(config: OptimizerConfig, model: nn.Module) -> Division:
-    """Which of a model's parameters are matrices that are updated whole; a stage of a pipeline has a part of them."""
+    """The division of a model's parameters into matrices that are updated whole, and others."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     here = [glob for glob in config.muon.matrices if any(fnmatchcase(name, glob) for name in names)]
     return divided(model, HEADS if config.muon.others is None else config.muon.others, here)
 
 
 def check_names(config: OptimizerConfig, names: Sequence[str]) -> None:
-    """Raise `BadInput` for a glob that matches none of the whole model's parameters, by their `names`.
+    """Raise `BadInput` for a glob that matches none of the `names` of parameters.
 
-    A stage of a pipeline has a part of them, and so it is not asked.
+    They are those of the whole model: a stage of a pipeline has only a part of them.
     """
     muon = config.muon
     globs_of = {"no_decay": config.no_decay, "muon.matrices": muon.matrices, "muon.others": muon.others or []}
@@ -183,9 +183,9 @@ def check_settings(config: OptimizerConfig) -> None:
 
 
 def construct(config: OptimizerConfig, params: Sequence[Any]) -> torch.optim.Optimizer:
-    """The optimizer of that name over parameters or param groups; raises `BadInput` for settings it refuses.
+    """The optimizer over parameters or param groups; raises `BadInput` for settings that it refuses.
 
-    Of one that updates whole matrices, that of all else.
+    For one that updates whole matrices, it is the optimizer of everything else.
     """
     config = _of_the_rest(config)
     return _construct(optimizer_class(config), config, params)
@@ -231,9 +231,9 @@ def build_schedule(config: ScheduleConfig, steps: int, optimizer: Optimizer) -> 
 
 
 def resume_schedule(schedule: LambdaLR, state: dict[str, Any]) -> None:
-    """Go on after `state`, a scheduler's state dict, at the peaks that it has, but by the schedule's own shares.
+    """Continue after `state`, a scheduler's state dict, with its peak rates, but this schedule's own shares.
 
-    The optimizer holds the next step's rate as the schedule of the run that saved it had it.
+    Until then the optimizer has the next step's rate by the schedule of the run that saved it.
     """
     schedule.load_state_dict(state)
     for group, peak, share in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):

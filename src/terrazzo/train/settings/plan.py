@@ -1,4 +1,4 @@
-"""From a configuration to what `tz.shard` takes beside model and optimizer: plan, offload, precision, mesh, batch."""
+"""Translates a configuration into what `tz.shard` takes beside model and optimizer: plan, offload, precision, mesh."""
 
 from __future__ import annotations
 
@@ -60,19 +60,16 @@ def build_plan(config: Config) -> Plan:
 
 
 def build_diloco(config: Config) -> DiLoCo | None:
-    """How groups of ranks train by themselves; None where gradients are summed over them."""
+    """How groups of ranks train by themselves; None if gradients are summed over all groups."""
     plan, outer = config.plan, config.plan.outer
     return None if plan.sync_every is None else DiLoCo(plan.sync_every, outer.lr, outer.momentum, outer.traffic)
 
 
 def check_rounds(config: Config, step: int) -> None:
-    """Refuse a run whose last step ends no round: the weights of all groups are the same behind an outer step alone.
+    """Raise `BadInput` if the last step of a run does not end a round: only an outer step makes groups' weights equal.
 
     Args:
-        step: that it goes on from.
-
-    Raises:
-        BadInput: there.
+        step: that the run continues from.
     """
     every, steps = config.plan.sync_every, config.train.steps
     if every is None or steps <= step or not (over := (steps - step) % every):
@@ -86,7 +83,7 @@ def check_rounds(config: Config, step: int) -> None:
 
 
 def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
-    """The plan with the tiers of the offload section in place of its own, under the name of a preset if it is one."""
+    """The plan with the tiers of the section `offload` instead of its own, under a preset's name if it is one."""
     by_state = {state: getattr(offload, state) for state in OFFLOADED_STATES}
     if not any(by_state.values()):
         return plan
@@ -99,7 +96,7 @@ def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
 def build_offload(config: Config) -> Offload:
     """How offloaded states are kept and updated; raises `BadInput` for an update that clipping or scaling rules out.
 
-    What changes nothing under the plan is left out: `idle_notes` tells of it.
+    Settings without effect under the plan are left out; `idle_notes` names them.
     """
     section = config.offload
     is_scaled = build_precision(config).loss_scaling is not None
@@ -130,7 +127,7 @@ def build_offload(config: Config) -> Offload:
 
 
 def build_precision(config: Config) -> Precision:
-    """The named precision with the given dtypes in place of its own."""
+    """The named precision, with the dtypes that the configuration gives."""
     base = Precision.named(config.precision.name)
     own = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
     dtypes: dict[str, Any] = {key: own[key] or getattr(base, key) for key in DTYPE_FIELDS}
@@ -142,14 +139,14 @@ def build_precision(config: Config) -> Precision:
 
 
 def precision_of_run(config: Config, world_size: int) -> Precision:
-    """`build_precision` without the formats of messages that no rank sends: `idle_notes` tells of them."""
+    """`build_precision` without formats of messages that no rank sends; `idle_notes` names them."""
     precision = build_precision(config)
     unused = [name for names in unused_formats(config, world_size).values() for name in names]
     return replace(precision, **{name: getattr(Precision(), name) for name in unused})
 
 
 def unused_formats(config: Config, world_size: int) -> dict[str, Sequence[str]]:
-    """Why, and the names of settings of `precision` that change nothing on the mesh of a run."""
+    """Names of settings of `precision` that have no effect on the mesh of a run, by the reason."""
     sizes = mesh_shape(config.plan.mesh, world_size)
     apart = {"dp_replicate"} if config.plan.sync_every is not None else set()
     data = [axis for axis in DATA_AXES if sizes.get(axis, 1) > 1 and axis not in apart]
@@ -160,9 +157,10 @@ def unused_formats(config: Config, world_size: int) -> dict[str, Sequence[str]]:
 
 
 def scaled_for_sums(precision: Precision, config: Config) -> Precision:
-    """`precision` where losses are summed over a step's samples, and gradients divided by their number behind that.
+    """The precision with a loss scale for losses that are summed over a step's samples, and not averaged.
 
-    First and least loss scale are said of mean losses: here they are by a step's samples less, to a power of two.
+    The initial and the smallest loss scale are meant for mean losses: here they are divided by the samples of a step,
+    rounded to a power of two.
     """
     if (scaling := precision.loss_scaling) is None:
         return precision
@@ -172,9 +170,9 @@ def scaled_for_sums(precision: Precision, config: Config) -> Precision:
 
 
 def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
-    """The axes of the mesh and their sizes, outermost first; raises `BadInput` when they do not multiply to the ranks.
+    """The axes of the mesh and their sizes, outermost first; raises `BadInput` if these do not multiply to the ranks.
 
-    Beside `dp_shard` those of one rank are left out.
+    Axes of one rank are left out, except `dp_shard`.
     """
     sizes = {axis: size for axis, size in mesh.model_dump().items() if size != 1 or axis == "dp_shard"}
     try:
@@ -184,15 +182,15 @@ def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
 
 
 def micro_batches_per_rank(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> int:
-    """Micro-batches per step on each rank: as many as hold the global batch, the last ones with empty rows if need be.
+    """Micro-batches per step on each rank, enough for the global batch; the last ones may have empty rows.
 
-    Also where ranks that are gone have left another number than the one that the batch was made for.
+    So the same batch is possible if fewer ranks are left than it was configured for.
     """
     return -(-batch.global_batch // _rows_at_once(batch, world_size, mesh))
 
 
 def empty_rows(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> int:
-    """Sequences of a step, over all ranks, that fill micro-batches up and have nothing to learn."""
+    """Rows of a step, over all ranks, that only fill up micro-batches and have nothing to learn."""
     return -batch.global_batch % _rows_at_once(batch, world_size, mesh)
 
 
@@ -201,12 +199,12 @@ def _rows_at_once(batch: BatchConfig, world_size: int, mesh: MeshConfig) -> int:
 
 
 def evaluation_limit(config: Config, readers: int) -> int:
-    """Sequences over all ranks that an evaluation reads at most; `readers` do not share theirs with others."""
+    """The most sequences that an evaluation reads, over all ranks, of which `readers` read different ones."""
     return config.train.eval_batches * config.batch.micro_batch * readers
 
 
 def filling_note(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> str | None:
-    """What empty rows cost and what to do about them, in a line; None where there are none."""
+    """A line on what empty rows cost, and what to do about them; None if there are none."""
     if not (empty := empty_rows(batch, world_size, mesh)):
         return None
     at_once = _rows_at_once(batch, world_size, mesh)

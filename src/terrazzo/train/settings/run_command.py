@@ -1,4 +1,4 @@
-"""The command that a run was started with, and the one that goes on with it."""
+"""The command that a run was started with, and the one that continues it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["RunCommand"]
 
 @dataclass(frozen=True)
 class RunCommand:
-    """What a run was started with. Without a path, torchrun or Slurm has started it, and knows the whole of it."""
+    """The command that a run was started with. Without a path it is not known: torchrun or Slurm started the run."""
 
     path: Path | None = None
     overrides: Sequence[str] = ()
 
     def going_on(self, config: Config, *, finished: bool) -> str:
-        """What continues the run; one that has finished, for as many steps again."""
+        """The command that continues the run; if it has finished, for as many steps again."""
         settings = {} if config.checkpoint.resume != "never" else {"checkpoint.resume": "if_exists"}
         settings |= {"train.steps": str(2 * config.train.steps)} if finished else {}
         changed = [f"{key}={value}" for key, value in settings.items()]

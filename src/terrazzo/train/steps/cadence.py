@@ -1,7 +1,7 @@
-"""How often a run saves where it is to find that out itself: `checkpoint.every: auto`.
+"""When a run saves, and how often if it is to find that out itself: `checkpoint.every: auto`.
 
-The first saves come early, for their cost to be measured. It is what a save holds training up for: one in the
-background costs its copy.
+The first saves come early, so that their cost can be measured: the time for which a save holds up training. A save in
+the background costs only its copy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from terrazzo.train.session.session import Session
 __all__ = ["FIRST", "Cadence", "SaveInterval", "optimal_interval_s"]
 
 FIRST = 5
-"""Steps before each of the saves that are measured. There are two: at the first, much is done for the first time."""
+"""Steps before each of the two measured saves. Two, since the first one includes what is done only once."""
 
 
 def optimal_interval_s(cost_s: float, between_failures_s: float) -> float:
-    """Seconds of training between saves after which a run with failures ends earliest, in the mean.
+    """Seconds of training between saves with which a run that has failures ends earliest, in the mean.
 
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
     Systems 22 (2006), 303-312, doi:10.1016/j.future.2004.11.016: with δ the seconds of a save and M those between
@@ -39,12 +39,15 @@ def optimal_interval_s(cost_s: float, between_failures_s: float) -> float:
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """Steps between saves, and what they follow from.
+    """Steps between saves, and what they were computed from.
 
     Attributes:
-        cost_s: that a save holds the slowest rank up for.
-        step_s: of a step, without evaluations and samples.
-        busy_s: after which a save in the background was known to be done; 0 for others.
+        every: steps between saves.
+        cost_s: seconds for which a save holds up the slowest rank.
+        step_s: seconds of a step, without evaluations and samples.
+        busy_s: seconds after which a save in the background was known to be done; 0 for other saves.
+        ranks: of the run, each of which may fail.
+        mtbf_hours, overhead, background: of the section `checkpoint`.
     """
 
     every: int
@@ -58,7 +61,7 @@ class SaveInterval:
 
     @classmethod
     def of(cls, config: Config, ranks: int, *, cost_s: float, step_s: float, busy_s: float) -> SaveInterval:
-        """Daly's interval, but no shorter one than `checkpoint.overhead` allows, and than a save takes."""
+        """Daly's interval, but not shorter than `checkpoint.overhead` allows, nor than a save takes."""
         settings = config.checkpoint
         best_s = optimal_interval_s(cost_s, settings.mtbf_hours * 3600 / ranks)
         allowed_s = cost_s * (1 / settings.overhead - 1)
@@ -67,7 +70,7 @@ class SaveInterval:
         return cls(every, cost_s, step_s, busy_s, ranks, *assumptions)
 
     def holds_for(self, config: Config, ranks: int) -> bool:
-        """Whether it would be measured as it was."""
+        """Whether the interval is still valid for this configuration and number of ranks."""
         settings = config.checkpoint
         now = ranks, settings.mtbf_hours, settings.overhead, settings.background
         return now == (self.ranks, self.mtbf_hours, self.overhead, self.background)
@@ -81,7 +84,7 @@ class SaveInterval:
 
 
 class Cadence:
-    """When a session saves: every so many steps as it was told, or as it finds out."""
+    """When a session saves: every `checkpoint.every` steps, or at the interval that it finds (`auto`)."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._every = session, session.config.checkpoint.every
@@ -89,14 +92,14 @@ class Cadence:
         self.begin()
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Start measuring, unless the interval is known."""
         self._first = self._session.step
         self._saved: tuple[int, float] | None = None  # the first save that is measured: its step, and when it ended
         self._apart_s = self._busy_s = self._step_s = self._cost_s = 0.0
         self.choice = self._choice_before() if self._every == "auto" else None  # what was found out, here or before
 
     def _choice_before(self) -> SaveInterval | None:
-        """What was found out before the run was resumed."""
+        """The interval that was found before the run was resumed, if it is still valid."""
         session = self._session
         saved = session.progress.cadence
         choice = None if saved is None else read_saved(SaveInterval, saved, "cadence")
@@ -114,14 +117,14 @@ class Cadence:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is inside is no part of a step."""
+        """A context for what does not count as part of a step."""
         start = time.perf_counter()
         yield
         self._apart_s += time.perf_counter() - start
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A save is inside, after which `choose` is called. Collective."""
+        """A context for a save; call `choose` after it. Collective."""
         measures = self._every == "auto" and self.choice is None
         if measures and self._saved is not None:
             step, ended = self._saved
@@ -136,7 +139,7 @@ class Cadence:
             self._saved, self._apart_s = (self._session.step, now), 0.0
 
     def choose(self) -> SaveInterval | None:
-        """What the second save that is measured has shown; None after all others. Collective."""
+        """The interval, after the second measured save; None after any other. Collective."""
         session = self._session
         if self._every != "auto" or self.choice is not None or not self._step_s:
             return None

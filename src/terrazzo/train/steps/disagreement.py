@@ -1,4 +1,4 @@
-"""Who computes wrongly, by what ranks have made of the same micro-batches."""
+"""Finds which rank computes wrongly, from the answers of ranks to the same micro-batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Disagreement", "RankAnswer", "finding_of"]
 
 
 class RankAnswer(NamedTuple):
-    """What a rank has made of a micro-batch.
+    """A rank's answer to a micro-batch.
 
     Attributes:
-        rank: whose answer it is.
-        of: whose micro-batch, as any key that is equal where the same is computed.
-        units: in which gradients were complete, in that order.
+        rank: that computed it.
+        of: a key of the micro-batch, equal where the same is computed.
+        units: the units in the order in which their gradients were complete.
         digests: of each unit's gradients.
     """
 
@@ -28,11 +28,11 @@ class RankAnswer(NamedTuple):
 
 
 class Disagreement(NamedTuple):
-    """Answers that are not as they should be.
+    """Answers that differ where they should not.
 
     Attributes:
         text: what is wrong, in sentences.
-        of_kernels: no machine is at fault: most ranks do not compute the same twice.
+        of_kernels: whether no machine is at fault: most ranks do not get the same result twice.
     """
 
     text: str
@@ -40,10 +40,10 @@ class Disagreement(NamedTuple):
 
 
 def finding_of(answers: Sequence[RankAnswer]) -> Disagreement | None:
-    """What is wrong with the answers of all ranks; None where all that should be equal is.
+    """What is wrong with the answers of all ranks; None if all that should be equal are.
 
-    An answer is right if more than half of the ranks that were asked have given it. With two ranks there is none where
-    they disagree, unless one does with itself.
+    An answer is right if more than half of the ranks that were asked have given it. If two ranks disagree neither is,
+    unless one disagrees with itself.
     """
     answers_to: defaultdict[tuple[int, ...], list[RankAnswer]] = defaultdict(list)
     for answer in answers:
@@ -74,7 +74,7 @@ def finding_of(answers: Sequence[RankAnswer]) -> Disagreement | None:
 
 
 def _right(answers: Sequence[RankAnswer]) -> tuple[tuple[int, ...], ...] | None:
-    """What more than half of these ranks, of which there are several, have answered."""
+    """The answer of more than half of several ranks; None if there is none."""
     by = defaultdict(set)
     for each in answers:
         by[each.digests].add(each.rank)
@@ -90,7 +90,7 @@ def _disagrees_with_itself(rank: int, answers: Sequence[RankAnswer]) -> bool:
 def _of_rank(
     rank: int, count: int, answers: Sequence[RankAnswer], apart: dict[tuple[int, ...], list[RankAnswer]]
 ) -> str:
-    """What a rank has done that most others have not."""
+    """A sentence on a rank whose answers differ from those of most."""
     own = [each for each in answers if each.rank == rank]
     about = [group for of, group in apart.items() if any(each.rank == rank for each in apart[of])]
     others = {each.rank for group in about for each in group} - {rank}
@@ -107,7 +107,7 @@ def _transient(rank: int, apart: dict[tuple[int, ...], list[RankAnswer]]) -> str
 
 
 def _unit(*groups: Sequence[RankAnswer]) -> str:
-    """The first unit, in the order of backward, in which answers differ: what comes behind follows from it."""
+    """The first unit, in the order of backward, in which answers differ: later differences follow from it."""
     first = groups[0][0]
     for number, unit in enumerate(first.units):
         if any(len({each.digests[number : number + 1] for each in group}) > 1 for group in groups):

@@ -1,7 +1,7 @@
 """What is due after a step: one answer for all that a run does every so many steps.
 
-Whether a multiple of so many steps has come is `plan.is_due` of the configuration, which knows rounds of groups that
-train by themselves; here, in `cadence` and in the checks that steps are computed rightly, nothing counts otherwise.
+Whether a multiple of an interval has come is decided by `plan.is_due` of the configuration, which knows about rounds of
+groups that train by themselves. `cadence` and the checks of ranks ask it, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["DueWork", "due_work"]
 
 
 class DueWork(NamedTuple):
-    """What is to be done after a step that was taken.
+    """What to do after a step that was taken.
 
     Attributes:
         row: a row of the log: after the first step of each start, which shows that the run works and where its loss

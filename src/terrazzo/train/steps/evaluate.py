@@ -22,9 +22,10 @@ TEMPERATURE = 0.8
 
 @torch.no_grad()
 def evaluate(session: Session) -> Validation | None:
-    """The validation loss over the same sequences every time, or None without validation data. Collective.
+    """The validation over the same sequences every time, or None without validation data. Collective.
 
-    What is compared with the model of the first step prefers nothing then: rounding that says otherwise is not heard.
+    Before the first step a model that is compared with its initial self prefers nothing: all pairs count as ties,
+    whatever rounding says.
     """
     dataset, batch = session.data.validation, session.config.batch
     if dataset is None:
@@ -46,9 +47,9 @@ def evaluate(session: Session) -> Validation | None:
 
 
 def sample_text(session: Session) -> str:
-    """What the model writes after `train.sample_prompt`, or answers to `train.sample_chat`; the same on every rank.
+    """The text that the model writes after `train.sample_prompt`, or its answer to `train.sample_chat`. Collective.
 
-    Collective.
+    It is the same on every rank.
     """
     train = session.config.train
     if session.sampling.question is not None:
@@ -61,7 +62,7 @@ def sample_text(session: Session) -> str:
 
 
 def _answer(session: Session, question: Prompt) -> str:
-    """The likeliest tokens, up to where the answer ends."""
+    """The most likely tokens, up to the end of the answer."""
     tokens = torch.tensor([question.tokens], device=session.ranks.device)
     with whole_sequences(session.model):
         written = generate(session.model, tokens, session.config.train.sample_tokens, temperature=0.0)[0]

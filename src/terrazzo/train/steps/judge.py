@@ -1,7 +1,7 @@
-"""Whether a step is like those before it: judged by its loss and its gradients' norm, on all ranks alike.
+"""Judges whether a step is like those before it, by its loss and its gradients' norm, on all ranks alike.
 
-What is not finite ends a run in any case. With a guard, as `guard.action` or `guard.spike` ask for one, each step is
-judged before its update, and may be left out or gone back from.
+Values that are not finite end a run in any case. With a guard (`guard.action`, `guard.spike`) each step is judged
+before its update, and may be left out, or make the run go back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from terrazzo.train.settings.folders import swap_folders
 __all__ = ["FEWEST", "StepJudge", "spike_above"]
 
 FEWEST = 8
-"""Steps that there are before one is called a spike."""
-NORMAL = 1.4826  # of a normal distribution, the standard deviation as a multiple of the median absolute one
-LEAST = 0.01  # of the median: what is called a deviation at the least, where numbers hardly change
+"""Fewest earlier steps before one can be called a spike."""
+NORMAL = 1.4826  # a normal distribution's standard deviation, as a multiple of its median absolute deviation
+LEAST = 0.01  # the least deviation, as a share of the median, for numbers that hardly change
 
 
 def spike_above(before: Sequence[float], deviations: float) -> float:
-    """The value from which on a number is a spike, after those `before` it; infinite while they are too few.
+    """The value above which a number is a spike, after those `before` it; infinite while they are too few.
 
-    The median and the median absolute deviation, as of a normal distribution: one spike in the window moves neither.
+    It is the median plus `deviations` times the deviation that a normal distribution with this median absolute
+    deviation has: a spike in the window moves neither.
     """
     if len(before) < FEWEST:
         return math.inf
@@ -42,23 +43,23 @@ def spike_above(before: Sequence[float], deviations: float) -> float:
 
 
 class StepJudge:
-    """Judges the steps of a session, each once. Both numbers are the same on every rank, and so is what is decided.
+    """Judges each step of a session once. Loss and norm are the same on every rank, and so are the decisions.
 
-    On a CPU they are known at once, before the optimizer's step. On CUDA the host reads the norm a step later, when the
-    next step's backward has been queued: it waits for what the device has long begun, and the device never for the
-    host; a guard has the host wait. A norm that is not finite, of a loss that is, is left to fp16's loss scaling where
-    there is that: it skips such steps, and has a limit of its own.
+    On a CPU both are known at once, before the optimizer's step. On CUDA the host reads the norm a step later, when the
+    next backward has been queued, so that the device never waits for the host; with a guard the host waits at once.
+    With fp16, a norm that is not finite while the loss is finite is left to loss scaling, which skips such steps and
+    has a limit of its own.
     """
 
     def __init__(self, session: Session) -> None:
         self._session, self._settings = session, session.config.guard
         self._on_cuda = devices.is_cuda(session.ranks.device)
         self._scales = bool(session.optimizer.scaler_state())
-        self._checked = math.nan, math.nan  # loss and norm that `check` has found last
+        self._checked = math.nan, math.nan  # loss and norm that `check` has returned last
         self.forget()
 
     def forget(self) -> None:
-        """Steps since the last `check` are done again."""
+        """Forget the steps since the last `check`, which will be done again."""
         self._losses: list[Tensor] = []  # of steps that `check` has not seen, this rank's share of each
         self._norms: list[Tensor] = []  # of the same steps, over all ranks
         self._steps: list[int] = []  # their numbers
@@ -72,14 +73,14 @@ class StepJudge:
 
     @property
     def newest(self) -> int | None:
-        """The newest step that was taken here, and not left out; None before the first, and behind `forget`."""
+        """The newest step that was taken, and not left out; None before the first, and after `forget`."""
         return self._newest
 
     def objection(self, loss: Tensor, norm: Tensor) -> str | None:
-        """What is wrong with a step whose gradients are there, so that `act` is to be called; None lets it be.
+        """What is wrong with a step, given its gradients, so that `act` must be called; None if nothing is.
 
         Args:
-            loss: this rank's share of it.
+            loss: this rank's share of the loss.
             norm: of the gradients over all ranks, before clipping.
 
         Raises:
@@ -97,7 +98,7 @@ class StepJudge:
         return None
 
     def _refuse_norm(self, norm: float) -> None:
-        """Raise `Diverged`; on the ranks of one replica alone where each trains by itself, since the others go on."""
+        """Raise `Diverged`; if replicas train by themselves, only on the ranks of this one, as the others go on."""
         if self._session.config.plan.sync_every is not None:
             self.refuse(f"gradients' norm of a replica, near step {self._newest},", norm)
         self.check()
@@ -119,7 +120,7 @@ class StepJudge:
         return None
 
     def _norm_on_host(self, norm: Tensor) -> float:
-        """The newest norm that the host can have without keeping the device waiting."""
+        """The newest norm that the host can read without stalling the device."""
         if not self._on_cuda:
             return float(norm)
         copy = norm.to("cpu", non_blocking=True)  # torch pins it
@@ -132,7 +133,7 @@ class StepJudge:
         return float(known)
 
     def check(self) -> tuple[float, float]:
-        """The mean loss per token and the norm of `newest`. All steps since the last call are looked at. Collective.
+        """The mean loss and the norm of `newest`, after checking all steps since the last call. Collective.
 
         Raises:
             Diverged: at the first that is not finite, in its loss or its norm: a NaN gradient leaves NaN weights behind
@@ -152,7 +153,7 @@ class StepJudge:
         return self._checked
 
     def refuse(self, what: str, value: float) -> None:
-        """Raise `Diverged` where `value`, the same on all ranks, is not finite; `what` names it."""
+        """Raise `Diverged` if `value`, the same on all ranks, is not finite; `what` names it."""
         if not math.isfinite(value):
             raise Diverged(
                 f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
@@ -167,10 +168,10 @@ class StepJudge:
         return " If nothing explains it: offload.digest=true checks what the drives of offload.path give back."
 
     def act(self, why: str) -> str:
-        """Do what is to be done about the step that is under way; what was done, in words. Collective.
+        """Act on an objection as `guard.action` says; returns what was done, in words. Collective.
 
         Raises:
-            Diverged: where that is to end the run.
+            Diverged: the run is to end.
         """
         session, settings, progress = self._session, self._settings, self._session.progress
         session.optimizer.zero_grad()
@@ -211,7 +212,7 @@ class StepJudge:
 
 
 def _skipped_text(skipped: Sequence[Mapping[str, Any]]) -> str:
-    """`step 3, 2 times, and step 7`; `none`, of a limit of zero."""
+    """`step 3, 2 times; step 7`; `none` if there are none."""
     times = Counter(each["step"] for each in skipped)
     texts = [f"step {step}" if count == 1 else f"step {step}, {count} times" for step, count in times.items()]
     return "; ".join(texts) or "none"

@@ -1,4 +1,4 @@
-"""Memory that changes by itself where ranks hold no copies: looked at unit by unit, between one update and the next."""
+"""Detects memory that changes by itself between two updates, unit by unit, also without copies on other ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["MemoryChecks"]
 
 
 class MemoryChecks:
-    """One unit's states behind an update, and again before the next; and its gathered weights, on all ranks.
+    """Compares one unit's states after an update and before the next, and its gathered weights between ranks.
 
     Args:
-        every: steps between two units; None for none.
+        every: steps between two units; None for no checks.
 
     Attributes:
-        rotation: steps until all units have been looked at.
+        rotation: steps until all units have been checked.
     """
 
     def __init__(self, session: Session, every: int | None) -> None:
@@ -30,7 +30,7 @@ class MemoryChecks:
         self._snapshot: UnitSnapshot | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins: take a snapshot, if one is due."""
         step = self._session.step + 1
         self._snapshot = None
         if self._every is not None and self._session.config.plan.is_due(step, self._every):
@@ -41,10 +41,10 @@ class MemoryChecks:
         return self._snapshot is not None
 
     def check(self) -> None:
-        """The update of this step is next. Collective.
+        """Compare with the snapshot, before this step's update. Collective.
 
         Raises:
-            Corrupted: on all ranks where a state has changed, or ranks have computed with other weights.
+            Corrupted: on all ranks, if a state has changed, or ranks have computed with different weights.
         """
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None
@@ -67,7 +67,7 @@ class MemoryChecks:
             )
 
     def _others(self, gathered: list[list[int]]) -> tuple[list[int], int] | None:
-        """Ranks whose gathered weights are not those of most, and how many most are; 0 where there is no majority."""
+        """Ranks whose gathered weights differ from the majority's, and the size of that; 0 without a majority."""
         mesh, size = self._session.config.plan.mesh, len(gathered)
         groups: dict[Any, list[int]] = {}
         for rank in range(size):

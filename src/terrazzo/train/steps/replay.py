@@ -1,4 +1,4 @@
-"""Micro-batches of other ranks computed again, and who makes something else of them than most."""
+"""Computes micro-batches of other ranks again, and finds ranks whose results differ from those of most."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = ["Replay"]
 
 
 class Replay:
-    """Compares, every so many steps, what ranks compute of the same data with the same weights.
+    """Compares, every so many steps, what ranks compute from the same data with the same weights.
 
-    Rank r's micro-batch is computed by r and by r+1, all ranks at once, each its own and its neighbour's. Where two
-    answers differ, all compute both again, and r+2 does, too, if there is a third: most are right. What is compared is
-    a digest of each unit's gradients before ranks sum them. Nothing of it stays: generators, buffers and counters of
-    experts go on as if it had not been.
+    Each rank computes its own micro-batch and its neighbour's, so that r and r+1 both compute that of r. If two answers
+    differ, all compute both again, and r+2 does too, if there are three ranks: the majority is right. Compared is a
+    digest of each unit's gradients before ranks sum them. Nothing of it remains: generators, buffers and counters of
+    experts are restored.
 
     Raises:
-        BadInput: ranks compute on different processors, whose results may differ in their last bits.
+        BadInput: ranks have different processors, whose results may differ in their last bits.
     """
 
     def __init__(self, session: Session) -> None:
@@ -43,15 +43,15 @@ class Replay:
             _require_alike(session)
 
     def due(self) -> bool:
-        """Whether it is time: behind the first step, which shows whether kernels repeat themselves, and then by the
-        number of steps.
+        """Whether a replay is due: after the first step, which shows whether kernels are deterministic, and then
+        regularly.
         """
         config, step = self._session.config, self._session.step
         every = config.guard.replay_every
         return every is not None and (step == self._first or config.plan.is_due(step, every))
 
     def check(self) -> None:
-        """Raises `Corrupted` on all ranks where one computes wrongly. Collective."""
+        """Raise `Corrupted` on all ranks if one computes wrongly. Collective."""
         readers, self._from = self._session.share.readers, self._known_from()
         answers = self._answers([0, 1] if readers > 1 else [0, 0])
         if finding_of(answers) is None:
@@ -74,10 +74,10 @@ class Replay:
         )
 
     def _known_from(self) -> Cursor | None:
-        """Where micro-batches are read; None: where the run stands. Collective where there is a reference.
+        """Where to read micro-batches; None for the run's own position. Collective if there is a reference model.
 
-        Behind the last step of DPO nobody has computed that of pairs, and gradients would be NaN, alike on all ranks:
-        the pairs that the run began with are taken again.
+        After the last step of DPO the references of the next pairs are not known, so that gradients would be NaN on all
+        ranks alike. Then the pairs with which the run began are taken again.
         """
         session = self._session
         if not session.config.objective.kind.against_initial:
@@ -86,7 +86,7 @@ class Replay:
         return None if all(gather_json(known)) else Cursor()
 
     def _answers(self, offsets: Sequence[int]) -> list[RankAnswer]:
-        """What each rank has made of the micro-batches of the ranks that many places before it. Collective."""
+        """The answers of all ranks to the micro-batches of the ranks `offsets` places before them. Collective."""
         with self._unnoticed():
             own = [self._answer(offset) for offset in offsets]
         return [
@@ -96,7 +96,7 @@ class Replay:
         ]
 
     def _answer(self, offset: int) -> tuple[list[int], dict[str, list[int]]]:
-        """What tells the micro-batch, for ranks with the same part of it, and the digests of it. Collective."""
+        """A key of the micro-batch, equal for ranks with the same part of it, and the digests by unit. Collective."""
         session, mesh = self._session, self._session.config.plan.mesh
         reader = (session.share.reader - offset) % session.share.readers
         place = session.ranks.rank % mesh.ranks_per_batch
@@ -108,7 +108,7 @@ class Replay:
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """What is computed inside leaves no trace in the run."""
+        """Within this context computing leaves no trace in the run."""
         session = self._session
         generators, denominator = capture_rng(), engine_of(session.model).progress.denominator.chosen
         buffers = [(buffer, buffer.clone()) for buffer in session.model.buffers()]
@@ -125,7 +125,7 @@ class Replay:
 
 
 def _require_alike(session: Session) -> None:
-    """Refuse ranks whose results may differ although nothing is wrong. Collective."""
+    """Raise `BadInput` if ranks differ such that results may differ although nothing is wrong. Collective."""
     own = [processor(session.ranks.device.type), torch.__version__, torch.get_num_threads()]
     for rank, theirs in enumerate(of_ranks := gather_json(own)):
         if theirs != of_ranks[0]:

@@ -1,4 +1,4 @@
-"""Looks every so many steps at copies, and at what ranks compute, and puts aside what is not to be trusted."""
+"""Checks regularly that ranks hold and compute the same, and puts checkpoints aside that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class ReplicaChecks:
         self._memory = MemoryChecks(session, guard.memory_every)
         self._replicas_every = session.config.train.check_replicas_every
         every = {"replicas": self._replicas_every, "replay": guard.replay_every, "memory": guard.memory_every}
-        # the step up to which each has found nothing
+        # the step up to which each check has found nothing
         self._clean = {name: before for name, steps in every.items() if steps is not None}
         self._update_sure_step()
 
     def begin_step(self) -> None:
-        """A step begins: what is looked at before its update is remembered."""
+        """A step begins: remember what will be compared before its update."""
         self._memory.begin()
 
     def before_update(self) -> None:
-        """The update of this step is next; raises as `after_step` does. Collective."""
+        """Check before this step's update; raises what `after_step` raises. Collective."""
         if self._memory.due:
             self._try(self._memory.check)
             self._note_clean("memory", self._session.step - self._memory.rotation)
 
     def after_step(self) -> None:
-        """Do what is due. What was saved since the last time that all was right is put aside, if it is not. Collective.
+        """Do the checks that are due. If one fails, put checkpoints aside that were saved since all passed. Collective.
 
         Raises:
-            Corrupted: on all ranks; names the rank, and what was put aside.
+            Corrupted: on all ranks; it names the rank at fault, and what was put aside.
         """
         session = self._session
         replicas = session.config.plan.is_due(session.step, self._replicas_every)
@@ -60,7 +60,7 @@ class ReplicaChecks:
                 self._note_clean("replay", session.step)
 
     def went_back(self) -> None:
-        """The run is back at an earlier step: nobody has looked at the steps that follow it now."""
+        """The run is back at an earlier step: later steps are not checked yet."""
         self._clean = {name: min(clean, self._session.step) for name, clean in self._clean.items()}
         self._update_sure_step()
 

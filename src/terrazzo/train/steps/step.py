@@ -1,4 +1,4 @@
-"""An optimizer step, and what the model makes of micro-batches: to learn from them, or to measure it."""
+"""An optimizer step: forward, backward and update; and a forward that measures the loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = ["backward_on", "measure_on", "train_on", "update"]
 def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     """Forward and backward of every micro-batch, and clipping; `update` follows.
 
-    Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
+    Returns:
+        This rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
     total = train_on(session, batch.micro_batches, denominator=max(1, batch.learnt))
@@ -35,19 +36,20 @@ def update(session: Session) -> None:
 
 
 def train_on(session: Session, batches: Sequence[Batch], denominator: float) -> Tensor:
-    """Forward and backward of all micro-batches of a step; the sum of their losses. Collective.
+    """Forward and backward of all micro-batches of a step; returns the sum of their losses. Collective.
 
     Args:
-        denominator: what gradient sums over all ranks, or those of a replica that trains by itself, are divided by.
+        denominator: by which sums of gradients are divided: sums over all ranks, or those of a replica that trains by
+            itself.
     """
     objective = objective_of(session.config)
     return _run(session, batches, lambda output, batch: objective.loss_of(session.model, output, batch), denominator)
 
 
 def measure_on(session: Session, batches: Sequence[Batch]) -> tuple[Tensor, float]:
-    """The sum of the losses of micro-batches, and of how many samples the model is right. Collective.
+    """The sum of the losses of micro-batches, and for how many samples the model is right. Collective.
 
-    In a pipeline, the last stage alone knows of the second.
+    In a pipeline only the last stage knows the second.
     """
     objective, right = objective_of(session.config), 0.0
 
