@@ -215,16 +215,18 @@ def _sizes(family: str, fields: Mapping[str, str]) -> Sizes:
         vocab = math.ceil(vocab / (128 * _int(fields["tp"]))) * 128 * _int(fields["tp"])
     sizes = Sizes(fields["model"], layers, hidden, ffn, heads, kv_heads, vocab)
     if family in ("aws", "hfds", "tinyllama", "llama3"):
-        return replace(sizes, gated=True, norm="rms", bias=False, tied=False)
+        return replace(sizes, gated=True, norm="rms", bias=False, tied=False, rotary=True)
     if family == "mosaic":
         return replace(sizes, bias=False, learned=int(fields["seq"]))
     notes = fields["notes"]
+    rotary = "position-embedding-type=rope" in notes
     return replace(
         sizes,
+        rotary=rotary,
         gated="swiglu=True" in notes,
         bias="disable-bias-linear=True" not in notes,
         tied="untie-embeddings-and-output-weights=True" not in notes,
-        learned=0 if "position-embedding-type=rope" in notes else int(fields["seq"]),
+        learned=0 if rotary else int(fields["seq"]),
         dropout=True,
     )
 

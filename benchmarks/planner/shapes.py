@@ -12,7 +12,7 @@ __all__ = ["Sizes", "transformer"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a decoder is made of. `learned` position embeddings, 0 for none."""
+    """What a decoder is made of. `learned` position embeddings, 0 for none; `rotary`: it rotates whole heads."""
 
     name: str
     layers: int
@@ -26,6 +26,7 @@ class Sizes:
     bias: bool = True
     tied: bool = True
     learned: int = 0
+    rotary: bool = False
     dropout: bool = False
 
 
@@ -38,6 +39,7 @@ def transformer(sizes: Sizes) -> ModelShape:
         head_dim=sizes.hidden // sizes.heads,
         ffn=sizes.ffn,
         gated=sizes.gated,
+        rotated=sizes.hidden // sizes.heads if sizes.rotary else 0,
         norm=sizes.norm,
         dropout=sizes.dropout,
     )

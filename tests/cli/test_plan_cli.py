@@ -274,7 +274,7 @@ def test_explained_terms_have_formula_numbers_and_source() -> None:
 def test_the_verdict_comes_first_and_nothing_is_coloured_in_a_pipe() -> None:
     output = shown(*EIGHT, "--strategy", "zero3")
     assert output.startswith("fits: ")
-    assert "of 79.1 GiB expected (upper " in output.splitlines()[0]
+    assert "of 79.1 GiB expected (at most " in output.splitlines()[0]
     assert "\x1b" not in output
     for heading in ("memory of the fullest rank", "sent by one rank in a step", "time of a step", "memory by strategy"):
         assert heading in output

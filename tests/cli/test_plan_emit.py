@@ -83,7 +83,7 @@ def test_comments_say_what_was_planned_and_what_to_fill_in(tmp_path: Path) -> No
     emit("gpt2", path)
     text = path.read_text()
     assert text.startswith("# Written by `terrazzo plan --emit`")
-    assert "expected (upper " in text.splitlines()[1]
+    assert "expected (at most " in text.splitlines()[1]
     data = text.partition("\ndata:")[0].rpartition("\n\n")[2]
     assert "Fill in data.source and data.tokenizer" in data.replace("\n# ", " ")
     assert "tokens in a step" in text

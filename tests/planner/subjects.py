@@ -6,10 +6,10 @@ from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, U
 
 
 def llama(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, tied: bool = False) -> ModelShape:
-    """Gated MLP, RMS norms, grouped queries, no biases."""
+    """Gated MLP, RMS norms, rotary embeddings, grouped queries, no biases."""
     head_dim = hidden // heads
     kv = kv_heads * head_dim
-    block = BlockShape(hidden, heads, kv_heads, head_dim, ffn)
+    block = BlockShape(hidden, heads, kv_heads, head_dim, ffn, rotated=head_dim)
     tensors = (
         TensorShape("norm", (hidden,), "vector"),
         TensorShape("q", (hidden, hidden), "matrix", "column"),

@@ -276,6 +276,21 @@ def test_on_a_cpu_what_is_on_the_host_is_in_the_same_memory() -> None:
     assert room.upper >= 1.1 * memory.allocated_bytes + PROCESS_BYTES_UPPER
 
 
+def test_every_report_has_what_is_offloaded_to_the_same_memory() -> None:
+    """On a CPU, AdamW's 12 bytes of each of 100 million parameters: the table, the JSON and the bars have them all."""
+    host = Device("host", "cpu", memory_bytes=2**33)
+    answer = ask(Request(llama(4, 1024, 2816, 8, 8, 32_000), 2, host, "zero3@cpu", 512))
+    memory, told, states = answer.best.memory, answer.report().memory, 12 * answer.best.setup.model.numel / 2
+    assert memory.most_bytes - memory.upper_bytes >= states
+    assert (told.expected_gib, told.upper_gib) == (memory.expected_bytes / GIB, memory.most_bytes / GIB)
+    assert told.upper_gib > told.expected_gib > states / GIB
+    bar = next(bar for bar in answer.chart().bars if bar.chosen)
+    assert (bar.total, bar.upper) == (pytest.approx(memory.expected_bytes), memory.most_bytes)
+    rows = {line.split("  ")[0]: line.split()[-2] for line in str(answer.best).splitlines() if "on the device," in line}
+    sums = {"expected": memory.expected_bytes, "at most": memory.most_bytes}
+    assert rows == {f"on the device, {name}": f"{value / GIB:,.2f}" for name, value in sums.items()}
+
+
 @pytest.mark.parametrize(("micro_batch", "measured_mib"), [(1, 3156), (4, 4919)])
 def test_the_bound_of_a_run_on_a_cpu_has_what_malloc_keeps(micro_batch: int, measured_mib: int) -> None:
     """`VmHWM` of `terrazzo train` with GPT-2 in fp32 and 512 tokens: more than all tensors and the process at most."""

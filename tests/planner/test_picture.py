@@ -117,8 +117,8 @@ def test_a_chart_of_estimates_adds_up_and_marks_the_chosen_plan() -> None:
     assert [bar.label for bar in drawn.bars if bar.chosen] == ["hpz"]
     assert {"zero0", "zero3", "hybrid_shard"} <= {bar.label for bar in drawn.bars}
     (bar,) = (bar for bar in drawn.bars if bar.chosen)
-    assert bar.total == pytest.approx(chosen.memory.device_bytes)
-    assert bar.upper == chosen.memory.upper_bytes
+    assert bar.total == pytest.approx(chosen.memory.expected_bytes)
+    assert bar.upper == chosen.memory.most_bytes
     assert drawn.capacity == chosen.memory.capacity_bytes
 
 

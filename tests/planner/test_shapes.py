@@ -222,6 +222,56 @@ def test_blocks_compute_what_their_modules_hold(config: dict[str, Any]) -> None:
         assert block.heads * block.value_dim == getattr(out, "in_features", out.weight.shape[0])
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_heads_rotate_by_as_many_channels_as_their_tables_have(config: dict[str, Any]) -> None:
+    """Two channels for each frequency of the rotary embedding that transformers makes; GPT-J's table has them all."""
+    model, shape = on_meta(config), shape_of_config(config, "test")
+    tables = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
+    turned = {2 * buffer.numel() for name, buffer in tables.items() if name.endswith("inv_freq")}
+    turned |= {tables["embed_positions"].shape[1]} if config["model_type"] == "gptj" else set()
+    found = {unit.block.rotated for unit in shape.blocks if unit.block}
+    assert found == ({0} if config.get("alibi") else turned or {0})
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "turned"),
+    [
+        ("gpt-neox-20b", {}, 24),  # rotary_pct 0.25 of 96
+        ("gpt-neox-20b", {"rotary_pct": 1}, 96),
+        ("pythia-1.4b", {"rope_parameters": {"partial_rotary_factor": 0.5}}, 64),
+        ("gpt-j-6b", {}, 64),  # rotary_dim, of 256
+        ("gpt-j-6b", {"rotary_dim": None}, 256),
+        ("phi-2", {}, 32),  # partial_rotary_factor 0.4 of 80
+        ("starcoder2-15b", {}, 128),
+        ("falcon-7b", {}, 64),
+        ("falcon-7b", {"alibi": True}, 0),
+        ("gpt3-175b", {}, 0),
+    ],
+)
+def test_heads_of_published_models_rotate(preset: str, changes: dict[str, Any], turned: int) -> None:
+    (unit,) = shape_of_config({**PRESETS[preset], **changes}, preset).blocks
+    assert unit.block is not None
+    assert unit.block.rotated == turned
+
+
+@pytest.mark.parametrize(("rotating", "turned"), [(None, 27), ([1] * 18 + [0] * 18, 18)])
+def test_layers_without_a_rotary_embedding(rotating: list[int] | None, turned: int) -> None:
+    """SmolLM3 3B: every fourth of 36 layers has none (no_rope_layers of its config)."""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 11008}
+    config = {"model_type": "smollm3", **sizes, "num_hidden_layers": 36, "vocab_size": 128256}
+    shape = shape_of_config({**config, "no_rope_layers": rotating}, "smollm3")
+    by_channels = {unit.block.rotated: unit.count for unit in shape.blocks if unit.block}
+    assert by_channels == {128: turned, 0: 36 - turned}
+    with pytest.raises(BadInput, match=r"no_rope_layers is .* one entry for each of the 36"):
+        shape_of_config({**config, "no_rope_layers": [1, 0]}, "smollm3")
+
+
+@pytest.mark.parametrize("share", [0, 1.5, True, "half"])
+def test_a_share_of_a_head_that_cannot_rotate(share: object) -> None:
+    with pytest.raises(BadInput, match=r"partial_rotary_factor is .* a share above 0 and up to 1"):
+        shape_of_config({**PRESETS["phi-2"], "partial_rotary_factor": share}, "phi")
+
+
 PUBLISHED = {
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,

@@ -22,6 +22,7 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.setup.framework import Framework
@@ -34,7 +35,7 @@ from terrazzo.planner.timing.compute import block_seconds, flops_per_token, repe
 from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
 from terrazzo.planner.timing.pipeline_rank import HOST_ADAM, PipelineRank
 from terrazzo.planner.timing.products import product
-from terrazzo.planner.timing.rates import matmul_rate, sustained_rate
+from terrazzo.planner.timing.rates import matmul_rate, memory_rate, sustained_rate
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.volumes import traffic_of
@@ -63,7 +64,7 @@ def llama(layers: int = 32, hidden: int = 4096, ffn: int = 14336, heads: int = 3
         TensorShape("norm", (hidden,), "vector"),
         TensorShape("head", (128256, hidden), "head", "vocab"),
     )
-    block = BlockShape(hidden, heads, kv_heads, hidden // heads, ffn)
+    block = BlockShape(hidden, heads, kv_heads, hidden // heads, ffn, rotated=hidden // heads)
     return ModelShape("llama", (UnitShape("", root), UnitShape("layers", tuple(tensors), layers, block)), 128256)
 
 
@@ -224,6 +225,31 @@ def test_flops_follow_palm() -> None:
     near = replace(model, units=(model.root, replace(model.blocks[0], block=replace(block, window=1024))))
     less = flops_per_token(setup()) - flops_per_token(setup(model=near))
     assert less == pytest.approx(12 * 32 * 4096 * (8192 - 1024))
+
+
+@pytest.mark.parametrize(
+    ("preset", "compiled", "elements"),
+    [
+        ("llama3-8b", False, 10 * 40 * 128),
+        ("llama3-8b", True, 2 * 40 * 128),
+        ("gpt-neox-20b", False, 10 * 128 * 24 + 2 * 128 * 96),  # a quarter of each head turned, and all of it copied
+        ("gpt-neox-20b", True, 2 * 128 * 96),
+        ("gpt-j-6b", False, 10 * 32 * 64 + 2 * 32 * 256),
+        ("falcon-7b", False, 10 * 72 * 64),
+        ("deepseek-v3", False, 10 * 129 * 64 + 2 * 256 * 192),  # one key of 64 channels is turned for 128 heads
+        ("gpt3-175b", False, 0),
+        ("mpt-7b", False, 0),
+    ],
+)
+def test_rotations_move_what_heads_have(preset: str, compiled: bool, elements: int) -> None:
+    """Elements per token: ten for each that plain operators turn, and two that putting it together copies."""
+    found = setup(model=model_shape(preset), compile=compiled)
+    unit = found.model.blocks[0]
+    assert unit.block is not None
+    still = replace(unit, block=replace(unit.block, rotated=0))
+    seconds = block_seconds(found, unit).memory - block_seconds(found, still).memory
+    moved = seconds * memory_rate(found.cluster.device) / (3 * 2 * found.rank_tokens)  # of 16 bits, backward twice
+    assert moved == pytest.approx(elements)
 
 
 @pytest.mark.parametrize("attention", ["flash", "math"])

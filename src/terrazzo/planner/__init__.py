@@ -25,7 +25,7 @@ Five words, here and in `engine.dry_run`:
     promise      bill and traffic of a step, asked of a sharded model; of a run, the estimate that it is compared with
     estimate     the planner's answer for one setup: `Estimate`, its memory, traffic and time
     figures      the numbers of one of these three, as terms with their formulas: `MemoryFigures` and its kin
-    upper bound  `upper` of a term beside its `value`, which is expected; what other kernels and frameworks may take
+    upper        what a term, or all of them, may take at most, with other kernels and frameworks; `value` is expected
 
 A question on its way, `terrazzo plan --model llama3-8b --gpus 8`:
 

@@ -10,7 +10,7 @@ from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
 from terrazzo.planner.text.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
-from terrazzo.planner.text.words import blocker, setup_text, verdict
+from terrazzo.planner.text.words import blocker, fits_text, setup_text, verdict
 
 __all__ = ["Edit", "Estimate"]
 
@@ -79,8 +79,8 @@ class Edit:
 def _edits(edits: tuple[Edit, ...]) -> TextTable:
     columns = (
         TableColumn("with"),
-        TableColumn("GiB", "right", 5),
-        TableColumn("upper", "right", 3),
+        TableColumn("GiB expected", "right", 5),
+        TableColumn("at most", "right", 3),
         TableColumn("fits", keep=7),
         TableColumn("at the cost of"),
     )
@@ -89,9 +89,8 @@ def _edits(edits: tuple[Edit, ...]) -> TextTable:
 
 def _edit(edit: Edit) -> tuple[str, ...]:
     memory = edit.estimate.memory
-    fits = "surely" if memory.fits_surely else "expected" if memory.fits else "?"
-    expected, upper = (f"{value / GIB:,.1f}" for value in (memory.rooms[0].expected, memory.rooms[0].upper))
-    return (edit.options, expected, upper, fits, edit.cost)
+    expected, most = (f"{value / GIB:,.1f}" for value in (memory.expected_bytes, memory.most_bytes))
+    return (edit.options, expected, most, fits_text(memory), edit.cost)
 
 
 def _verdict_style(memory: MemoryFigures) -> str:

@@ -37,10 +37,9 @@ class MemoryFigures:
 
     Attributes:
         terms: what tensors hold at the peak; their sum is `allocated_bytes`, as torch calls it.
-        upper_bytes: a bound for what is on the device, with what the allocator keeps and libraries take, whatever the
-            device has.
         reserved_bytes: allocated, with what the caching allocator keeps.
-        device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows.
+        device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows; `upper_bytes`: a bound for
+            it, whatever the device has. Neither has `host`: `expected_bytes` and `most_bytes` are all that has to fit.
         host, disk: what one rank keeps there of offloaded states; `disk_writes` in each optimizer step.
         limiting_rank: which rank is fullest and why, in words.
         per_pp_rank: allocated bytes of each rank along pp.
@@ -74,6 +73,11 @@ class MemoryFigures:
     def expected_bytes(self) -> float:
         """All that is expected in the memory of the device, which is what has to fit there."""
         return self.rooms[0].expected
+
+    @property
+    def most_bytes(self) -> float:
+        """A bound for that."""
+        return self.rooms[0].upper
 
     @property
     def near_terms(self) -> tuple[Term, ...]:

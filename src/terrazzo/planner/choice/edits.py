@@ -116,7 +116,7 @@ def _first(changes: Iterator[Changed[T]], misfit: Estimate, estimate: Callable[[
 def _order(edit: Edit) -> tuple[float, ...]:
     time = edit.estimate.time
     unsure = float(edit.estimate.memory.fits_surely is False)
-    return (unsure, -time.tokens_per_s_per_gpu if time else edit.estimate.memory.device_bytes)
+    return (unsure, -time.tokens_per_s_per_gpu if time else edit.estimate.memory.expected_bytes)
 
 
 def _beaten(edit: Edit, edits: Sequence[Edit]) -> bool:

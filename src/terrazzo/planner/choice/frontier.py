@@ -14,7 +14,7 @@ from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.request import Request, request_of
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
-from terrazzo.planner.text.words import axes_text, checkpointing_text
+from terrazzo.planner.text.words import axes_text, checkpointing_text, fits_text
 
 __all__ = ["NO_MESH", "SHOWN_ROWS", "Frontier", "Refusal"]
 
@@ -33,8 +33,8 @@ class Refusal:
     Attributes:
         reason: a sentence.
         candidates: how many there are.
-        needed_bytes: what the one that came nearest is expected to take on the device; None where memory, be it the
-            device's, the host's or a disk, is not the reason.
+        needed_bytes: what the one that came nearest is expected to take in the device's memory; None where memory, be
+            it the device's, the host's or a disk, is not the reason.
         setup, memory: of that one; None likewise.
     """
 
@@ -136,10 +136,10 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
         timed = any(each.time is not None for each in leaders)
         first = FIRST[frontier.request.rank] if timed else UNTIMED
         blocks.append(
-            TextLine(f"{counts} What fits surely (its upper bound too) stands before what fits as expected", "dim")
+            TextLine(f"{counts} What fits surely, also at most, stands before what is expected to fit;", "dim")
         )
         simple = ", of what is as fast within 3 % the simplest" if timed else ""
-        blocks.append(TextLine(f"(yes); among these {first} is first{simple}.", "dim"))
+        blocks.append(TextLine(f"among these {first} is first{simple}.", "dim"))
     return blocks + _refusals(frontier)
 
 
@@ -167,8 +167,8 @@ def _ranked(leaders: list[Estimate]) -> TextTable:
         TableColumn("mesh", keep=5),
         TableColumn("checkpointing", keep=7),
         TableColumn("micro-batch", "right", 7),
-        TableColumn("GiB", "right", 8),
-        TableColumn("upper", "right", 4),
+        TableColumn("GiB expected", "right", 8),
+        TableColumn("at most", "right", 4),
         TableColumn("tok/s/GPU", "right", 8),
         TableColumn("MFU", "right", 6),
         TableColumn("bound by", keep=3),
@@ -184,10 +184,10 @@ def _ranked_row(estimate: Estimate) -> tuple[str, ...]:
         axes_text(setup),
         checkpointing_text(setup),
         f"{setup.micro_batch} × {setup.micro_batches}",
-        f"{memory.device_bytes / GIB:,.1f}",
-        f"{memory.upper_bytes / GIB:,.1f}",
+        f"{memory.expected_bytes / GIB:,.1f}",
+        f"{memory.most_bytes / GIB:,.1f}",
         f"{time.tokens_per_s_per_gpu:,.0f}" if time else "",
         f"{time.mfu:.1%}" if time and time.mfu is not None else "n/a",
         time.bound_by if time else "",
-        "surely" if memory.fits_surely else {True: "yes", False: "no", None: "?"}[memory.fits],
+        fits_text(memory),
     )

@@ -21,7 +21,7 @@ def rank_key(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
     """
 
     def key(estimate: Estimate) -> tuple[float, ...]:
-        count, memory = estimate.setup.cluster.count, estimate.memory.allocated_bytes
+        count, memory = estimate.setup.cluster.count, estimate.memory.near_bytes
         unsure = float(estimate.memory.fits_surely is False)
         if estimate.time is None:
             tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
@@ -70,9 +70,9 @@ def _again(setup: Setup) -> int:
 
 
 def pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
-    """What no other beats in both allocated memory and tokens per second, by memory."""
+    """What no other beats in both memory and tokens per second, by memory."""
     front: list[Estimate] = []
-    for each in sorted(ranked, key=lambda each: (each.memory.allocated_bytes, -tokens_per_s(each))):
+    for each in sorted(ranked, key=lambda each: (each.memory.near_bytes, -tokens_per_s(each))):
         if not front or tokens_per_s(each) > tokens_per_s(front[-1]):
             front.append(each)
     return tuple(front)

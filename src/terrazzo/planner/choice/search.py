@@ -197,7 +197,7 @@ class _Tried:
         self.considered += candidates
         if setup is not None and memory is None:
             memory = memory_under(setup, self.calibration)
-        needed_bytes = None if memory is None else memory.device_bytes
+        needed_bytes = None if memory is None else memory.expected_bytes
         assert isinstance(choice.gpus, int)
         assert choice.plan is not None
         strategy = choice.plan.name

@@ -52,15 +52,15 @@ FORMULAS = {
     ),
     "memory.device": Formula(
         "reserved bytes, 0.5 GiB for the CUDA context, and 0.6 GiB for the default group and each mesh axis; on a CPU "
-        "0.33 GiB for the process and its libraries",
+        "0.33 GiB for the process and its libraries, and states that are offloaded to the same memory",
         "stas00/ml-engineering; NVIDIA/nccl#964; terrazzo/train/session/warm_kernels.py",
     ),
     "memory.upper": Formula(
         "upper values of states x 1.02, and of all other terms x 1.35, for what the allocator keeps, 1.8 GiB for the "
         "CUDA context, 1.9 GiB for the default group and each mesh axis, and at least what is expected without room; "
-        "on a CPU 0.5 GiB for the process, and what malloc keeps of gradients and weights that a step has freed before "
-        "its fullest moment, or up to 2 GiB of all of them in the heap of a thread that does not take them then; to "
-        "fit surely is to leave 2 % of the device's memory",
+        "on a CPU 0.5 GiB for the process, states that are offloaded to the same memory, and what malloc keeps of "
+        "gradients and weights that a step has freed before its fullest moment, or up to 2 GiB of all of them in the "
+        "heap of a thread that does not take them then; to fit surely is to leave 2 % of the device's memory",
         "python -m benchmarks.allocator; terrazzo/engine/runtime/pages.py; pytorch/torchtitan#929; NVIDIA/nccl#864; "
         "stas00/ml-engineering",
     ),

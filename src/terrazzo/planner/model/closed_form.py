@@ -45,7 +45,7 @@ def family_name(values: Mapping[str, Any]) -> str:
 def shape_of_config(values: Mapping[str, Any], name: str) -> ModelShape:
     """All tensors of the model that `values`, the contents of a config.json, describes.
 
-    Layers that differ only in how far attention looks back stand in two groups.
+    Layers that differ only in how far attention looks back, or in a rotary embedding, stand in two groups.
 
     Raises:
         BadInput: a field that is missing, of the wrong type, or out of bounds; or a family without a closed form.
@@ -232,14 +232,14 @@ def _layers(fields: Fields, sizes: Sizes) -> Iterator[UnitShape]:
     family = fields.family
     dense = _tensors(_in_order(family, family.mlp), sizes)
     sparse = _tensors(_in_order(family, family.sparse), sizes) if sizes["experts"] else ()
-    block = cache(partial(_block, fields, sizes))
-    kinds = zip(_sparse_layers(fields, sizes), fields.windows(sizes["layers"]), strict=True)
+    block, layers = cache(partial(_block, fields, sizes)), sizes["layers"]
+    kinds = zip(_sparse_layers(fields, sizes), fields.windows(layers), fields.rotating(layers), strict=True)
     buffer_bytes = _buffer_bytes(family.sparse_buffers, sizes)
-    for layer, (routed, window) in enumerate(kinds):
+    for layer, (routed, window, rotates) in enumerate(kinds):
         yield UnitShape(
             f"{family.blocks}.{layer}",
             sparse if routed else dense,
-            block=block(routed, window),
+            block=block(routed, window, rotates),
             buffer_bytes=buffer_bytes * routed,
         )
 
@@ -262,7 +262,7 @@ def _sparse_layers(fields: Fields, sizes: Sizes) -> list[bool]:
     return [layer >= dense and layer not in dense_only and (layer + 1) % step == 0 for layer in range(layers)]
 
 
-def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> BlockShape:
+def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None, rotates: bool) -> BlockShape:
     family = fields.family
     return BlockShape(
         hidden=sizes["hidden"],
@@ -270,6 +270,7 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> Bl
         kv_heads=sizes["kv_heads"],
         head_dim=sizes["head_dim"],
         value_dim=sizes["value_dim"],
+        rotated=fields.rotated(sizes["head_dim"]) if rotates else 0,
         ffn=sizes["expert_ffn"] if sparse else sizes["ffn"],
         gated=family.gated,
         experts=sizes["experts"] if sparse else 0,

@@ -168,6 +168,7 @@ _GPT2 = Architecture(
     keys={"hidden": "n_embd", "layers": "n_layer", "heads": "n_head", "ffn": "n_inner", "positions": "n_positions"},
     defaults={"ffn": None, "positions": 1024, "tied": True, "dropout": 0.1, "nonlinearity": "gelu_new"},
     gated=False,
+    rotary=0.0,
     norm="layer",
     assumes={"add_cross_attention": False},
 )
@@ -180,7 +181,8 @@ _GPTJ = replace(
     ),
     mlp=mlp("mlp.fc_in", "mlp.fc_out"),
     norms=norms("ln_1", bias=True),
-    defaults={"ffn": None, "positions": 2048, "nonlinearity": "gelu_new"},
+    defaults={"ffn": None, "positions": 2048, "nonlinearity": "gelu_new", "rotary_dim": 64},
+    rotary=1.0,
 )
 _GPT_NEOX = replace(
     _GPT2,
@@ -191,6 +193,7 @@ _GPT_NEOX = replace(
     norms=_LAYER_NORMS,
     keys={},
     defaults={"positions": 2048, "attention_bias": True},
+    rotary=0.25,
 )
 _PHI = replace(
     _GPT_NEOX,
@@ -200,6 +203,7 @@ _PHI = replace(
     mlp=mlp("mlp.fc1", "mlp.fc2"),
     norms=norms("input_layernorm", bias=True),
     defaults={"positions": 2048, "nonlinearity": "gelu_new"},
+    rotary=0.5,
     assumes={"qk_layernorm": False},
 )
 _STARCODER2 = replace(
@@ -209,6 +213,7 @@ _STARCODER2 = replace(
     attention=attention("use_bias", "use_bias"),
     mlp=mlp("mlp.c_fc", "mlp.c_proj", "use_bias"),
     defaults={"kv_heads": 2, "positions": 4096, "tied": True, "use_bias": True},
+    rotary=1.0,
 )
 _OPT = replace(
     _GPT_NEOX,
@@ -227,6 +232,7 @@ _OPT = replace(
     order=("self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),
     keys={"ffn": "ffn_dim"},
     defaults={"positions": 2048, "tied": True, "dropout": 0.1, "enable_bias": True},
+    rotary=0.0,
     position_offset=2,  # modeling_opt.py, OPTLearnedPositionalEmbedding
     assumes={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
     assumes_width=("word_embed_proj_dim",),  # OPT-350m alone embeds in another width
@@ -241,6 +247,7 @@ _BLOOM = replace(
     attention=fused_attention("self_attention.query_key_value", "self_attention.dense"),
     keys={"hidden": "n_embed", "layers": "n_layer", "heads": "n_head", "ffn": ""},
     defaults={"ffn": None, "positions": 0, "tied": True},
+    rotary=0.0,
 )
 _MPT = replace(
     _GPT_NEOX,
@@ -252,6 +259,7 @@ _MPT = replace(
     order=("norm_1", "attn", "norm_2", "ffn"),
     keys={"hidden": "d_model", "layers": "n_layers", "heads": "n_heads", "positions": "max_seq_len", "ffn": ""},
     defaults={"ffn": None, "positions": 2048, "tied": True},
+    rotary=0.0,
 )
 _STABLELM = replace(
     _LLAMA,
@@ -261,6 +269,7 @@ _STABLELM = replace(
     norms=_LAYER_NORMS,
     norm="layer",
     defaults={"kv_heads": 32, "positions": 4096},
+    rotary=0.25,
     assumes={"qk_layernorm": False, "use_parallel_residual": False},
 )
 
@@ -308,7 +317,7 @@ FAMILIES: Mapping[str, Architecture] = {
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, windowed=4, defaults={"positions": 2048, "window": 4096}),
     "granite": _LLAMA,
-    "smollm3": replace(_LLAMA, defaults={"kv_heads": 4, "positions": 32768, "tied": True}),
+    "smollm3": replace(_LLAMA, defaults={"kv_heads": 4, "positions": 32768, "tied": True, "no_rope_layer_interval": 4}),
     "stablelm": _STABLELM,
     "phi3": replace(
         _LLAMA,
@@ -325,6 +334,7 @@ FAMILIES: Mapping[str, Architecture] = {
         mlp=_FUSED_SWIGLU,
         norms=_LLAMA.norms + norms("post_self_attn_layernorm", "post_mlp_layernorm"),
         defaults={"kv_heads": 2, "head_dim": 128, "positions": 131072, "attention_bias": True},
+        rotary=0.5,
     ),
     "mixtral": _MIXTRAL,
     "olmoe": replace(
@@ -384,6 +394,7 @@ FAMILIES: Mapping[str, Architecture] = {
         ),
         keys={"kv_heads": "num_kv_heads", "ffn": "ffn_hidden_size"},
         defaults={"ffn": None, "positions": 2048, "tied": True, "multi_query": True, "parallel_attn": True},
+        rotary=1.0,
         assumes={"num_ln_in_parallel_attn": None},
     ),
 }

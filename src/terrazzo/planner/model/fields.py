@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.errors import BadInput, shortened
 from terrazzo.planner.model.rows import Architecture
 
-__all__ = ["USUAL_KEYS", "Fields"]
+__all__ = ["USUAL_KEYS", "Fields", "rotary_share"]
 
 USUAL_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
@@ -46,6 +46,8 @@ _SYNONYMS = frozenset({"hidden", "layers", "heads", "positions", "experts"})
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
 
 _NONLINEARITIES = ("activation_function", "hidden_act")
+
+_ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 LARGEST_OF: Mapping[str, int] = {"layers": 10_000, "heads": 1 << 16, "experts": 1 << 16, "vocab": 1 << 28}
 LARGEST_SIZE = 1 << 24
@@ -151,6 +153,26 @@ class Fields:
             raise BadInput(f"{self.name}: {key} is {_short(value)}, but a number above 0, or null, is expected.")
         return value is not None
 
+    def rotated(self, head_dim: int) -> int:
+        """Channels of a query or key head of `head_dim` that a rotary embedding turns; 0 without one."""
+        defaults, usual = self.family.defaults, self.family.rotary
+        if not usual or self.flag("alibi"):
+            return 0
+        if "rope_dim" in defaults:
+            return self.required("rope_dim")
+        if "rotary_dim" in defaults:
+            return min(head_dim, self.integer("rotary_dim") or head_dim)
+        return int(head_dim * rotary_share(self.values, usual, self.name))
+
+    def rotating(self, layers: int) -> list[bool]:
+        """Which layers have a rotary embedding, of a family that has one: all, or of SmolLM3 all but every n-th."""
+        if "no_rope_layer_interval" not in self.family.defaults:
+            return [True] * layers
+        if said := self.indices("no_rope_layers"):  # 1 for a layer with one
+            return [bool(each) for each in self._of_each_layer("no_rope_layers", said, layers)]
+        interval = self.required("no_rope_layer_interval")
+        return [(n + 1) % interval != 0 for n in range(layers)]
+
     def windows(self, layers: int) -> list[int | None]:
         """How many tokens each layer looks back, None for all."""
         defaults = self.family.defaults
@@ -159,18 +181,19 @@ class Fields:
             return [None] * layers
         kinds = self.values.get("layer_types")
         if kinds is not None:
-            return [window if kind == "sliding_attention" else None for kind in self._kinds(kinds, layers)]
+            kinds = self._of_each_layer("layer_types", kinds, layers)
+            return [window if kind == "sliding_attention" else None for kind in kinds]
         first = (self.integer("window_from") or 0) if "window_from" in defaults else 0
         period = self.integer("window_period") or self.family.windowed
         return [None if n < first or (period and (n + 1) % period == 0) else window for n in range(layers)]
 
-    def _kinds(self, kinds: Any, layers: int) -> Sequence[Any]:
-        if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+    def _of_each_layer(self, key: str, values: Any, layers: int) -> Sequence[Any]:
+        if not isinstance(values, list | tuple) or len(values) != layers:
             raise BadInput(
-                f"{self.name}: layer_types is {_short(kinds)}, but a list with one entry for each of the {layers} "
-                "layers is expected."
+                f"{self.name}: {key} is {_short(values)}, but a list with one entry for each of the {layers} layers is "
+                "expected."
             )
-        return kinds
+        return values
 
     def refused(self, field: str, why: str) -> BadInput:
         """The error that says why a value cannot be."""
@@ -180,6 +203,20 @@ class Fields:
 
     def _highest(self, field: str) -> int:
         return LONGEST if field in ("positions", "window") else LARGEST_OF.get(field, LARGEST_SIZE)
+
+
+def rotary_share(values: Mapping[str, Any], usual: float, name: str) -> float:
+    """The share of a head's channels that a rotary embedding turns, or the usual one where a config says none.
+
+    Raises:
+        BadInput: it is no number above 0 and up to 1.
+    """
+    inner = values.get("rope_parameters") or values.get("rope_scaling")
+    said = {**values, **inner} if isinstance(inner, Mapping) else values
+    key, share = next(((key, said[key]) for key in _ROTARY_SHARES if said.get(key) is not None), ("", usual))
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise BadInput(f"{name}: {key} is {_short(share)}, but a share above 0 and up to 1 is expected.")
+    return float(share)
 
 
 def _short(value: object) -> str:

@@ -15,6 +15,7 @@ from terrazzo.engine.plan.unit_choice import find_units
 from terrazzo.errors import BadInput
 from terrazzo.optim import divided
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
+from terrazzo.planner.model.fields import rotary_share
 from terrazzo.planner.model.shapes import BlockShape, MatrixSplit, ModelShape, Role, TensorShape, UnitShape
 
 __all__ = ["shape_of_module"]
@@ -78,6 +79,7 @@ class _Guide:
         self.experts = _attribute(self.config, "experts") or _stacked(members)
         self.head = _head(members, self.vocab)
         self.tied = self.head is None and (_tied(members, self.vocab) or _says_tied(self.config))
+        self.rotates = any("Rotary" in type(part).__name__ for part in model.modules())
         self.buffer_bytes = _buffer_bytes(model, {spec.name for spec in specs})
         self.products = {id(parameter) for _, parameter in divided(model).matrices}
 
@@ -136,11 +138,14 @@ class _Guide:
         routed = any(tensor.role == "expert" for tensor in tensors)
         ffn = _attribute(config, "expert_ffn" if routed else "ffn") or 4 * hidden
         shared = _attribute(config, "shared_ffn") or _attribute(config, "shared_experts") * ffn
+        head_dim = _attribute(config, "head_dim") or max(hidden // heads, 1)
+        share = rotary_share(_values_of(config), 1.0, type(config).__name__) if self.rotates else 0.0
         return BlockShape(
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=_attribute(config, "head_dim") or max(hidden // heads, 1),
+            head_dim=head_dim,
+            rotated=int(head_dim * share),
             ffn=ffn,
             gated=any("gate_proj" in tensor.name or "gate_up" in tensor.name for tensor in tensors),
             experts=self.experts if routed else 0,

@@ -216,7 +216,16 @@ PRESETS: Mapping[str, PresetConfig] = {
     "pythia-12b": _neox(5120, 36, 40, 50688),
     "gpt-neox-20b": _neox(6144, 44, 64, 50432),
     "gpt-j-6b": {"model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "vocab_size": 50400},
-    "phi-2": _llama(2560, 32, 32, 10240, model_type="phi", vocab_size=51200, max_position_embeddings=2048),
+    "phi-2": _llama(
+        2560,
+        32,
+        32,
+        10240,
+        model_type="phi",
+        vocab_size=51200,
+        max_position_embeddings=2048,
+        partial_rotary_factor=0.4,
+    ),
     "phi3-mini": _llama(3072, 32, 32, 8192, model_type="phi3", vocab_size=32064, max_position_embeddings=4096),
     "phi-4": _llama(
         5120, 40, 40, 17920, model_type="phi3", num_key_value_heads=10, vocab_size=100352, max_position_embeddings=16384

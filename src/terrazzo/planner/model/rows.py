@@ -69,6 +69,8 @@ class Architecture:
         keys: the config's key for a size, where it is not the usual one of `fields.USUAL_KEYS`; empty: it has none.
         defaults: what the config class assumes for a missing key. A size without one must be given.
         gated, norm, torch_norm, wide_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
+        rotary: share of a head's channels that a rotary embedding turns, where the config says no other; 0: the family
+            has none, but learned positions or a bias of attention.
         windowed: every n-th layer sees the whole sequence and the others a window; 0: all see a window.
         position_offset: rows of a table of positions that come before the first one.
         buffers: buffers around the blocks; `sparse_buffers` are those of a layer with routed experts.
@@ -87,6 +89,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int | float | bool | str | None] = field(default_factory=dict)
     gated: bool = True
+    rotary: float = 1.0
     norm: Literal["rms", "layer"] = "rms"
     bare_norms: int = 0
     torch_norm: bool = False

@@ -81,6 +81,7 @@ class BlockShape:
         hidden: width of the residual stream.
         heads, kv_heads: query heads, and key-value heads that they share.
         head_dim: channels of a query or key head; `value_dim` of a value head.
+        rotated: of `head_dim`, those that a rotary embedding turns; 0 without one.
         ffn: inner width of the dense MLP, or of one routed expert. `gated`: SwiGLU and its like, three matrices.
         experts, active_experts: routed experts, and how many a token meets; 0 for a dense MLP.
         shared_ffn: inner width of the experts that every token meets.
@@ -103,6 +104,7 @@ class BlockShape:
     head_dim: int
     ffn: int
     gated: bool = True
+    rotated: int = 0
     value_dim: int = 0
     experts: int = 0
     active_experts: int = 0

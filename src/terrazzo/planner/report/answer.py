@@ -78,8 +78,8 @@ def _sizing_row(step: Frontier) -> SizingRow:
         fits=best is not None,
         fits_surely=best is not None and bool(best.memory.fits_surely),
         strategy=best.setup.plan.name if best else None,
-        device_gib=best.memory.device_bytes / GIB if best else None,
-        upper_gib=best.memory.upper_bytes / GIB if best else None,
+        device_gib=best.memory.expected_bytes / GIB if best else None,
+        upper_gib=best.memory.most_bytes / GIB if best else None,
         tokens_per_s_per_gpu=best.time.tokens_per_s_per_gpu if best and best.time else None,
         reason="" if best else NO_MESH if nearest is None else nearest.reason,
     )
@@ -90,8 +90,8 @@ def _sizing_table(sizing: Sizing) -> TextTable:
         TableColumn("machines" if sizing.machines else "GPUs", "right"),
         TableColumn("runs"),
         TableColumn("strategy", keep=8),
-        TableColumn("GiB", "right", 8),
-        TableColumn("upper", "right", 5),
+        TableColumn("GiB expected", "right", 8),
+        TableColumn("at most", "right", 5),
         TableColumn("tok/s/GPU", "right", 6),
         TableColumn("why not"),
     )

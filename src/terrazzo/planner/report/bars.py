@@ -134,17 +134,17 @@ def _bar(estimate: Estimate, chosen: Estimate) -> MemoryBar:
     return MemoryBar(
         label=estimate.setup.plan.name,
         parts=parts_of(memory),
-        upper=memory.upper_bytes,
+        upper=memory.most_bytes,
         chosen=estimate.setup == chosen.setup,
     )
 
 
 def parts_of(memory: MemoryFigures) -> dict[str, float]:
-    """What the device holds, in bytes by name of a kind."""
+    """What the memory of the device holds, in bytes by name of a kind."""
     parts = dict.fromkeys((kind.name for kind in KINDS), 0.0)
-    for term in memory.terms:
+    for term in memory.near_terms:
         parts[kind_of(term.name).name] += term.value
-    parts[OVERHEAD.name] += max(0.0, memory.device_bytes - memory.allocated_bytes)
+    parts[OVERHEAD.name] += max(0.0, memory.expected_bytes - memory.near_bytes)
     return {name: value for name, value in parts.items() if value > 0}
 
 

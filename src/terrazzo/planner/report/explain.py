@@ -56,7 +56,7 @@ def _totals(memory: MemoryFigures) -> tuple[Term, ...]:
     inputs = {"allocated": memory.allocated_bytes}
     if memory.capacity_bytes is not None:
         inputs["memory of the device"] = float(memory.capacity_bytes)
-    totals = {"reserved": memory.reserved_bytes, "device": memory.device_bytes, "upper": memory.upper_bytes}
+    totals = {"reserved": memory.reserved_bytes, "device": memory.expected_bytes, "upper": memory.most_bytes}
     given_by = dict.fromkeys(totals, inputs) | {"upper": inputs | {"upper values": sum(t.upper for t in memory.terms)}}
     return tuple(Term(name, value, value, f"memory.{name}", given_by[name]) for name, value in totals.items())
 

@@ -163,8 +163,8 @@ def _shown(estimate: Estimate) -> dict[str, Any]:
 def _figures(estimate: Estimate) -> dict[str, Any]:
     setup, memory, time = estimate.setup, estimate.memory, estimate.time
     return {
-        "gib": _gib(memory.rooms[0].expected),
-        "upper": _gib(memory.rooms[0].upper),
+        "gib": _gib(memory.expected_bytes),
+        "upper": _gib(memory.most_bytes),
         "parts": _parts(memory),
         "fits": memory.fits,
         "surely": bool(memory.fits_surely),

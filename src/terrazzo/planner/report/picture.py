@@ -207,7 +207,7 @@ def _legend(chart: Chart, y: float) -> tuple[list[Shape], float]:
         x += width
     if any(bar.upper for bar in chart.bars):
         x, y = (x, y) if x + 150 < WIDTH - MARGIN else (MARGIN, y + 22)
-        shapes += [*_whisker(x, x + 22, y + 6.5), DrawnText(x + 30, y + 11, "to the upper bound", SMALL)]
+        shapes += [*_whisker(x, x + 22, y + 6.5), DrawnText(x + 30, y + 11, "at most", SMALL)]
     return shapes, y + 13
 
 
@@ -252,7 +252,7 @@ def _labels(bar: MemoryBar, axis: _Axis, y: float, capacity: float | None) -> It
     room = math.inf if capacity is None else capacity
     middle, amount = y + BAR / 2 + TEXT * 0.36, f"{axis.unit.of(bar.total, 1)} {axis.unit.name}"
     width = _text_width(amount, TEXT) * (1.25 if bar.chosen else 1.1)
-    upper = "" if bar.upper is None or bar.total > axis.limit else f"upper {axis.unit.of(bar.upper, 1)}"
+    upper = "" if bar.upper is None or bar.total > axis.limit else f"at most {axis.unit.of(bar.upper, 1)}"
     x = axis.x(max(bar.total, bar.upper or 0)) + 10
     yield DrawnText(axis.left - 12, middle, bar.label, TEXT, INK, "end", bold=bar.chosen)
     yield DrawnBox(x - 5, y, width + 10 + _text_width(upper, SMALL) * 1.1, BAR, PAPER)

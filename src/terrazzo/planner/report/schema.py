@@ -51,7 +51,7 @@ class TermReport(_Model):
 
     name: str = Field(description="unique in its part of the answer")
     value: float = Field(description="expected, in `unit`")
-    upper: float = Field(description="a bound, in `unit`")
+    upper: float = Field(description="at most, in `unit`")
     unit: Literal["B", "s"] = Field(description="bytes or seconds")
     formula: str = Field(description="key of the formula; `--explain NAME` prints it")
     inputs: Mapping[str, float] = Field(description="the numbers that were put in")
@@ -105,7 +105,7 @@ class RoomReport(_Model):
 
     name: Literal["host", "disk"] = Field(description="which")
     expected_gib: float = Field(description="of all its ranks")
-    upper_gib: float = Field(description="a bound for it")
+    upper_gib: float = Field(description="the same at most")
     capacity_gib: float | None = Field(description="of one host; null without --host-memory-gb or --disk-gb")
 
 
@@ -114,10 +114,10 @@ class MemoryReport(_Model):
 
     expected_gib: float = Field(description="all that is expected in the device's memory: what has to fit")
     expected_gb: float = Field(description="the same in GB")
+    upper_gib: float = Field(description="the same at most, whatever the device has")
+    upper_gb: float = Field(description="the same in GB")
     allocated_gib: float = Field(description="what tensors hold: torch's allocated")
     allocated_gb: float = Field(description="the same in GB")
-    upper_gib: float = Field(description="a bound for what is on it, whatever it has")
-    upper_gb: float = Field(description="the same in GB")
     reserved_gib: float = Field(description="allocated, with what the caching allocator keeps")
     device_gib: float = Field(description="reserved, with context and communicators: what nvidia-smi shows")
     capacity_gib: float | None = Field(description="what torch reports as total; null where it is not known")
@@ -220,7 +220,7 @@ class RefusedRow(_Model):
     reason: str = Field(description="of the one that comes nearest")
     candidates: int = Field(description="how many plans these are")
     needed_gib: float | None = Field(
-        description="what the smallest needs on the device; null: memory is not the reason"
+        description="what the smallest needs in the device's memory; null: memory is not the reason"
     )
 
 
@@ -229,10 +229,10 @@ class SizingRow(_Model):
 
     gpus: int = Field(description="in all")
     fits: bool = Field(description="whether what is expected of some plan fits")
-    fits_surely: bool = Field(description="whether the upper bound of some plan fits, 2 % to spare")
+    fits_surely: bool = Field(description="whether some plan fits at most, 2 % to spare")
     strategy: str | None = Field(description="of the best plan; null where nothing runs, as the next three")
-    device_gib: float | None = Field(description="expected on the device")
-    upper_gib: float | None = Field(description="a bound for it")
+    device_gib: float | None = Field(description="expected in the device's memory")
+    upper_gib: float | None = Field(description="the same at most")
     tokens_per_s_per_gpu: float | None = Field(description="of the best plan")
     reason: str = Field(description="why nothing runs; empty where something does")
 
@@ -242,7 +242,7 @@ class SizingReport(_Model):
 
     states_floor_gpus: int = Field(description="the fewest whose memory holds the model states alone")
     states_gb: float = Field(description="of all ranks together")
-    gpus: int | None = Field(description="the fewest tried on which the upper bound fits; null if there is none")
+    gpus: int | None = Field(description="the fewest tried on which a plan fits at most; null if there is none")
     expected_gpus: int | None = Field(description="the fewest tried on which what is expected fits")
     rows: tuple[SizingRow, ...] = Field(description="each number that was tried")
 
@@ -260,7 +260,7 @@ class PlanReport(_Model):
         "device's memory is not known"
     )
     fits_surely: bool | None = Field(
-        description="whether the upper bounds fit, 2 % to spare; null too where activations are not counted"
+        description="whether it fits at most, 2 % to spare; null too where activations are not counted"
     )
     blocker: str = Field("", description="which state or buffer on which place is in the way; empty where it fits")
     edits: tuple[EditRow, ...] = Field((), description="of what does not fit, the nearest changes with which it does")

@@ -60,8 +60,8 @@ def _memory_table(memory: MemoryFigures) -> TextTable:
     sums = {
         "allocated by tensors": memory.allocated_bytes,
         "reserved by the allocator": memory.reserved_bytes,
-        "on the device in all": memory.device_bytes,
-        "needed at most": memory.upper_bytes,
+        "on the device, expected": memory.expected_bytes,
+        "on the device, at most": memory.most_bytes,
     }
     rows += [(name, big.of(value), small.of(value), "", "") for name, value in sums.items()]
     return TextTable(columns, tuple(rows), totals=len(sums))

@@ -21,6 +21,7 @@ __all__ = [
     "bytes_text",
     "checkpointing_text",
     "count_text",
+    "fits_text",
     "mesh_sizes",
     "mesh_text",
     "parameters_text",
@@ -150,18 +151,23 @@ def setup_text(setup: Setup) -> str:
 def verdict(memory: MemoryFigures) -> str:
     """Whether it fits, in one line, with the numbers that say so."""
     device = memory.rooms[0]
-    upper = f"upper {bytes_text(device.upper)}"
+    most = f"at most {bytes_text(device.upper)}"
     full = memory.overfull
     if device.capacity is None:
-        expected = f"{bytes_text(device.expected)} expected ({upper})"
+        expected = f"{bytes_text(device.expected)} expected ({most})"
         numbers = f"{expected}; how much a device has is not known (--memory-gb)"
         return f"does not fit: {_too_much(full)}; {numbers}" if full else numbers
-    numbers = f"{bytes_text(device.expected)} of {bytes_text(device.capacity)} expected ({upper})"
+    numbers = f"{bytes_text(device.expected)} of {bytes_text(device.capacity)} expected ({most})"
     if full:
         return f"does not fit: {numbers}, {_too_much(full)}"
     if memory.uncounted:
         return f"states fit, activations come on top: {numbers}"
     return f"fits: {numbers}" if memory.fits_surely else f"fits, but not surely: {numbers}"
+
+
+def fits_text(memory: MemoryFigures) -> str:
+    """Whether it fits, in one word: `surely`, `expected`, `no`, or `?` where a capacity is not known."""
+    return "surely" if memory.fits_surely else {True: "expected", False: "no", None: "?"}[memory.fits]
 
 
 def blocker(memory: MemoryFigures) -> str:

@@ -263,10 +263,22 @@ def _elements(setup: Setup, block: BlockShape) -> float:
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
     written_out = block.plain_gelu and eager and not setup.as_megatron
     inner *= (5 if eager else 3) if block.gated else PLAIN_GELU if written_out else 2
-    heads = block.heads / block.attention_parts(tp) + block.key_heads(tp)
-    rotated = heads * block.head_dim * (PLAIN_ROTATION if eager else 2) if block.gated else 0
-    inside = inner / block.mlp_parts(tp) + rotated
+    inside = inner / block.mlp_parts(tp) + _rotation(block, tp, eager)
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
+
+
+def _rotation(block: BlockShape, tp: int, eager: bool) -> float:
+    """Elements read and written per token to rotate queries and keys.
+
+    Plain operators put what they have turned of a head and what they have not together, which copies both; the key of
+    latent attention (MLA) is turned once for all heads. One kernel reads and writes whole heads.
+    """
+    queries, keys = block.heads / block.attention_parts(tp), block.key_heads(tp)
+    copied = 2 * (queries + keys) * block.head_dim
+    if not block.rotated or not eager:
+        return copied if block.rotated else 0.0
+    turned = PLAIN_ROTATION * (queries + (1 if block.latent else keys)) * block.rotated
+    return turned + (copied if block.rotated < block.head_dim else 0.0)
 
 
 class _MatrixSums(NamedTuple):
