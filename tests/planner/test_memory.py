@@ -288,7 +288,7 @@ def test_every_report_has_what_is_offloaded_to_the_same_memory() -> None:
     assert (bar.total, bar.upper) == (pytest.approx(memory.expected_bytes), memory.most_bytes)
     rows = {line.split("  ")[0]: line.split()[-2] for line in str(answer.best).splitlines() if "on the device," in line}
     sums = {"expected": memory.expected_bytes, "at most": memory.most_bytes}
-    assert rows == {f"on the device, {name}": f"{value / GIB:,.2f}" for name, value in sums.items()}
+    assert rows == {f"on the device, {name}": f"{value / 2**20:,.2f}" for name, value in sums.items()}  # MiB
 
 
 @pytest.mark.parametrize(("micro_batch", "measured_mib"), [(1, 3156), (4, 4919)])

@@ -1,19 +1,21 @@
-"""JSON, also with comments and commas too many, as DeepSpeed reads it."""
+"""JSON: read also with comments and commas too many, as DeepSpeed does; written without."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any
 
 from terrazzo.documents.limits import check_depth, key_twice
 from terrazzo.errors import BadInput
 from terrazzo.untrusted_files import brackets
 
-__all__ = ["read_json_text", "strict_json"]
+__all__ = ["read_json_text", "strict_json", "write_json"]
 
 _BESIDES = re.compile(r'"(?:[^"\\]|\\.)*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)|,(?=\s*[}\]])', re.DOTALL)
 """Text in quotes, and what strict JSON has not: comments, and commas before a closing bracket."""
+_PIECE = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]|-?Infinity|NaN')
+"""What decides which keys an object has, and words that Python takes for numbers."""
 
 
 def strict_json(text: str) -> str:
@@ -22,19 +24,30 @@ def strict_json(text: str) -> str:
 
 
 def read_json_text(text: str, origin: str) -> Any:
-    """The value; each key of an object once."""
+    """The value; each key of an object once, and all numbers finite."""
     text = strict_json(text)
     check_depth(brackets(text), origin)
+    value = json.loads(text)
+    sections: list[set[str]] = []
+    for piece in _PIECE.finditer(text):
+        quoted, colon = piece.groups()
+        if piece[0] == "{":
+            sections.append(set())
+        elif piece[0] == "}":
+            sections.pop()
+        elif not quoted:
+            line = text.count("\n", 0, piece.start()) + 1
+            raise BadInput(
+                f"'{origin}' line {line} has {piece[0]}, which is not a number that a setting can have: write one."
+            )
+        elif colon:
+            key = json.loads(quoted)
+            if key in sections[-1]:
+                raise key_twice(key, origin, text.count("\n", 0, piece.start()) + 1)
+            sections[-1].add(key)
+    return value
 
-    def refuse(word: str) -> NoReturn:
-        raise BadInput(f"'{origin}' holds {word}, which is not a number that a setting can have.")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        by_key: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in by_key:
-                raise key_twice(key, origin)
-            by_key[key] = value
-        return by_key
-
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+def write_json(value: Any) -> str:
+    """The text of plain data."""
+    return json.dumps(value, indent=2) + "\n"

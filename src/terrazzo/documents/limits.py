@@ -20,18 +20,17 @@ MAX_NUMBER = 2**63
 def check_depth(steps: Iterator[int], origin: str) -> None:
     """Refuse what is nested too deep, by its steps down (1) and up (-1)."""
     if is_deeper(steps, MAX_DEPTH):
-        raise BadInput(f"'{origin}' is nested more than {MAX_DEPTH} deep; no configuration is.")
+        raise BadInput(f"'{origin}' is nested more than {MAX_DEPTH} deep; no configuration is: name another file.")
 
 
-def key_twice(key: str, origin: str, line: int | None = None) -> BadInput:
+def key_twice(key: str, origin: str, line: int) -> BadInput:
     """The error for a key that a section has twice."""
-    where = f" (line {line})" if line else ""
-    return BadInput(f"'{origin}': key '{key}' appears twice in one section{where}: keep one of them.")
+    return BadInput(f"'{origin}' line {line}: key '{key}' appears twice in one section: keep one of them.")
 
 
 def too_many(origin: str) -> BadInput:
     """The error for more values than any configuration holds."""
-    return BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does.")
+    return BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values; no configuration does: name another file.")
 
 
 def check_values(document: Any, origin: str) -> None:
@@ -42,19 +41,21 @@ def check_values(document: Any, origin: str) -> None:
         budget[0] -= 1
         budget[1] -= len(value) if isinstance(value, str) else 0
         if min(budget) < 0:
-            raise BadInput(f"'{origin}' holds more than {MAX_VALUES:,} values, or text without end.")
+            raise too_many(origin)
         if isinstance(value, dict):
             for name, inner in value.items():
                 walk(key, name)
                 walk(f"{key}.{name}" if key else name, inner)
         elif isinstance(value, str) and not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-            raise BadInput(f"'{origin}': {key} holds half a character ({value!a:.60}), which is no text.")
+            raise BadInput(f"'{origin}': {key} holds half a character ({value!a:.60}), which is no text: write it out.")
         elif isinstance(value, list):
             for inner in value:
                 walk(key, inner)
         elif isinstance(value, float) and not math.isfinite(value):
-            raise BadInput(f"'{origin}': {key} is {value}, which is not a number that a setting can have.")
+            raise BadInput(f"'{origin}': {key} is {value}, which is not a number that a setting can have: write one.")
         elif isinstance(value, int) and abs(value) >= MAX_NUMBER:
-            raise BadInput(f"'{origin}': {key} is a number of {value.bit_length()} bits, more than any setting has.")
+            raise BadInput(
+                f"'{origin}': {key} is a number of {value.bit_length()} bits, more than any setting has: correct it."
+            )
 
     walk("" if isinstance(document, dict) else "it", document)

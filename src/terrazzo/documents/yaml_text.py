@@ -1,4 +1,4 @@
-"""YAML of plain values: nothing that a tag names is called, and aliases cannot blow up.
+"""YAML of plain values: read, nothing that a tag names is called and aliases cannot blow up; and written.
 
 `1e-3` is a number, dates are text, and numbers in base 8 and 60 are refused.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -14,7 +14,7 @@ import yaml
 from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice, too_many
 from terrazzo.errors import BadInput, shortened
 
-__all__ = ["PARSER", "IsText", "never", "read_yaml"]
+__all__ = ["PARSER", "IsText", "never", "read_yaml", "write_yaml"]
 
 PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's where it is there: 10 times faster."""
@@ -102,7 +102,8 @@ class _Nodes:
             )
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith(_NUMBERS) and len(node.value) > _MAX_DIGITS:
             raise BadInput(
-                f"'{self.origin}' line {node.start_mark.line + 1} has a number of {len(node.value):,} characters."
+                f"'{self.origin}' line {node.start_mark.line + 1} has a number of {len(node.value):,} characters: "
+                "correct it."
             )
         if isinstance(node, yaml.ScalarNode) and _OTHER_BASE.fullmatch(node.value) and node.tag.endswith(_NUMBERS):
             raise BadInput(
@@ -116,7 +117,9 @@ class _Nodes:
         count = 1 + sum(map(self.check, _children(node)))
         self.open.discard(id(node))
         if count > MAX_VALUES:
-            raise BadInput(f"'{self.origin}' holds more than {MAX_VALUES:,} values once aliases are expanded.")
+            raise BadInput(
+                f"'{self.origin}' holds more than {MAX_VALUES:,} values once aliases are expanded: name another file."
+            )
         self.values[id(node)] = count
         return count
 
@@ -137,6 +140,25 @@ class _Nodes:
                 key.tag = _TEXT  # `8:` and `on:` are the keys "8" and "on"
             if isinstance(value, yaml.ScalarNode) and self.is_text(key.value, value.value):
                 value.tag = _TEXT
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block style, with lists of plain values in one line, and no aliases."""
+
+    def represent_sequence(
+        self, tag: str, sequence: Iterable[Any], flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        values = list(sequence)
+        flat = not any(isinstance(value, list | tuple | dict) for value in values)
+        return super().represent_sequence(tag, values, flow_style=flat)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def write_yaml(value: Any) -> str:
+    """The text of plain data, with keys in their order."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

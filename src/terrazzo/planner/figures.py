@@ -22,6 +22,7 @@ class Room:
     Attributes:
         expected, upper: bytes kept there. `capacity`: bytes there are, None where that is not known.
         spare: of these, bytes on which nothing that is sure counts.
+        terms: of one rank, what tensors and states take there.
     """
 
     name: Literal["device", "host", "disk"]
@@ -29,6 +30,7 @@ class Room:
     upper: float
     capacity: int | None
     spare: float = 0.0
+    terms: tuple[Term, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,21 +95,21 @@ class MemoryFigures:
         """The device, and of the host and its disks those that hold something."""
         beside = [term.value for term in self.host if self.on_host]
         expected, upper = self.device_bytes + sum(beside), self.upper_bytes + sum(beside)
-        device = Room("device", expected, upper, self.capacity_bytes, SPARE * (self.capacity_bytes or 0))
+        spare = SPARE * (self.capacity_bytes or 0)
+        device = Room("device", expected, upper, self.capacity_bytes, spare, self.near_terms)
         host = self._of_a_host("host", () if self.on_host else self.host, self.host_capacity_bytes)
         disk = self._of_a_host("disk", self.disk, self.disk_capacity_bytes)
         return (device, *(room for room in (host, disk) if room.expected))
 
     def _of_a_host(self, name: Literal["host", "disk"], terms: tuple[Term, ...], capacity: int | None) -> Room:
-        ranks = self.ranks_per_host
-        return Room(
-            name, ranks * sum(term.value for term in terms), ranks * sum(term.upper for term in terms), capacity
-        )
+        expected, upper = sum(term.value for term in terms), sum(term.upper for term in terms)
+        return Room(name, self.ranks_per_host * expected, self.ranks_per_host * upper, capacity, terms=terms)
 
     @property
     def overfull(self) -> tuple[Room, ...]:
-        """Places that are expected to hold more than they can."""
-        return tuple(room for room in self.rooms if room.capacity is not None and room.expected > room.capacity)
+        """Places that are expected to hold more than they can, the fullest first."""
+        overfull = [room for room in self.rooms if room.capacity is not None and room.expected > room.capacity]
+        return tuple(sorted(overfull, key=lambda room: -room.expected / (room.capacity or 1)))
 
     @property
     def overrun(self) -> float | None:

@@ -144,7 +144,7 @@ def _precision_text(conversion: Conversion, context: ReadingContext) -> str:
 
 
 def _memory_rows(conversion: Conversion, context: ReadingContext) -> list[list[str]]:
-    rows = [["ranks", "before", "upcast", "after", "upcast"]]
+    rows = [["ranks", "before", "of it wider", "after", "of it wider"]]
     pairs = zip(costs(conversion.before), costs(conversion.after, _ranks(conversion)), strict=True)
     for before, after in pairs:
         cells = [*_memory_cells(before, context), *_memory_cells(after, context)]

@@ -10,8 +10,9 @@ from typing import Any
 
 from terrazzo.cli.init.answers import DECODER, InitAnswers, Machine, Model
 from terrazzo.cli.shared.terminal import say
-from terrazzo.cli.shared.written_files import model_text, with_comments, write_model
+from terrazzo.cli.shared.written_files import with_comments, write_model
 from terrazzo.config import Config, config_from_dict
+from terrazzo.documents import write_json
 from terrazzo.errors import BadInput, counted
 from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request
@@ -114,7 +115,7 @@ def _checked(config: Config, files: TrainFiles, ranks: int) -> list[str]:
     if files.model_config is None:
         return check(config, ranks)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(model_text(files.model_config), encoding="utf-8")
+        Path(folder, "config.json").write_text(write_json(files.model_config), encoding="utf-8")
         model = config.model.model_copy(update={"path": Path(folder)})
         return check(config.model_copy(update={"model": model}), ranks)
 

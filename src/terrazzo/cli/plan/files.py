@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from terrazzo.cli.shared.written_files import with_comments, write_model
+from terrazzo.documents import write_json
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
 from terrazzo.planner.choice.emit import TrainFiles, train_config
@@ -49,11 +49,7 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
     if files.model_config is not None:
         write_model(files.model_config, path.with_suffix("") / "config.json", "--emit")
     as_json = path.suffix.lower() == ".json"
-    text = (
-        json.dumps(files.config, indent=2) + "\n"
-        if as_json
-        else with_comments(files.config, _comments(estimate, files))
-    )
+    text = write_json(files.config) if as_json else with_comments(files.config, _comments(estimate, files))
     path.write_text(text, encoding="utf-8")
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from terrazzo.documents import write_json, write_yaml
 from terrazzo.errors import BadInput
 
-__all__ = ["model_text", "with_comments", "write_model"]
+__all__ = ["with_comments", "write_model"]
 
 WIDTH = 110
 
@@ -22,13 +20,8 @@ def with_comments(document: Mapping[str, Any], comments: Mapping[str, Sequence[s
     parts = ["".join(f"# {line}".rstrip() + "\n" for line in comments.get("", ()))]
     for name, section in document.items():
         lines = [line for text in comments.get(name, ()) for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)]
-        parts.append("\n".join([*(f"# {line}" for line in lines), yaml.safe_dump({name: section}, sort_keys=False)]))
+        parts.append("\n".join([*(f"# {line}" for line in lines), write_yaml({name: section})]))
     return "\n".join(parts)
-
-
-def model_text(config: Mapping[str, Any]) -> str:
-    """The text of a model's config.json."""
-    return json.dumps(config, indent=2) + "\n"
 
 
 def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
@@ -37,7 +30,7 @@ def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
     Raises:
         BadInput: another model's file is there.
     """
-    text = model_text(config)
+    text = write_json(config)
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise BadInput(f"{writer} would replace '{path}', the config of another model: give FILE another name.")
     path.parent.mkdir(exist_ok=True)

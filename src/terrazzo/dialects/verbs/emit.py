@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-import yaml
 
 from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.comments import Comment, comments_of, insert_comments
-from terrazzo.documents import Format, Loaded, write_arguments
+from terrazzo.documents import Format, Loaded, write_arguments, write_json, write_yaml
 from terrazzo.errors import BadInput
 
 __all__ = ["plain", "to_text"]
-
-
-class _Dumper(yaml.SafeDumper):
-    """Block style, with lists of plain values in one line."""
-
-    def represent_sequence(
-        self, tag: str, sequence: Iterable[Any], flow_style: bool | None = None
-    ) -> yaml.SequenceNode:
-        values = list(sequence)
-        flat = not any(isinstance(value, list | tuple | dict) for value in values)
-        return super().represent_sequence(tag, values, flow_style=flat)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 def to_text(
@@ -53,8 +36,8 @@ def to_text(
             raise BadInput("Only Megatron-LM's arguments are a script: name a file that ends in .yaml or .json.")
         return write_arguments(values, program)
     if kind == "json":
-        return json.dumps(values, indent=2) + "\n"
-    text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        return write_json(values)
+    text = write_yaml(values)
     if source.format != "yaml":
         return text
     return insert_comments(text, _moved(comments_of(source.text), list(verdicts)))

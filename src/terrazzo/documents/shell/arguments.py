@@ -47,10 +47,10 @@ def parse_arguments(text: str, origin: str) -> dict[str, Any]:
             f"'{origin}': {command.problem}, and nothing of a script is run: write the arguments that hold into a file "
             "that ends in .args."
         )
-    words = command.words
+    words, where = command.words, f"'{origin}', from line {command.line} on"
     program = _program(words)
-    launcher = _options(words[:program], origin) if program > 0 else {}
-    options = _options(_known(words[program + 1 :], origin), origin)
+    launcher = _options(words[:program], where) if program > 0 else {}
+    options = _options(_known(words[program + 1 :], where), where)
     return {**({_LAUNCHER: launcher} if launcher else {}), **options}
 
 
@@ -107,18 +107,18 @@ def _program(words: list[str]) -> int:
     return program
 
 
-def _known(words: list[str], origin: str) -> list[str]:
+def _known(words: list[str], where: str) -> list[str]:
     """A program's words. One that the script does not set may hold arguments, unless it is an option's first value."""
     for before, word in zip(["", *words], words, strict=False):
         if word.startswith(("$", "`")) and not (_is_option(before) and "=" not in before):
             raise BadInput(
-                f"'{origin}': {word[:40]} is not set in this script, and may hold arguments: write the arguments that"
+                f"{where}: {word[:40]} is not set in this script, and may hold arguments: write the arguments that"
                 ' hold into a file that ends in ".args".'
             )
     return words
 
 
-def _options(words: list[str], origin: str) -> dict[str, Any]:
+def _options(words: list[str], where: str) -> dict[str, Any]:
     written: list[tuple[str, list[Any]]] = [("", [])]
     for word in words:
         if _is_option(word):
@@ -130,7 +130,7 @@ def _options(words: list[str], origin: str) -> dict[str, Any]:
     for name, values in written[1:]:
         setting = values if len(values) > 1 else values[0] if values else True
         if options.setdefault(name, setting) != setting:
-            raise BadInput(f"'{origin}': --{name} is given twice, as {options[name]} and {setting}: keep one of them.")
+            raise BadInput(f"{where}: --{name} is given twice, as {options[name]} and {setting}: keep one of them.")
     return options
 
 

@@ -30,7 +30,7 @@ from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import LABELS
+from terrazzo.planner.text.words import HOSTS, LABELS
 from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
 
@@ -222,19 +222,16 @@ def _too_large(setup: Setup, memory: MemoryFigures) -> str:
     """Why a setup does not fit on the device, its host or its disks; empty where it does."""
     if memory.fits is not False:
         return ""
-    full = max(memory.overfull, key=lambda room: room.expected / (room.capacity or 1))
+    full = memory.overfull[0]
+    largest, mode = max(full.terms, key=lambda term: term.value), setup.checkpointing
+    label = LABELS.get(largest.name, largest.name)
     numbers = f"{_gib(full.expected)} of {_gib(full.capacity or 0)} GiB"
     if full.name != "device":
-        place, terms = {"host": ("host memory", memory.host), "disk": ("disks", memory.disk)}[full.name]
-        most = max(terms, key=lambda term: term.value)
-        largest_text = f"{_gib(memory.ranks_per_host * most.value)} {LABELS.get(most.name, most.name)}"
-        return f"the {place} of each host would hold {numbers}, of which {largest_text}."
-    largest, mode = max(memory.near_terms, key=lambda term: term.value), setup.checkpointing
+        amount = _gib(memory.ranks_per_host * largest.value)
+        return f"the {HOSTS[full.name]} of each host would hold {numbers}, of which {amount} {label}."
     with_mode = "" if mode == "none" else f" and {mode} activation checkpointing"
-    return (
-        f"with micro-batch {setup.micro_batch}{with_mode}, {numbers} are expected, of which {_gib(largest.value)} "
-        f"{LABELS.get(largest.name, largest.name)}."
-    )
+    which = f"of which {_gib(largest.value)} {label}"
+    return f"with micro-batch {setup.micro_batch}{with_mode}, {numbers} are expected, {which}."
 
 
 def _gib(value: float) -> str:

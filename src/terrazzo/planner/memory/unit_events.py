@@ -27,6 +27,7 @@ __all__ = [
     "UNREDUCED",
     "Chain",
     "Change",
+    "ReducedPass",
     "UnderWay",
     "UnitEvents",
     "unit_events",
@@ -68,6 +69,22 @@ class Chain(NamedTuple):
     steps: tuple[Change, ...]
     room: Change = NOTHING
     after_room: Change = NOTHING
+
+
+class ReducedPass(NamedTuple):
+    """A pass whose gradients are reduced.
+
+    Attributes:
+        last: it finishes them.
+        has_partial: earlier micro-batches have left their sum.
+        adds: these have been added up on this rank before.
+        counted: finished gradients are counted.
+    """
+
+    last: bool
+    has_partial: bool
+    adds: bool
+    counted: bool
 
 
 class FirstGradients(NamedTuple):
@@ -153,20 +170,12 @@ class UnitEvents:
     collectives: int
     first_gradients: tuple[FirstGradients, FirstGradients]
     trained: Sequence[PlannedBucket]
-    _chains: dict[tuple[bool, bool, bool, bool], Chain] = field(default_factory=dict)
+    _chains: dict[ReducedPass, Chain] = field(default_factory=dict)
 
-    def chain(self, last: bool, has_partial: bool, adds: bool, counted: bool) -> Chain:
-        """The reduction of a micro-batch's gradients.
-
-        Args:
-            last: it finishes them.
-            has_partial: earlier micro-batches have left their sum.
-            adds: these have been added up on this rank before.
-            counted: finished gradients are counted.
-        """
-        key = (last, has_partial, adds, counted)
-        if (chain := self._chains.get(key)) is None:
-            chain = self._chains[key] = _chain(self.trained, *key)
+    def chain(self, reduced: ReducedPass) -> Chain:
+        """The reduction of a micro-batch's gradients."""
+        if (chain := self._chains.get(reduced)) is None:
+            chain = self._chains[reduced] = _chain(self.trained, reduced)
         return chain
 
 
@@ -299,14 +308,13 @@ def _first_gradients(early: Sequence[PlannedBucket], late: Sequence[PlannedBucke
     return FirstGradients(of([*early, *late], True), of(early, False), of(late, False))
 
 
-def _chain(trained: Sequence[PlannedBucket], last: bool, has_partial: bool, adds: bool, counted: bool) -> Chain:
-    """Arguments as of `UnitEvents.chain`."""
-    maker = _ChainMaker(beside=any(not bucket.on_host for bucket in trained), counted=counted)
-    pendings = [bucket.pending_bytes(Pass.ADDS if adds else Pass.REDUCES) for bucket in trained]
+def _chain(trained: Sequence[PlannedBucket], reduced: ReducedPass) -> Chain:
+    maker = _ChainMaker(beside=any(not bucket.on_host for bucket in trained), counted=reduced.counted)
+    pendings = [bucket.pending_bytes(Pass.ADDS if reduced.adds else Pass.REDUCES) for bucket in trained]
     maker.now.turn(UNREDUCED, RECEIVE, sum(pendings))
     for bucket, pending in zip(trained, pendings, strict=True):
-        partial = bucket.partial_bytes * has_partial
-        for event in bucket_memory.reduction(bucket, Pass.LAST if last else Pass.REDUCES, pending, partial):
+        partial, this_pass = bucket.partial_bytes * reduced.has_partial, Pass.LAST if reduced.last else Pass.REDUCES
+        for event in bucket_memory.reduction(bucket, this_pass, pending, partial):
             maker.go_on(event)
     return maker.end()
 

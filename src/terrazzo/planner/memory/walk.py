@@ -15,15 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from terrazzo.planner.layout.stages import LastTurn
-from terrazzo.planner.memory.step_settings import (
-    ACTIVATIONS,
-    BUFFERS,
-    LOGITS,
-    WORKING,
-    Peak,
-    StepSettings,
-    StepUnit,
-)
+from terrazzo.planner.memory.step_settings import ACTIVATIONS, BUFFERS, LOGITS, WORKING, Peak, StepSettings, StepUnit
 from terrazzo.planner.memory.unit_events import (
     GATHERED,
     GRADIENTS,
@@ -31,6 +23,7 @@ from terrazzo.planner.memory.unit_events import (
     RECEIVE,
     UNREDUCED,
     Change,
+    ReducedPass,
     UnderWay,
 )
 from terrazzo.planner.memory.walk_state import FullestMoment, WalkedUnit
@@ -370,7 +363,8 @@ class _Walk(FullestMoment):
             return
         if not self.beside:
             self.advance()
-        chain = unit.events.chain(self.is_last, unit.has_partial, unit.only_adds, self.settings.with_gradients)
+        reduced = ReducedPass(self.is_last, unit.has_partial, unit.only_adds, self.settings.with_gradients)
+        chain = unit.events.chain(reduced)
         unit.has_pending, unit.has_partial = False, not self.is_last
         reduction = UnderWay(chain)
         self.go_on(reduction)

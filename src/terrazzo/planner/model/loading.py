@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from terrazzo.errors import ALL, BadInput, did_you_mean
 from terrazzo.planner.model.closed_form import closed_form, shape_of_config
 from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
+from terrazzo.untrusted_files import read_json
 
 __all__ = ["CONFIG_FILE", "model_shape", "preset_name", "read_config"]
 
@@ -155,18 +155,7 @@ def read_config(file: Path) -> dict[str, Any]:
             f"There is no model config at {_short(str(file))}.{_hint(str(folder_or_file))} {_NAMED}; models are never "
             "downloaded."
         )
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise BadInput(f"{str(file)!r} has more than {MAX_CONFIG_BYTES} bytes, so it is no model config.")
-        values = json.loads(content)
-    except BadInput:
-        raise
-    except OSError as error:
-        raise BadInput(f"{str(file)!r} cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{str(file)!r} is not valid JSON ({error}). Copy or save the model's config again.") from error
+    values = read_json(file, MAX_CONFIG_BYTES)
     if not isinstance(values, dict):
         raise BadInput(
             f"{str(file)!r} holds a JSON {type(values).__name__}, but a model config is an object with a model_type."

@@ -9,6 +9,7 @@ from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.text.words import (
+    HOSTS,
     LABELS,
     ByteUnit,
     bytes_text,
@@ -18,9 +19,6 @@ from terrazzo.planner.text.words import (
 )
 
 __all__ = ["memory_blocks", "pace_line", "time_blocks", "traffic_blocks"]
-
-
-HOSTS = {"host": "memory", "disk": "disks"}
 
 
 def memory_blocks(memory: MemoryFigures) -> list[TextBlock]:

@@ -14,6 +14,7 @@ from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
     "GB",
+    "HOSTS",
     "LABELS",
     "ByteUnit",
     "axes_text",
@@ -47,6 +48,9 @@ LABELS = {
     "logits": "logits and loss",
 }
 """Terms of memory, where their own name is too short for a reader."""
+
+HOSTS = {"host": "memory", "disk": "disks"}
+"""What of a host its ranks share, by the name of a `Room`."""
 
 
 GB = 1e9
@@ -174,30 +178,25 @@ def blocker(memory: MemoryFigures) -> str:
     """Which state or buffer on which place is in the way of a setup, in one sentence; empty where it fits."""
     if not memory.overfull:
         return ""
-    room = max(memory.overfull, key=lambda room: room.expected / (room.capacity or 1))
+    room = memory.overfull[0]
     ranks = 1 if room.name == "device" else memory.ranks_per_host
-    terms = {"device": memory.terms, "host": memory.host, "disk": memory.disk}[room.name]
-    offloaded = memory.host if room.name == "device" and memory.on_host else ()
-    largest = max((*terms, *offloaded), key=lambda term: term.value)
+    largest = max(room.terms, key=lambda term: term.value)
     others = max(0.0, room.expected - ranks * largest.value)
     label, amount = LABELS.get(largest.name, largest.name), bytes_text(ranks * largest.value)
-    states = {name: sum(term.value for term in (*terms, *offloaded) if term.name == name) for name in STATE_OF}
+    states = {name: sum(term.value for term in room.terms if term.name == name) for name in STATE_OF}
     if room.name == "device" and (total := sum(states.values())) > (room.capacity or 0):
         named = [f"{bytes_text(value)} {LABELS.get(name, name)}" for name, value in states.items() if value]
         return (
             f"in the way: model states alone, {bytes_text(total)} on the device, which has "
             f"{bytes_text(room.capacity or 0)}: {', '.join(named)}"
         )
-    where = {"device": "the device", "host": "each host's memory", "disk": "each host's disks"}[room.name]
-    kind = "offloaded to this same memory" if largest in offloaded else f"on {where}"
+    where = f"each host's {HOSTS[room.name]}" if room.name in HOSTS else "the device"
+    kind = "offloaded to this same memory" if room.name == "device" and largest in memory.host else f"on {where}"
     ranks_text = f" of its {ranks} ranks" if ranks > 1 else ""
     return (
         f"in the way: {label}{ranks_text}, {amount} {kind}, which has {bytes_text(room.capacity or 0)}; all else there "
         f"takes {bytes_text(others)}"
     )
-
-
-PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}
 
 
 def room_text(room: Room) -> str:
@@ -208,5 +207,7 @@ def room_text(room: Room) -> str:
 
 def _too_much(rooms: tuple[Room, ...]) -> str:
     """How much too much each place is to hold."""
-    excess = [(room, bytes_text(room.expected - (room.capacity or 0))) for room in rooms]
-    return ", ".join(f"{amount} too much{PLACES[room.name]}" for room, amount in excess)
+    excess = [(room.name, bytes_text(room.expected - (room.capacity or 0))) for room in rooms]
+    return ", ".join(
+        f"{amount} too much" + (f" for the {HOSTS[name]} of a host" if name in HOSTS else "") for name, amount in excess
+    )
