@@ -18,6 +18,7 @@ from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.logits import head_activations
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
+from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model.decoder import Block, DecoderConfig, RotaryTable
 from tests.planner.subjects import gpt, llama
@@ -169,6 +170,16 @@ def test_a_gelu_in_plain_operators_saves_three_tensors_more() -> None:
     block = BlockShape(WIDTH, HEADS, HEADS, WIDTH // HEADS, 4 * WIDTH, gated=False, norm="layer", plain_gelu=True)
     assert promised(block, torch.float32) == pytest.approx(saved_bytes(module, module, torch.float32), rel=0.02)
     assert promised(block, torch.float32, compile=True) == promised(replace(block, plain_gelu=False), torch.float32)
+
+
+def test_megatron_core_keeps_what_its_fused_kernels_do() -> None:
+    """Of bf16, per token: inputs of norms and matrices 4 h, queries, keys, values and output, and gate, up and product;
+    no copy in fp32, and no silu(gate).
+    """
+    elements = 4 * WIDTH + 2 * (HEADS + KV_HEADS) * (WIDTH // HEADS) + 3 * FFN
+    assert promised(LLAMA_BLOCK, torch.bfloat16, CUDA, framework=Framework("megatron")) == 2 * TOKENS * elements
+    gpt2 = BlockShape(WIDTH, HEADS, HEADS, WIDTH // HEADS, 4 * WIDTH, gated=False, norm="layer", plain_gelu=True)
+    assert promised(gpt2, torch.bfloat16, CUDA, framework=Framework("megatron")) == 2 * TOKENS * 16 * WIDTH
 
 
 def test_full_checkpointing_keeps_inputs() -> None:

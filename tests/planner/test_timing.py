@@ -252,6 +252,14 @@ def test_rotations_move_what_heads_have(preset: str, compiled: bool, elements: i
     assert moved == pytest.approx(elements)
 
 
+def test_megatron_core_moves_what_compiled_blocks_do_but_for_residuals() -> None:
+    """Its norms, rotations and SwiGLU are one kernel each; residuals are apart, 3 elements for 1.5."""
+    ours, compiled = setup(framework=Framework("megatron")), setup(compile=True)
+    seconds = [block_seconds(found, found.model.blocks[0]).memory for found in (ours, compiled)]
+    more = 2 * 1.5 * 4096 * 3 * 2 * ours.rank_tokens  # of 16 bits, backward twice
+    assert (seconds[0] - seconds[1]) * memory_rate(ours.cluster.device) == pytest.approx(more)
+
+
 @pytest.mark.parametrize("attention", ["flash", "math"])
 @pytest.mark.parametrize("mode", ["selective", "selective_half"])
 def test_what_selective_checkpointing_keeps_is_not_computed_twice(attention: str, mode: str) -> None:

@@ -16,7 +16,8 @@ from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
+from terrazzo.planner.model.closed_form import shape_of_config
+from terrazzo.planner.model.shapes import BUILT_IN, ModelShape
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.request import ModelSource
 from terrazzo.planner.setup.setup import Setup
@@ -145,39 +146,34 @@ def _model(
 
 
 def _decoder(shape: ModelShape) -> dict[str, Any] | None:
-    """The built-in decoder with the same tensors, None where it would have others."""
+    """The `model` section of the built-in decoder with the same tensors, None where it would have others."""
     if len(shape.blocks) != 1 or (block := shape.blocks[0].block) is None:
         return None
-    dim, kv_dim, ffn = block.hidden, block.kv_heads * block.head_dim, block.ffn
-    tensors = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim), (dim,), (dim,)]
-    tensors += _inside_experts(block) if block.experts else [(ffn, dim), (ffn, dim), (dim, ffn)]
-    root = [(shape.vocab, dim), (dim,)] + ([] if shape.tied else [(shape.vocab, dim)])
-    if sorted(tensors) != sorted(t.shape for t in shape.blocks[0].tensors):
-        return None
-    if sorted(root) != sorted(t.shape for t in shape.root.tensors) or block.head_dim * block.heads != dim:
-        return None
-    section: dict[str, Any] = {
-        "kind": "decoder",
+    sizes: dict[str, Any] = {
         "vocab_size": shape.vocab,
-        "dim": dim,
+        "dim": block.hidden,
         "layers": shape.layers,
         "heads": block.heads,
         "kv_heads": block.kv_heads,
         "tie_embeddings": shape.tied,
     }
+    ffn, shared = block.ffn, block.shared_ffn // block.ffn
+    chosen = {"num_experts": block.experts, "num_experts_per_tok": block.active_experts, "n_shared_experts": shared}
+    routed = {**chosen, "moe_intermediate_size": ffn} if block.experts else {}
+    try:
+        built = shape_of_config({**sizes, "ffn_dim": ffn, **routed}, shape.name)
+    except BadInput:  # sizes that no decoder has
+        return None
+    for ours, theirs in zip(built.units, shape.units, strict=True):
+        if sorted(tensor.shape for tensor in ours.tensors) != sorted(tensor.shape for tensor in theirs.tensors):
+            return None
+    section = {"kind": "decoder", **sizes}
     if block.window:
         section["attention"] = {"window": block.window} | ({"stride": block.stride} if block.stride else {})
     if not block.experts:
         return section | {"ffn_dim": ffn}
-    experts = {"count": block.experts, "top_k": block.active_experts, "ffn_dim": ffn, "shared": block.shared_ffn // ffn}
+    experts = {"count": block.experts, "top_k": block.active_experts, "ffn_dim": ffn, "shared": shared}
     return section | {"experts": experts}
-
-
-def _inside_experts(block: BlockShape) -> list[tuple[int, ...]]:
-    """The tensors in place of the feed-forward's: router, experts, and those that every token meets, if there are."""
-    count, dim, ffn, shared = block.experts, block.hidden, block.ffn, block.shared_ffn
-    shapes: list[tuple[int, ...]] = [(count, dim), (count, ffn, dim), (count, ffn, dim), (count, dim, ffn)]
-    return shapes + ([(shared, dim), (shared, dim), (dim, shared)] if shared else [])
 
 
 def _plan(setup: Setup) -> dict[str, Any]:

@@ -8,7 +8,7 @@ arXiv 2205.05198 they add up to its formulas; for Llama-like blocks they equal w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from terrazzo.planner.caching import once
@@ -30,11 +30,11 @@ FORMULAS = {
         "blocks x saved bytes of one block per micro-batch x micro-batches in flight. A block saves, in elements per "
         "token: inputs of both norms 2h and of the matrices behind them 2h (split by tp only under sequence "
         "parallelism), queries q, keys and values of the kv heads, the attention's output, and of the MLP gate, up, "
-        "silu(gate) and their product (eager), or gate, up and product (compiled), or input and output of the "
-        "nonlinearity (not gated; three tensors more of a tanh GELU in plain operators, as GPT-2's); dropout masks of "
-        "one byte; fp32 copies where a norm computes in fp32. Full checkpointing keeps the block's input alone, "
-        "selective its input and the results of matrix products and of attention; under math attention it recomputes "
-        "the attention core alone; selective_half keeps every second of the products",
+        "silu(gate) and their product (eager), or gate, up and product (compiled, or in Megatron-core), or "
+        "input and output of the nonlinearity (not gated; three tensors more of a tanh GELU in plain operators, as "
+        "GPT-2's); dropout masks of one byte; fp32 copies where a norm computes in fp32. Full checkpointing keeps the "
+        "block's input alone, selective its input and the results of matrix products and of attention; under math "
+        "attention it recomputes the attention core alone; selective_half keeps every second of the products",
         "arXiv 2205.05198, equations 1 to 6; torch.autograd.graph.saved_tensors_hooks",
     ),
     "memory.working": Formula(
@@ -88,6 +88,7 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
         ep=mesh.ep,
         sequence_parallel=setup.sequence_parallel,
         itemsize=setup.precision.compute.itemsize,
+        fused=setup.fuses_kernels,
         compiled=setup.compile,
         math=setup.attention == "math",
         checkpointing=setup.checkpointing,
@@ -95,12 +96,12 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
         cpu=setup.cluster.device.kind == "cpu",
         moves=setup.offload_activations and setup.cluster.device.kind != "cpu",  # there is no other memory on a CPU
     )
-    return _block(local, replace(block, plain_gelu=False) if block.plain_gelu and setup.as_megatron else block)
+    return _block(local, block)
 
 
 @dataclass(frozen=True)
 class _Local:
-    """What of a setup a block's activations depend on."""
+    """What of a setup a block's activations depend on. `fused`: see `Setup.fuses_kernels`."""
 
     tokens: int
     sequence: int
@@ -110,6 +111,7 @@ class _Local:
     ep: int
     sequence_parallel: bool
     itemsize: int
+    fused: bool
     compiled: bool
     math: bool
     checkpointing: CheckpointMode
@@ -167,7 +169,7 @@ def _between(local: _Local, block: BlockShape) -> float:
 def _norm(local: _Local, block: BlockShape) -> float:
     """Bytes per token that a norm keeps: its input, and where it computes in fp32 a copy and the normalised input."""
     width, item = block.hidden, local.itemsize
-    if block.norm == "layer" or local.compiled:
+    if block.norm == "layer" or local.fused:
         return width * item
     if block.torch_norm:
         return width * (2 * FP32_BYTES if local.cpu else item)
@@ -214,8 +216,8 @@ def _inner(local: _Local, block: BlockShape) -> int:
     A tanh GELU in plain operators keeps its tanh and both factors of its last product too.
     """
     if not block.gated:
-        return 5 if block.plain_gelu and not local.compiled else 2
-    return 3 if local.compiled else 4
+        return 5 if block.plain_gelu and not local.fused else 2
+    return 3 if local.fused else 4
 
 
 def _routing(local: _Local, block: BlockShape) -> float:

@@ -115,6 +115,13 @@ class Setup:
         return self.framework.name == "megatron"
 
     @property
+    def fuses_kernels(self) -> bool:
+        """Whether norms, rotary embeddings and nonlinearities are one kernel each: compiled, or Megatron-core's own
+        (NVIDIA/Megatron-LM megatron/core/fusions; `apply_rope_fusion`, `bias_activation_fusion`).
+        """
+        return self.compile or self.as_megatron
+
+    @property
     def axis_sizes(self) -> dict[str, int]:
         """Ranks of the data axes that states are split and gradients summed over, as `Mesh.sizes`."""
         sizes = self.mesh.sizes()

@@ -256,18 +256,17 @@ for each that it turns: two products (4), a half negated (1), both put together 
 
 def _elements(setup: Setup, block: BlockShape) -> float:
     """Elements read and written per token in forward by norms, residuals, nonlinearities, rotations and dropout."""
-    tp, eager = setup.mesh.tp, not setup.compile
-    fused = block.norm == "layer" or block.torch_norm or not eager
-    wide = block.norms * (2 if fused else PLAIN_NORM) + 2 * (3 if eager else 1.5)
+    tp, plain = setup.mesh.tp, not setup.fuses_kernels
+    fused_norm = block.norm == "layer" or block.torch_norm or not plain
+    wide = block.norms * (2 if fused_norm else PLAIN_NORM) + 2 * (1.5 if setup.compile else 3)
     wide += 2 * 2.5 if block.dropout else 0
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
-    written_out = block.plain_gelu and eager and not setup.as_megatron
-    inner *= (5 if eager else 3) if block.gated else PLAIN_GELU if written_out else 2
-    inside = inner / block.mlp_parts(tp) + _rotation(block, tp, eager)
+    inner *= (5 if plain else 3) if block.gated else PLAIN_GELU if block.plain_gelu and plain else 2
+    inside = inner / block.mlp_parts(tp) + _rotation(block, tp, plain)
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
 
 
-def _rotation(block: BlockShape, tp: int, eager: bool) -> float:
+def _rotation(block: BlockShape, tp: int, plain: bool) -> float:
     """Elements read and written per token to rotate queries and keys.
 
     Plain operators put what they have turned of a head and what they have not together, which copies both; the key of
@@ -275,7 +274,7 @@ def _rotation(block: BlockShape, tp: int, eager: bool) -> float:
     """
     queries, keys = block.heads / block.attention_parts(tp), block.key_heads(tp)
     copied = 2 * (queries + keys) * block.head_dim
-    if not block.rotated or not eager:
+    if not block.rotated or not plain:
         return copied if block.rotated else 0.0
     turned = PLAIN_ROTATION * (queries + (1 if block.latent else keys)) * block.rotated
     return turned + (copied if block.rotated < block.head_dim else 0.0)
