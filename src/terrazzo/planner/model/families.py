@@ -216,7 +216,7 @@ _STARCODER2 = replace(
     rotary=1.0,
 )
 _OPT = replace(
-    _GPT_NEOX,
+    _GPT2,
     blocks="model.decoder.layers",
     root=(
         *embedding("model.decoder.embed_tokens"),
@@ -232,25 +232,24 @@ _OPT = replace(
     order=("self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),
     keys={"ffn": "ffn_dim"},
     defaults={"positions": 2048, "tied": True, "dropout": 0.1, "enable_bias": True},
-    rotary=0.0,
     position_offset=2,  # modeling_opt.py, OPTLearnedPositionalEmbedding
     assumes={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
     assumes_width=("word_embed_proj_dim",),  # OPT-350m alone embeds in another width
 )
 _BLOOM = replace(
-    _GPT_NEOX,
+    _GPT2,
     blocks="transformer.h",
     root=(
         *embedding("transformer.word_embeddings"),
         *norms("transformer.word_embeddings_layernorm", "transformer.ln_f", bias=True),
     ),
     attention=fused_attention("self_attention.query_key_value", "self_attention.dense"),
+    norms=_LAYER_NORMS,
     keys={"hidden": "n_embed", "layers": "n_layer", "heads": "n_head", "ffn": ""},
     defaults={"ffn": None, "positions": 0, "tied": True},
-    rotary=0.0,
 )
 _MPT = replace(
-    _GPT_NEOX,
+    _GPT2,
     blocks="transformer.blocks",
     root=embedding("transformer.wte") + norms("transformer.norm_f"),
     attention=fused_attention("attn.Wqkv", "attn.out_proj", False),
@@ -259,7 +258,6 @@ _MPT = replace(
     order=("norm_1", "attn", "norm_2", "ffn"),
     keys={"hidden": "d_model", "layers": "n_layers", "heads": "n_heads", "positions": "max_seq_len", "ffn": ""},
     defaults={"ffn": None, "positions": 2048, "tied": True},
-    rotary=0.0,
 )
 _STABLELM = replace(
     _LLAMA,
