@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
@@ -293,6 +294,48 @@ def test_what_fsdp_lacks_is_deepspeeds(plan: str) -> None:
     assert not [key for key in findings_by_key("trainer", conversion.document) if key.startswith("deepspeed.")]
 
 
+def test_a_deepspeed_file_is_looked_at_as_the_section_would_be(tmp_path: Path) -> None:
+    inner = {"train_micro_batch_size_per_gpu": 3, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(inner))
+    outer = {"per_device_train_batch_size": 4, "bf16": True}
+    within = findings_by_key("trainer", {**outer, "deepspeed": inner})
+    named = list(dialect("trainer").findings(*_read({**outer, "deepspeed": "ds.json"}, tmp_path)))
+    assert {finding.text for finding in named} == {
+        f"{key.partition(',')[0].removeprefix('deepspeed.')}: {finding.text}" for key, finding in within.items()
+    }
+    assert {finding.key.partition(", ")[0] for finding in named} == {"deepspeed"}
+    assert within["deepspeed.train_micro_batch_size_per_gpu, per_device_train_batch_size"].level == "error"
+    assert within["deepspeed.fp16.enabled"].level == "error"
+
+
+def test_a_fsdp_file_is_looked_at_as_the_section_would_be(tmp_path: Path) -> None:
+    section = {"fsdp_version": 1, "version": 2, "state_dict_type": "SHARDED_STATE_DICT"}  # the prefixed one counts
+    (tmp_path / "fsdp.json").write_text(json.dumps(section))
+    within = findings_by_key("trainer", {**FSDP, "fsdp_config": section})
+    assert set(within) == {"fsdp_config.version", "fsdp_config.state_dict_type"}
+    named = dialect("trainer").findings(*_read({**FSDP, "fsdp_config": "fsdp.json"}, tmp_path))
+    assert {finding.key for finding in named} == set(within)
+
+
+def _read(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any, ReadingContext]:
+    context = ReadingContext(folder=folder)
+    return document, dialect("trainer").read(document, context), context
+
+
+def test_numbers_that_are_text_differ_from_a_field_as_numbers_do() -> None:
+    params = {"type": "AdamW", "params": {"lr": "1e-4"}}
+    key = "deepspeed.optimizer.params.lr, learning_rate"
+    assert key not in findings_by_key("trainer", {"deepspeed": {**ZERO, "optimizer": params}, "learning_rate": 1e-4})
+    assert key in findings_by_key("trainer", {"deepspeed": {**ZERO, "optimizer": params}, "learning_rate": "5e-4"})
+
+
+def test_sizes_that_distributed_config_decides_are_refused_elsewhere() -> None:
+    document = {"distributed_config": {"fsdp_size": 4}, "parallelism_config": {"dp_shard_size": 8, "cp_size": 2}}
+    outcomes = verdicts("trainer", document)
+    assert outcomes["parallelism_config.dp_shard_size"].kind == "refused"
+    assert outcomes["parallelism_config.cp_size"].kind == "applied"
+
+
 # -- the dataclass itself ------------------------------------------------------------------------------------------
 
 
@@ -369,6 +412,99 @@ def _plugin(made: Any) -> Any:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(**made.fsdp_plugin_args)
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "document",
+    [
+        {**BEST, "eval_steps": 200, "save_steps": 300},
+        {**BEST, "eval_steps": 200, "save_steps": 400},
+        {**BEST, "eval_steps": 0.2, "save_steps": 300},
+        {**BEST, "eval_steps": 0.1, "save_steps": 0.3},
+        {**BEST, "save_steps": 300, "logging_steps": 7},
+        {**BEST, "save_strategy": "epoch"},
+        {**BEST, "save_strategy": "best", "eval_strategy": "no"},
+        {"load_best_model_at_end": True},
+        {"lr_scheduler_type": "Cosine"},
+        {"save_strategy": "Steps"},
+        {"bf16": True, "fp16": True},
+        {"optim": "adamw"},
+    ],
+)
+def test_what_training_arguments_raise_at_is_an_error(document: dict[str, Any], arguments: Any) -> None:
+    try:
+        arguments(document)
+        raises = False
+    except ValueError:
+        raises = True
+    outcome = reading("trainer", document)
+    found = {finding.level for finding in dialect("trainer").findings(document, outcome, ReadingContext())}
+    assert raises == ("error" in found or any(verdict.kind == "refused" for verdict in outcome.verdicts))
+
+
+SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("cosine_with_min_lr", {}),
+    ("cosine_with_min_lr", {"min_lr": 0.1}),
+    ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}),
+    ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": None}),
+    ("warmup_stable_decay", {"decay_type": "linear"}),
+    ("warmup_stable_decay", {"decay_type": "linear", "num_decay_steps": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SCHEDULES)
+def test_what_a_schedule_of_theirs_raises_at_is_an_error(name: str, options: dict[str, Any]) -> None:
+    document = {"lr_scheduler_type": name, "lr_scheduler_kwargs": options}
+    assert ("lr_scheduler_kwargs" in findings_by_key("trainer", document)) == (_rates(name, options) is None)
+
+
+@pytest.mark.filterwarnings("ignore")  # num_stable_steps is taken with a warning
+@pytest.mark.parametrize(
+    ("name", "options", "more"),
+    [
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {"num_cycles": 2}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}, {"warmup_type": "cosine"}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}, {"num_stable_steps": 2}),
+        ("polynomial", {"lr_end": 0.1, "power": 1.0}, {"power": 2.0}),
+        ("cosine", {}, {"num_cycles": 2}),
+    ],
+)
+def test_an_argument_that_bends_the_curve_is_not_lost(
+    name: str, options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    assert _rates(name, options) != _rates(name, {**options, **more})  # it matters there
+    for given, kind in ((options, "renamed"), ({**options, **more}, "lossy")):
+        document = {"lr_scheduler_type": name, "lr_scheduler_kwargs": given, "max_steps": 20, "learning_rate": 1.0}
+        outcomes = {verdict.key: verdict.kind for verdict in converted("trainer", "terrazzo", document).verdicts}
+        assert outcomes["lr_scheduler_kwargs"] == (kind if given else "defaulted")
+    text = {"lr_scheduler_type": name, "lr_scheduler_kwargs": json.dumps({**options, **more})}
+    outcomes = {verdict.key: verdict.kind for verdict in converted("trainer", "terrazzo", text).verdicts}
+    assert outcomes["lr_scheduler_kwargs"] == "lossy"
+
+
+def _rates(name: str, options: dict[str, Any]) -> list[float] | None:
+    """The rates of a run of 20 steps by transformers itself; None where it raises."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    try:
+        schedule = transformers.get_scheduler(name, optimizer, 3, 20, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError):
+        return None
+    rates = []
+    for _ in range(20):
+        rates += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_the_best_checkpoint_at_the_end_is_another_result() -> None:
+    document = {"output_dir": "x", **BEST, "eval_steps": 500}
+    outcomes = {verdict.key: verdict for verdict in converted("trainer", "terrazzo", document).verdicts}
+    assert outcomes["load_best_model_at_end"].kind == "lossy"
 
 
 def test_keys_of_fsdp_config_are_those_that_transformers_reads() -> None:

@@ -5,14 +5,14 @@ The one place where a dialect meets another: those that carry one ask for it her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import keys_in
+from terrazzo.dialects.core.dotted_keys import flatten, keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
 from terrazzo.dialects.formats.fsdp1.dialect import DIALECT as FSDP1
@@ -20,7 +20,17 @@ from terrazzo.dialects.formats.fsdp1.write import write as write_fsdp1
 from terrazzo.documents import load
 from terrazzo.errors import BadInput
 
-__all__ = ["DEEPSPEED", "FSDP_STRATEGY", "Nested", "keyed", "load_named", "merge", "placed", "read_nested"]
+__all__ = [
+    "DEEPSPEED",
+    "FSDP_STRATEGY",
+    "Nested",
+    "filled",
+    "load_named",
+    "merge",
+    "nested_findings",
+    "placed",
+    "read_nested",
+]
 
 FSDP_STRATEGY = replace(FSDP1, write=partial(write_fsdp1, library="FSDPStrategy"))
 """The arguments that Lightning's strategy passes on to FSDP1, which messages call by its name."""
@@ -68,9 +78,31 @@ def read_nested(
     return Nested(settings, tuple(verdicts), extras, document, reading)
 
 
-def keyed(findings: list[Finding], section: str) -> list[Finding]:
-    """Findings about an inner document, under the outer one's keys."""
-    return [Finding(join_keys(section, finding.key), finding.level, finding.text) for finding in findings]
+def nested_findings(
+    dialect: Dialect,
+    document: ConfigDocument,
+    context: ReadingContext,
+    section: str,
+    *,
+    named: bool = False,
+    leave: Collection[str] = (),
+) -> Iterator[Finding]:
+    """What `dialect` finds in a document that stands at the key `section` of another.
+
+    Args:
+        named: `section` names the document's file: all is reported under that key, and the inner one is in the text.
+        leave: inner keys that the outer library sets itself; nothing is said of them.
+    """
+    for finding in dialect.findings(document, dialect.read(document, context), context):
+        if finding.key not in leave:
+            key = section if named else join_keys(section, finding.key)
+            text = f"{finding.key}: {finding.text}" if named and finding.key else finding.text
+            yield Finding(key, finding.level, text)
+
+
+def filled(document: ConfigDocument) -> set[str]:
+    """Keys of a DeepSpeed document that say "auto", for which the outer library puts a value."""
+    return {key for key, value in flatten(document).items() if value == "auto"}
 
 
 def join_keys(section: str, keys: str) -> str:

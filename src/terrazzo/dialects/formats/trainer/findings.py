@@ -8,9 +8,9 @@ from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
-from terrazzo.dialects.formats.nested import DEEPSPEED, keyed, read_nested
+from terrazzo.dialects.core.keys import MISSING, number
+from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
 from terrazzo.dialects.formats.trainer.keys import FIELDS
-from terrazzo.dialects.formats.trainer.trainer_reader import canonical_key
 
 __all__ = ["MATCHED", "findings"]
 
@@ -29,58 +29,99 @@ MATCHED = {
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-    """What the Trainer refuses of a document, or takes otherwise than it looks."""
-    flat = {canonical_key(key): value for key, value in flatten(document).items()}
-    yield from _together(document, flat)
-    if flat.get("fsdp"):
-        yield from _fsdp(flat)
-    if isinstance(document.get("deepspeed"), Mapping):
-        yield from _mismatches(document["deepspeed"], document)
-        within = replace(context, trainer={"output_dir": None, **document})
-        nested = read_nested(DEEPSPEED, document["deepspeed"], within, "deepspeed")
-        inner = DEEPSPEED.findings(nested.document, nested.inner, within)
-        filled = {key for key, value in flatten(nested.document).items() if value == "auto"}
-        yield from keyed([finding for finding in inner if finding.key not in filled], "deepspeed")
-    saves = flat.get("save_strategy", "steps") != "no" and not flat.get("save_only_model")
+    """What the Trainer refuses of a document, or takes otherwise than it looks.
+
+    Values are those that count: of a field with two names the one that wins, and those of files that are named.
+    """
+    values = reading.values
+    yield from _together(document, values)
+    yield from _best_at_end(values)
+    yield from _schedule(document, values)
+    if values.get("fsdp"):
+        yield from _fsdp(values)
+    yield from _deepspeed(document, values, context)
+    saves = values.get("save_strategy", "steps") != "no" and not values.get("save_only_model")
     if document.get("distributed_config") and saves:
         text = "the Trainer raises for a model sharded by distributed_config: say save_only_model: true."
         yield Finding.error("distributed_config", text)
 
 
-def _together(document: ConfigDocument, flat: Mapping[str, Any]) -> Iterable[Finding]:
+def _together(document: ConfigDocument, values: Mapping[str, Any]) -> Iterable[Finding]:
     if document.get("fsdp") and document.get("deepspeed"):
         yield Finding.error("fsdp", "the Trainer raises when both fsdp and deepspeed are on: keep one.")
-    best, every = flat.get("load_best_model_at_end"), flat.get("save_strategy", "steps")
-    if best and every != "best" and flat.get("eval_strategy", "no") != every:
-        text = f"save_strategy is {every} and eval_strategy {flat.get('eval_strategy', 'no')}: they must be the same."
-        yield Finding.error("load_best_model_at_end", text)
-    named = flat.get("torch_compile_backend") or flat.get("torch_compile_mode")
-    if named and flat.get("torch_compile") is False:
+    named = values.get("torch_compile_backend") or values.get("torch_compile_mode")
+    if named and values.get("torch_compile") is False:
         yield Finding.warning("torch_compile", "a backend or mode is named, which turns torch_compile on.")
 
 
-def _fsdp(flat: Mapping[str, Any]) -> Iterable[Finding]:
-    if flat.get("activation_checkpointing"):
+def _best_at_end(values: Mapping[str, Any]) -> Iterable[Finding]:
+    """The best checkpoint is one that was saved: each save has to be behind an evaluation."""
+    every, evaluated = values.get("save_strategy", "steps"), values.get("eval_strategy") or "no"
+    if not values.get("load_best_model_at_end") or every == "best":
+        return
+    if evaluated != every:
+        text = f"save_strategy is {every} and eval_strategy {evaluated}: they must be the same."
+        yield Finding.error("load_best_model_at_end", text)
+        return
+    saves, evaluates = values.get("save_steps", 500), values.get("eval_steps") or values.get("logging_steps", 500)
+    numbers = [each for each in map(number().parse, (saves, evaluates)) if each is not MISSING and each > 0]
+    if every == "steps" and len(numbers) == 2 and not _is_multiple(*numbers):
+        text = f"save_steps {saves} is no multiple of the {evaluates} steps between evaluations: transformers raises."
+        yield Finding.error("load_best_model_at_end", text)
+
+
+def _is_multiple(saves: float, evaluates: float) -> bool:
+    """Whether each save is at an evaluation; numbers below 1 are shares of the run, which do not mix with steps."""
+    if (saves < 1) != (evaluates < 1):
+        return False
+    return abs(saves / evaluates - round(saves / evaluates)) < 1e-9
+
+
+def _schedule(document: ConfigDocument, values: Mapping[str, Any]) -> Iterable[Finding]:
+    """Arguments without which Hugging Face's schedules raise."""
+    word, options = document.get("lr_scheduler_type"), values.get("lr_scheduler_kwargs")
+    given = {key for key, value in options.items() if value is not None} if isinstance(options, Mapping) else set()
+    if word == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
+        yield Finding.error("lr_scheduler_kwargs", f"{word} needs one of min_lr and min_lr_rate, and not both.")
+    if word == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield Finding.error("lr_scheduler_kwargs", f"{word} needs num_decay_steps.")
+
+
+def _fsdp(values: Mapping[str, Any]) -> Iterable[Finding]:
+    if values.get("activation_checkpointing"):
         text = "under FSDP it gathers all weights once more in backward: say fsdp_config.activation_checkpointing."
         yield Finding.warning("activation_checkpointing", text)
-    if str(flat.get("fsdp_config.version", 2)) == "1":
+    if values.get("fsdp_config.version") == 1:
         text = "FSDP1 is on its way out of transformers: say version: 2 with reshard_after_forward: true or false."
         yield Finding.warning("fsdp_config.version", text)
-    if str(flat.get("fsdp_config.state_dict_type")).upper() == "SHARDED_STATE_DICT":
+    if values.get("fsdp_config.state_dict_type") == "sharded":
         text = "save_model() writes no Hugging Face weights then, only shards: merge them, or say FULL_STATE_DICT."
         yield Finding.warning("fsdp_config.state_dict_type", text)
 
 
-def _mismatches(inner: Mapping[str, Any], document: ConfigDocument) -> Iterable[Finding]:
-    """Values of the DeepSpeed document that transformers holds against the fields, and raises if they differ."""
-    flat = flatten(inner)
+def _deepspeed(document: ConfigDocument, values: Mapping[str, Any], context: ReadingContext) -> Iterable[Finding]:
+    """What is wrong within the DeepSpeed document, whether it stands there or in a file that is named."""
+    inner, named = document.get("deepspeed"), ""
+    if isinstance(inner, str):
+        named = inner
+        inner, fault = load_named(named, context)
+        if fault:
+            return  # the verdict of the key says so
+    if not isinstance(inner, Mapping) or not inner:
+        return
+    within = replace(context, trainer={"output_dir": None, **document})
+    for key, field, text in _mismatches(DEEPSPEED.read(inner, within).values, flatten(inner), values):
+        where, what = ("deepspeed", f"{key}: {text}") if named else (f"deepspeed.{key}", text)
+        yield Finding.error(f"{where}, {field}", what)
+    yield from nested_findings(DEEPSPEED, inner, within, "deepspeed", named=bool(named), leave=filled(inner))
+
+
+def _mismatches(
+    inner: Mapping[str, Any], in_file: Mapping[str, Any], values: Mapping[str, Any]
+) -> Iterable[tuple[str, str, str]]:
+    """Keys of the DeepSpeed document that differ from the field that transformers holds them against, and the words."""
     for key, field in MATCHED.items():
-        inner_value, wanted = flat.get(key), document.get(field, FIELDS[field].default)
-        if (
-            inner_value is not None
-            and inner_value != "auto"
-            and inner_value != wanted
-            and isinstance(inner_value, int | float)
-        ):
-            text = f"it is {inner_value}, but {field} is {wanted}: transformers raises. Say auto, or the same in both."
-            yield Finding.error(f"deepspeed.{key}, {field}", text)
+        does, wanted = inner.get(key), values.get(field, FIELDS[field].neutral)
+        if in_file.get(key) not in (None, "auto") and isinstance(does, int | float) and does != wanted:
+            text = f"it is {does}, but {field} is {wanted}: transformers raises. Say auto, or the same in both."
+            yield key, field, text

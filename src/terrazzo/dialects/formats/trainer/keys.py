@@ -54,7 +54,7 @@ SCHEDULES = {
     **{name: name for name in OWN_SCHEDULES},
 }
 _OPTIM = choice({**OPTIMIZERS, **EIGHT_BITS, **{name: name for name in _OTHERS}}, fold=False)
-_SAVE = choice({name: name for name in ("no", "steps", "epoch", "best")})
+_SAVE = choice({name: name for name in ("no", "steps", "epoch", "best")}, fold=False)
 _STATE = choice({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})
 _POLICY = choice({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})
 _PREFETCH = choice({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
@@ -65,7 +65,7 @@ _FIELDS: Rows = {
     "num_train_epochs": Key(number(), 3.0, "length of the run in passes over the data"),
     "max_steps": Key(integer(1), -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
     "learning_rate": Key(number(), 5e-05, "peak learning rate"),
-    "lr_scheduler_type": Key(choice(SCHEDULES), "linear", "learning rate over the run"),
+    "lr_scheduler_type": Key(choice(SCHEDULES, fold=False), "linear", "learning rate over the run"),
     "lr_scheduler_kwargs": Key(ANY, None, "further arguments of the schedule"),
     "warmup_steps": Key(number(), 0, "steps of warm-up; below 1: a share of the run"),
     "optim": Key(_OPTIM, "adamw_torch_fused", "optimizer"),
@@ -103,6 +103,7 @@ _FIELDS: Rows = {
     "save_strategy": Key(_SAVE, "steps", "when a checkpoint is written: no, steps, epoch, best"),
     "save_steps": Key(number(), 500, "steps between checkpoints; below 1: a share of the run"),
     "save_total_limit": Key(integer(1), None, "checkpoints kept; none: all"),
+    "load_best_model_at_end": (False, "end with the best checkpoint"),
     "ignore_data_skip": (False, "resume with the first batch again"),
     "full_determinism": (False, "deterministic operators"),
     "seed": Key(integer(), 42, "seed of the run"),
@@ -163,7 +164,6 @@ _HARMLESS: Rows = {
     "hub_strategy": ("every_save", "upload"),
     "hub_always_push": (False, "upload"),
     "hub_revision": (None, "upload"),
-    "load_best_model_at_end": (False, "end with the best checkpoint"),
     "metric_for_best_model": (None, "which metric tells the best"),
     "greater_is_better": (None, "whether more is better"),
     "restore_callback_states_from_checkpoint": (False, "resume callbacks"),
@@ -186,7 +186,7 @@ _HARMLESS: Rows = {
     "local_rank": (-1, "rank on the node"),
 }
 FIELDS = {**section("", _FIELDS, "lossy"), **section("", _HARMLESS, "harmless")}
-"""All fields. Without the harmless ones the same weights come out."""
+"""All fields. Without the harmless ones the run ends with the same weights."""
 
 ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",

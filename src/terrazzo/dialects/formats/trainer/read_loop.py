@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingOrigin, SettingsByPath
-from terrazzo.dialects.core.keys import MISSING
-from terrazzo.dialects.core.keys import number as number_type
+from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import derived, only_from_file
 from terrazzo.dialects.formats.trainer.keys import FIELDS
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
@@ -55,50 +54,69 @@ def _optimizer(reader: TrainerReader) -> SettingsByPath:
 
 
 def _schedule(reader: TrainerReader) -> SettingsByPath:
-    word = str(reader.raw("lr_scheduler_type") or "linear").lower()
-    name = reader.take("lr_scheduler_type")
-    options = reader.raw("lr_scheduler_kwargs")
-    options = dict(options) if isinstance(options, Mapping) else {}
-    settings: SettingsByPath = {"schedule.name": name, **_length(reader), **_warmup(reader, word)}
-    settings |= _shape(reader, word, options)
-    if "lr_scheduler_kwargs" in reader.flat:
-        read = any("lr_scheduler_kwargs" in setting.keys for setting in settings.values())
-        why = "further arguments of Hugging Face's schedule"
-        reader.keep("lr_scheduler_kwargs", why, loss="harmless" if read or not options else "lossy")
+    word = str(reader.raw("lr_scheduler_type") or "linear")
+    settings: SettingsByPath = {"schedule.name": reader.take("lr_scheduler_type"), **_length(reader)}
+    options = _ScheduleOptions(reader.raw("lr_scheduler_kwargs"))
+    settings |= _warmup(reader, word) | _shape(reader, word, options)
+    if left := options.left():
+        reader.keep("lr_scheduler_kwargs", f"{left}: further arguments of Hugging Face's schedule")
+    else:
+        reader.keep("lr_scheduler_kwargs", "they say nothing more", loss="harmless")
     return settings
 
 
-def _shape(reader: TrainerReader, word: str, options: Mapping[str, Any]) -> SettingsByPath:
+class _ScheduleOptions:
+    """Arguments of Hugging Face's schedule, and which of them have been read."""
+
+    def __init__(self, raw: Any) -> None:
+        self.given, self.raw = dict(raw) if isinstance(raw, Mapping) else {}, raw
+        self._read: set[str] = set()
+
+    def number(self, name: str, default: float) -> Setting[Any]:
+        """One of them as a number; the default where it is none."""
+        value = number(-math.inf).parse(self.given.get(name))
+        if value is MISSING:
+            return Setting(default, "default")
+        self._read.add(name)
+        return Setting(value, "file", "lr_scheduler_kwargs")
+
+    def word(self, name: str, default: str) -> str:
+        self._read.add(name)
+        return str(self.given.get(name, default))
+
+    def left(self) -> str:
+        """Names of those that nobody has read and that are not null; all of it where it is no mapping."""
+        if self.raw is not None and not isinstance(self.raw, Mapping):
+            return f"{str(self.raw)[:40]!r} in place of a section of keys"
+        return ", ".join(str(name) for name, value in self.given.items() if name not in self._read and value is not None)
+
+
+def _shape(reader: TrainerReader, word: str, options: _ScheduleOptions) -> SettingsByPath:
     """Where the learning rate ends, and how it gets there."""
-
-    def number(name: str, default: float) -> Setting[Any]:
-        value = number_type(-math.inf).parse(options.get(name))
-        in_file = value is not MISSING
-        return Setting(value, "file", "lr_scheduler_kwargs") if in_file else Setting(default, "default")
-
     peak = reader.take("learning_rate").value or FIELDS["learning_rate"].default
     final = "schedule.final_fraction"
     if word == "cosine_with_min_lr":
-        if options.get("min_lr") is None:
-            return {final: number("min_lr_rate", 0.0)}
-        lowest = number("min_lr", 0.0)
+        if options.given.get("min_lr") is None:
+            return {final: options.number("min_lr_rate", 0.0)}
+        lowest = options.number("min_lr", 0.0)
         return {final: Setting(lowest.value / peak, lowest.origin, lowest.key)}
-    if word == "polynomial" and number("power", 1.0).value == 1.0:
-        end = number("lr_end", _POLYNOMIAL_END)
+    if word == "polynomial" and options.number("power", 1.0).value == 1.0:
+        end = options.number("lr_end", _POLYNOMIAL_END)
         line = Setting("linear", "file", "lr_scheduler_type")
         return {"schedule.name": line, final: Setting(end.value / peak, end.origin, end.key)}
     if word == "warmup_stable_decay":
-        decay = number("num_decay_steps", 0)
-        settings: SettingsByPath = {final: number("min_lr_ratio", 0.0)}
-        kind = options.get("decay_type", "cosine")
-        if kind != "linear":
-            settings["schedule.options"] = Setting({"decay_type": kind}, "file", "lr_scheduler_type")
-        return (
-            {**settings, "schedule.decay_steps": Setting(int(decay.value), "file", decay.key)}
-            if decay.value
-            else settings
-        )
+        return _stable(options)
     return {final: Setting(0.0, "default")} if word in ("linear", "cosine") else {}
+
+
+def _stable(options: _ScheduleOptions) -> SettingsByPath:
+    decay, kind = options.number("num_decay_steps", 0), options.word("decay_type", "cosine")
+    settings: SettingsByPath = {"schedule.final_fraction": options.number("min_lr_ratio", 0.0)}
+    if kind != "linear":
+        settings["schedule.options"] = Setting({"decay_type": kind}, "file", "lr_scheduler_type")
+    if decay.value:
+        settings["schedule.decay_steps"] = Setting(int(decay.value), "file", decay.key)
+    return settings
 
 
 def _warmup(reader: TrainerReader, word: str) -> SettingsByPath:
@@ -115,7 +133,7 @@ def _warmup(reader: TrainerReader, word: str) -> SettingsByPath:
 
 def _length(reader: TrainerReader) -> SettingsByPath:
     """The length of the run. By passes over the data, nobody knows it in steps."""
-    steps = number_type(-math.inf).parse(reader.raw("max_steps", -1))
+    steps = number(-math.inf).parse(reader.raw("max_steps", -1))
     by_epochs = steps is MISSING or steps <= 0
     if steps in (-1, 0):
         reader.keep("max_steps", "the run is as long as num_train_epochs says", loss="harmless")

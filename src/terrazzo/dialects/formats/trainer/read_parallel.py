@@ -246,6 +246,8 @@ def _native(reader: TrainerReader) -> SettingsByPath:
         degree = reader.take(f"distributed_config.{name}")
         return Setting(degree.value or 1, degree.origin, degree.key)
 
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        reader.refuse(f"parallelism_config.{axis}_size", "distributed_config says it, and the Trainer takes that one")
     replicas, shards = size("dp_replicate_size"), size("fsdp_size")
     row = "zero0" if shards.value == 1 else "hybrid_shard" if replicas.value > 1 else "zero3"
     moved = reader.take("distributed_config.fsdp_cpu_offload")
