@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
+from terrazzo.dialects.formats.lightning.keys import (
+    ARGUMENTS,
+    DEEPSPEED_STRATEGY,
+    FSDP,
+    MODEL_PARALLEL,
+    NAMED,
+    SHARED,
+    TRAINER,
+)
 from terrazzo.dialects.formats.lightning.precision import WORDS
 from terrazzo.dialects.formats.lightning.read_strategy import strategy_document
 from terrazzo.dialects.registry import dialect
@@ -215,6 +223,66 @@ def test_findings(document: dict[str, Any], key: str, level: str) -> None:
     assert findings_by_key("lightning", document)[key].level == level
 
 
+def test_a_deepspeed_configuration_is_looked_at_as_lightning_hands_it_on(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    document = {"strategy": strategy("DeepSpeedStrategy", config=config), "precision": "bf16-mixed"}  # adds bf16
+    found = findings_by_key("lightning", document)
+    assert found["strategy.init_args.config.fp16.enabled"].level == "error"
+    assert set(found) == {"strategy.init_args.config.fp16.enabled"}  # Lightning says batch and clipping itself
+    document["strategy"] = strategy("DeepSpeedStrategy", config="ds.json")
+    named = findings_by_key("lightning", document, folder=tmp_path)
+    assert named["strategy.init_args.config"].text.startswith("fp16.enabled: ")
+
+
+def test_a_class_of_ones_own_is_not_the_one_that_it_is_named_as() -> None:
+    for package in ("my.project", "my.lightning"):
+        document = {"strategy": {"class_path": f"{package}.DDPStrategy"}}
+        assert verdicts("lightning", document)["strategy.class_path"].kind == "refused"
+        assert not described("lightning", document)["sharding.weight"].is_set
+    for package in ("pytorch_lightning.strategies.", "lightning.fabric.strategies.", ""):
+        assert described("lightning", {"strategy": {"class_path": f"{package}DDPStrategy"}}).row == "zero0"
+
+
+@pytest.mark.parametrize(
+    ("argument", "kind"),
+    [
+        ("ddp_comm_hook", "refused"),
+        ("model_averaging_period", "refused"),
+        ("bucket_cap_mb", "defaulted"),
+        ("timeout", "defaulted"),
+        ("nonsense", "refused"),
+    ],
+)
+def test_arguments_of_ddp_that_change_numbers_are_not_lost(argument: str, kind: str) -> None:
+    document = {"strategy": strategy("DDPStrategy", **{argument: 4})}
+    outcomes = {verdict.key: verdict for verdict in converted("lightning", "terrazzo", document).verdicts}
+    assert outcomes[f"strategy.init_args.{argument}"].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "kind"),
+    [
+        ([{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}, "LearningRateMonitor"], "defaulted"),
+        ([{"class_path": "lightning.pytorch.callbacks.GradientAccumulationScheduler"}], "lossy"),
+        (["ModelCheckpoint", "StochasticWeightAveraging"], "lossy"),
+        ([], "defaulted"),
+    ],
+)
+def test_callbacks_that_may_change_the_run_are_not_lost(callbacks: list[Any], kind: str) -> None:
+    conversion = converted("lightning", "terrazzo", {"strategy": "ddp", "callbacks": callbacks})
+    assert {verdict.key: verdict.kind for verdict in conversion.verdicts}["callbacks"] == kind
+
+
+def test_both_words_for_activation_checkpointing_are_one_too_many() -> None:
+    document = {"strategy": strategy("FSDPStrategy", activation_checkpointing=["A"])}
+    assert verdicts("lightning", document)["strategy.init_args.activation_checkpointing"].kind == "renamed"
+    document["strategy"]["init_args"]["activation_checkpointing_policy"] = ["A"]
+    verdict = verdicts("lightning", document)["strategy.init_args.activation_checkpointing"]
+    assert verdict.kind == "refused"
+    assert "says it as well" in verdict.why
+
+
 @pytest.mark.parametrize("seed", [True, False])
 def test_a_seed_that_is_drawn_is_none(seed: bool) -> None:
     found = described("lightning", {"strategy": "ddp", "seed_everything": seed, "max_steps": 100})
@@ -268,6 +336,45 @@ def test_arguments_are_lightnings(strategies: Any) -> None:
     assert set(parameters(strategies.ModelParallelStrategy)) <= {*MODEL_PARALLEL, *SHARED}
     fsdp1 = {"cpu_offload", "mixed_precision", "auto_wrap_policy", "sharding_strategy", "device_mesh"}
     assert set(parameters(strategies.FSDPStrategy)) - {*SHARED, *FSDP} == fsdp1
+
+
+def test_arguments_of_ddp_are_lightnings_and_torchs(strategies: Any) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert set(parameters(strategies.SingleDeviceStrategy)) <= {*ARGUMENTS["SingleDeviceStrategy"]}
+    passed_on = set(parameters(DistributedDataParallel)) - {"module"}
+    assert {*parameters(strategies.DDPStrategy), *passed_on} == {*ARGUMENTS["DDPStrategy"]}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"accelerator": "cpu", "strategy": "single_device", "devices": 2},
+        {"accelerator": "cpu", "strategy": "ddp", "devices": 2, "num_nodes": 2},
+        {"accelerator": "cpu", "strategy": "fsdp", "devices": 2},
+        {"accelerator": "CPU", "strategy": "ddp", "devices": 2},
+        {"accelerator": "cpu", "strategy": "dpp", "devices": 2},
+        {"accelerator": "cpu", "strategy": "ddp", "devices": 2, "gradient_clip_algorithm": "Norm"},
+        {"accelerator": "cpu", "strategy": "ddp", "devices": 2, "precision": "bf16-half"},
+    ],
+)
+def test_what_a_trainer_raises_at_is_an_error_and_its_ranks_are_ours(
+    strategies: Any, arguments: dict[str, Any]
+) -> None:
+    from lightning.pytorch import Trainer
+
+    try:
+        made = Trainer(logger=False, enable_checkpointing=False, **arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        made, raised = None, error
+    found = [each for each in findings_by_key("lightning", arguments).values() if each.level == "error"]
+    refused = [key for key, verdict in verdicts("lightning", arguments).items() if verdict.kind == "refused"]
+    if made is None:
+        assert found or refused, raised
+    else:
+        assert described("lightning", arguments).value("mesh.world") == made.world_size
+        assert refused == (["devices"] if made.num_devices != arguments["devices"] else [])  # passed over in silence
 
 
 def test_names_are_lightnings(strategies: Any) -> None:

@@ -473,9 +473,7 @@ def test_what_a_schedule_of_theirs_raises_at_is_an_error(name: str, options: dic
         ("cosine", {}, {"num_cycles": 2}),
     ],
 )
-def test_an_argument_that_bends_the_curve_is_not_lost(
-    name: str, options: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_an_argument_that_bends_the_curve_is_not_lost(name: str, options: dict[str, Any], more: dict[str, Any]) -> None:
     assert _rates(name, options) != _rates(name, {**options, **more})  # it matters there
     for given, kind in ((options, "renamed"), ({**options, **more}, "lossy")):
         document = {"lr_scheduler_type": name, "lr_scheduler_kwargs": given, "max_steps": 20, "learning_rate": 1.0}

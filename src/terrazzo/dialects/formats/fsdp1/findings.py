@@ -15,13 +15,13 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     if strategy.endswith("NO_SHARD"):
         yield Finding.warning("sharding_strategy", "NO_SHARD is deprecated in FSDP: use DistributedDataParallel.")
     chosen = ("process_group", "device_mesh", "auto_wrap_policy")
-    if "HYBRID" in strategy and all(document.get(key) is None for key in chosen):
+    if "HYBRID" in strategy and not any(document.get(key) for key in chosen):
         text = f"{strategy} needs device_mesh, process_group or auto_wrap_policy: FSDP raises without any of them."
         yield Finding.error("sharding_strategy", text)
     for one, other in (("process_group", "device_mesh"), ("ignored_modules", "ignored_states")):
         if document.get(one) is not None and document.get(other) is not None:
             yield Finding.error(one, f"FSDP raises when both {one} and {other} are given: keep {other}.")
-    if document.get("auto_wrap_policy") is None:
+    if not document.get("auto_wrap_policy"):
         text = "without it the whole model is one unit: all weights are gathered at once, and nothing overlaps."
         yield Finding.warning("auto_wrap_policy", text)
     if "backward_prefetch" in document and document["backward_prefetch"] is None:

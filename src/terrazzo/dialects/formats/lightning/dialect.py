@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.lightning.findings import findings
-from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, KEYS, MODEL_PARALLEL, SHARED, TRAINER
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, KEYS, TRAINER
 from terrazzo.dialects.formats.lightning.read import read
 from terrazzo.dialects.formats.lightning.write import write
 
@@ -34,8 +34,11 @@ def meaning(key: str) -> str:
     name = key.removeprefix("trainer.")
     if not name.startswith("strategy.init_args."):
         return meaning_of(KEYS, name)
-    row = {**SHARED, **FSDP, **MODEL_PARALLEL, **DEEPSPEED_STRATEGY}.get(name.split(".")[2])
-    return row.meaning if row else "argument of the strategy"
+    argument = name.split(".")[2]
+    rows = [
+        row for arguments in ARGUMENTS.values() for key, row in arguments.items() if key == argument and row.meaning
+    ]
+    return rows[0].meaning if rows else "argument of the strategy"
 
 
 DIALECT = Dialect(

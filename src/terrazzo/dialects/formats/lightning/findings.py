@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.formats.lightning.keys import NAMED
+from terrazzo.dialects.formats.lightning.keys import strategy_of
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of
+from terrazzo.dialects.formats.lightning.read_strategy import configured, passed_on
+from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, nested_findings
 
 __all__ = ["findings"]
 
@@ -16,46 +18,38 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     """What Lightning refuses of a document, or takes otherwise than it looks."""
     trainer = arguments_of(document)
     prefix = "trainer." if trainer is not document else ""
-    kind, arguments = _strategy(trainer.get("strategy", "auto"))
+    values = {**trainer, **{key.removeprefix(prefix): value for key, value in reading.values.items()}}
+    kind, arguments = strategy_of(trainer.get("strategy", "auto"))
     if kind == "FSDPStrategy":
-        yield from _fsdp(trainer, arguments, prefix)
+        yield from _fsdp(values, prefix)
+        own = isinstance(trainer["strategy"], Mapping)
+        where = f"{prefix}strategy.init_args" if own else f"{prefix}strategy"
+        yield from nested_findings(FSDP_STRATEGY, passed_on(arguments), context, where, named=not own)
     if kind == "ModelParallelStrategy":
-        text = (
-            "it shards nothing by itself: configure_model() calls fully_shard, which decides the plan and reduce dtype."
-        )
-        yield Finding.warning(f"{prefix}strategy", text)
-        if str(trainer.get("precision")) in ("16-mixed", "16", "64-true", "64"):
-            yield Finding.error(
-                f"{prefix}precision", "ModelParallelStrategy has 32-true, bf16-mixed, bf16-true, 16-true."
-            )
+        yield from _model_parallel(values, prefix)
     if kind == "DeepSpeedStrategy" and arguments.get("config") is None:
         yield from _deepspeed(arguments, prefix)
+    elif kind == "DeepSpeedStrategy":
+        yield from _within(arguments, context, values, f"{prefix}strategy.init_args.config")
 
 
-def _strategy(raw: Any) -> tuple[str, Mapping[str, Any]]:
-    if isinstance(raw, Mapping):
-        arguments = raw.get("init_args")
-        return str(raw.get("class_path", "")).rpartition(".")[2], arguments if isinstance(arguments, Mapping) else {}
-    return NAMED.get(str(raw).lower(), ("", {}))
-
-
-def _fsdp(trainer: Mapping[str, Any], arguments: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
-    if trainer.get("gradient_clip_val") and str(trainer.get("gradient_clip_algorithm") or "norm") == "norm":
+def _fsdp(values: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
+    if values.get("gradient_clip_val") and values.get("gradient_clip_algorithm") != "value":
         text = (
             "FSDPStrategy raises on clipping by norm: override configure_gradient_clipping and call clip_grad_norm_ of"
         )
         yield Finding.error(f"{prefix}gradient_clip_val", f"{text} the FSDP module there.")
-    if str(trainer.get("precision")) in ("64", "64-true"):
+    if values.get("precision") == "64-true":
         yield Finding.error(f"{prefix}precision", "FSDP has no double precision in Lightning: say 32-true.")
-    if str(trainer.get("accelerator")) == "cpu":
+    if values.get("accelerator") == "cpu":
         yield Finding.error(f"{prefix}accelerator", "FSDPStrategy needs GPUs: use ddp on CPUs.")
-    chosen = ("auto_wrap_policy", "process_group", "device_mesh")
-    if "HYBRID" in str(arguments.get("sharding_strategy")).upper() and not any(arguments.get(name) for name in chosen):
-        text = "the hybrid strategies need auto_wrap_policy, process_group or device_mesh: Lightning raises without."
-        yield Finding.error(f"{prefix}strategy.init_args.sharding_strategy", text)
-    if arguments.get("process_group") is not None and arguments.get("device_mesh") is not None:
-        key = f"{prefix}strategy.init_args.device_mesh"
-        yield Finding.error(key, "Lightning raises when both process_group and device_mesh are given.")
+
+
+def _model_parallel(values: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
+    text = "it shards nothing by itself: configure_model() calls fully_shard, which decides the plan and reduce dtype."
+    yield Finding.warning(f"{prefix}strategy", text)
+    if values.get("precision") in ("16-mixed", "64-true"):
+        yield Finding.error(f"{prefix}precision", "ModelParallelStrategy has 32-true, bf16-mixed, bf16-true, 16-true.")
 
 
 def _deepspeed(arguments: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
@@ -67,3 +61,17 @@ def _deepspeed(arguments: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
     if offloads and not arguments.get("pin_memory"):
         text = "Lightning writes pin_memory: false, where DeepSpeed's own default is true: copies are slower."
         yield Finding.warning(f"{prefix}strategy", text)
+
+
+_SET_BY_LIGHTNING = ("train_micro_batch_size_per_gpu", "gradient_clipping")
+
+
+def _within(
+    arguments: Mapping[str, Any], context: ReadingContext, values: Mapping[str, Any], where: str
+) -> Iterable[Finding]:
+    """What is wrong with a whole DeepSpeed configuration, once Lightning has put in what it says itself."""
+    trainer = {**values, "precision": values.get("precision") or "32-true"}
+    document, _, fault = configured(arguments, context, trainer)
+    if not fault:  # else the verdict of the key says it
+        named = not isinstance(arguments["config"], Mapping)
+        yield from nested_findings(DEEPSPEED, document, context, where, named=named, leave=_SET_BY_LIGHTNING)

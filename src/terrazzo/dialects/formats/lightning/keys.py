@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.keys import ANY, MISSING, NAME_LIST, TEXT, Key, Rows, Type, choice, integer, number, section
 from terrazzo.dialects.formats.lightning.precision import WORDS
 
-__all__ = ["DEEPSPEED_STRATEGY", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]
+__all__ = [
+    "ARGUMENTS",
+    "DDP",
+    "DDP_CLASSES",
+    "DEEPSPEED_STRATEGY",
+    "FSDP",
+    "KEYS",
+    "MODEL_PARALLEL",
+    "NAMED",
+    "ROWS",
+    "SHARED",
+    "TRAINER",
+    "WATCHERS",
+    "strategy_of",
+]
 
 _PRECISION = choice(WORDS, fold=False)
 _CLIPPED = choice({"norm": "norm", "value": "value"})
+_ACCELERATOR = choice(
+    {"auto": None, "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps"}, fold=False
+)
 
 
 def _devices(value: Any) -> Any:
@@ -31,7 +49,7 @@ _DEVICES = Type("a number of devices, a list of them, -1 or auto", _devices)
 _READ: Rows = {
     "strategy": Key(ANY, "auto", "how the model is spread over ranks"),
     "strategy.class_path": Key(ANY, None, "class of the strategy", why="how the model is spread over ranks"),
-    "accelerator": Key(TEXT, "auto", "kind of device"),
+    "accelerator": Key(_ACCELERATOR, "auto", "kind of device"),
     "devices": Key(_DEVICES, "auto", "ranks per node", null=True),
     "num_nodes": Key(integer(1), 1, "nodes"),
     "precision": Key(_PRECISION, None, "dtypes of weights and computation"),
@@ -52,12 +70,12 @@ _OTHER: Rows = {
     "deterministic": (None, "deterministic operators"),
     "use_distributed_sampler": (True, "every rank sees other data"),
     "plugins": (None, "plugins"),
+    "callbacks": Key(ANY, None, "callbacks", "lossy", "callbacks may change what is trained, or when it ends"),
     "sync_batchnorm": (False, "batch norm over all ranks"),
     "reload_dataloaders_every_n_epochs": (0, "make data loaders again"),
 }
 _HARMLESS: Rows = {
     "logger": (None, "loggers"),
-    "callbacks": (None, "callbacks"),
     "limit_val_batches": (None, "batches of validation"),
     "limit_test_batches": (None, "batches of testing"),
     "limit_predict_batches": (None, "batches of prediction"),
@@ -83,6 +101,12 @@ TRAINER = {
 }
 """Arguments of the Trainer."""
 
+WATCHERS = {
+    *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor", "ThroughputMonitor"),
+    *("ModelSummary", "RichModelSummary", "ProgressBar", "RichProgressBar", "TQDMProgressBar"),
+}
+"""Callbacks that watch a run or save it, and change nothing of it."""
+
 _ONLY = "only Lightning has it"
 _TOP: Rows = {
     "seed_everything": Key(integer(), True, "seed of the run"),
@@ -105,8 +129,32 @@ _SHARED = {
     "timeout": "longest wait for another rank",
     "start_method": "how processes are started",
 }
-SHARED = section("", {name: (None, meaning) for name, meaning in _SHARED.items()})
+SHARED = section(
+    "", {name: (None, meaning) for name, meaning in _SHARED.items()}, "harmless", "how ranks find each other"
+)
 """Arguments that several strategies take."""
+_BUCKETS = (
+    *("device_ids", "output_device", "dim", "init_sync", "process_group", "device_mesh", "check_reduction"),
+    *("bucket_cap_mb", "bucket_cap_mb_list", "batched_grad_copy", "gradient_as_bucket_view", "static_graph"),
+    *("find_unused_parameters", "skip_all_reduce_unused_params", "broadcast_buffers", "forward_sync_buffers"),
+)
+_HOOK = "gradients are reduced by it, to other numbers: remove it, or say a dtype for gradients on the wire"
+_AVERAGED = "between averages ranks train by themselves: in Terrazzo it is plan.sync_every"
+_CAST = "DDP's own policy has other dtypes than precision says: leave it out"
+_APART = "gradients of some parameters are reduced apart: leave it out"
+DDP = {
+    **section("", dict.fromkeys(_BUCKETS, (None, "")), "harmless", "details of DDP are the library's"),
+    "ddp_comm_hook": Key(ANY, None, "function in place of the reduction of gradients", "refused", _HOOK),
+    "ddp_comm_wrapper": Key(ANY, None, "function around that one", "refused", _HOOK),
+    "ddp_comm_state": Key(ANY, None, "what that function is given", "lossy", _HOOK),
+    "model_averaging_period": Key(ANY, None, "steps between averages of weights", "refused", _AVERAGED),
+    "mixed_precision": Key(ANY, None, "dtypes of weights and gradients", "refused", _CAST),
+    "delay_all_reduce_named_params": Key(ANY, None, "parameters that are reduced apart", "lossy", _APART),
+    "param_to_hook_all_reduce": Key(ANY, None, "parameter after which they are", "lossy", _APART),
+}
+"""Arguments of DDPStrategy, with those of DistributedDataParallel, to which it passes them on."""
+SINGLE = {"device": Key(ANY, "cpu", "the one device", "harmless", "which device a rank has is the library's")}
+"""Arguments of SingleDeviceStrategy."""
 FSDP = {
     "state_dict_type": Key(
         choice({"full": "full", "sharded": "sharded"}), "full", "full: one file; sharded: one per rank"
@@ -165,6 +213,17 @@ _DEEPSPEED: Rows = {
 DEEPSPEED_STRATEGY = section("", _DEEPSPEED)
 """Arguments of DeepSpeedStrategy."""
 
+ARGUMENTS = {
+    "FSDPStrategy": {**FSDP, **SHARED},
+    "DeepSpeedStrategy": {**DEEPSPEED_STRATEGY, **SHARED},
+    "ModelParallelStrategy": {**MODEL_PARALLEL, **SHARED},
+    "DDPStrategy": {**DDP, **SHARED},
+    "SingleDeviceStrategy": {**SINGLE, **SHARED},
+}
+"""Arguments by the strategy's class. What FSDPStrategy has none for goes on to FullyShardedDataParallel."""
+DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
+_PACKAGES = ("lightning", "pytorch_lightning")
+
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 _OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -185,6 +244,17 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepspeed_stage_3_offload_nvme": ("DeepSpeedStrategy", {"stage": 3, **_OFFLOAD, **_NVME}),
 }
 """Class and arguments by the name that `strategy` takes."""
+
+
+def strategy_of(raw: Any) -> tuple[str, dict[str, Any]]:
+    """Class and arguments of a strategy by its name or its `class_path`; no class for one that is not known here."""
+    if not isinstance(raw, Mapping):
+        return NAMED.get(str(raw).lower() if raw is not None else "auto", ("", {}))
+    package, _, kind = str(raw.get("class_path", "")).rpartition(".")
+    arguments = raw.get("init_args")
+    known = kind in ARGUMENTS and (not package or package.partition(".")[0] in _PACKAGES)
+    return kind if known else "", dict(arguments) if isinstance(arguments, Mapping) else {}
+
 
 _BELOW = ("config", "mixed_precision", "auto_wrap_policy", "timeout", "cpu_offload", "device_mesh")
 _WHOLE = ("logger", "callbacks", "profiler", "plugins", "max_time", "val_check_interval")

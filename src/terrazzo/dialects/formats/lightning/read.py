@@ -9,15 +9,10 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.lightning.keys import KEYS, NAMED, ROWS, TRAINER
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, KEYS, NAMED, ROWS, TRAINER, WATCHERS, strategy_of
 from terrazzo.dialects.formats.lightning.precision import precision_row
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
-from terrazzo.dialects.formats.lightning.read_strategy import (
-    ARGUMENTS,
-    DDP_CLASSES,
-    Strategy,
-    read_strategy,
-)
+from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
 from terrazzo.errors import did_you_mean
 
@@ -51,12 +46,15 @@ class _Read:
             {**read_loop(reader, self.prefix), **strategy_reading.settings},
             reader.take(f"{self.prefix}num_nodes").value,
         )
+        if strategy.kind == "SingleDeviceStrategy":
+            settings["mesh.world"] = self._alone(settings.get("mesh.world"))
         if strategy.kind != "DeepSpeedStrategy":
             row = precision_row(strategy.kind, word)
             settings |= _chosen(strategy, row, strategy_reading.settings)
         for verdict in strategy_reading.verdicts:
             reader.mark(verdict.key, verdict.kind, verdict.why, verdict.target)
         reader.extras += strategy_reading.extras
+        _keep_watchers(reader, f"{self.prefix}callbacks")
         _keep_others(reader, self.prefix, strategy)
         _name_class(strategy, settings)
         prefixed = {path: self._prefixed(setting) for path, setting in settings.items()}
@@ -78,33 +76,30 @@ class _Read:
         return word if word.value is not None else replace(word, value="32-true")
 
     def _strategy(self) -> Strategy:
-        """The class of the strategy with its arguments; what is not known is refused and read as DDP."""
-        where, reader = f"{self.prefix}strategy", self.reader
+        """The class of the strategy with its arguments; what is not known is refused."""
         raw = self.trainer.get("strategy", "auto")
-        if isinstance(raw, Mapping):
-            return self._by_class(where, raw)
-        name = str(raw).lower() if raw is not None else "auto"
-        reader.take_raw(where)
-        if name not in NAMED:
-            reader.keep(where, "a strategy that is not known here", loss="refused")
-            reader.refuse(where, f"there is no strategy {raw!r} here.{did_you_mean(name, NAMED)}")
-            return Strategy("", {}, frozenset(), where, where)
-        kind, arguments = NAMED[name]
-        return Strategy(kind, arguments, frozenset(), where, where if where in reader.flat else "")
+        kind, arguments = strategy_of(raw)
+        if not isinstance(raw, Mapping):
+            where, known, named = f"{self.prefix}strategy", NAMED, raw
+            strategy = Strategy(kind, arguments, frozenset(), where, where if where in self.reader.flat else "")
+        else:
+            where, known, named = f"{self.prefix}strategy.class_path", ARGUMENTS, raw.get("class_path", "")
+            strategy = Strategy(kind, arguments, frozenset(map(str, arguments)), f"{self.prefix}strategy", where)
+        self.reader.take_raw(where)
+        if not self.reader.flat.get(bare := f"{strategy.where}.init_args", "none"):
+            self.reader.keep(bare, "it says nothing", loss="harmless")
+        if not kind:
+            self.reader.keep(where, "a strategy that is not known here", loss="refused")
+            last = str(named).rpartition(".")[2]
+            near = did_you_mean(last.lower() if known is NAMED else last, known)
+            self.reader.refuse(where, f"{str(named)[:80]!r} is none of the strategies that are read here.{near}")
+        return strategy
 
-    def _by_class(self, where: str, raw: Mapping[str, Any]) -> Strategy:
-        path = str(raw.get("class_path", ""))
-        kind = path.rpartition(".")[2]
-        arguments = raw.get("init_args") or {}
-        self.reader.take_raw(f"{where}.class_path")
-        known = (*ARGUMENTS, *DDP_CLASSES)
-        if kind not in known:
-            near = did_you_mean(kind, known)
-            self.reader.keep(f"{where}.class_path", "a strategy that is not known here", loss="refused")
-            self.reader.refuse(f"{where}.class_path", f"'{path[:80]}' is none of the strategies read here.{near}")
-            kind = ""
-        arguments = arguments if isinstance(arguments, Mapping) else {}
-        return Strategy(kind, arguments, frozenset(map(str, arguments)), where, f"{where}.class_path")
+    def _alone(self, world: Setting[Any] | None) -> Setting[Any]:
+        """One rank, whatever `devices` and `num_nodes` say."""
+        for key in world.keys if world is not None and world.value != 1 else ():
+            self.reader.refuse(key, "SingleDeviceStrategy trains on one device, and Lightning passes over it: take ddp")
+        return Setting(1, "derived")
 
 
 def _by_nodes(settings: SettingsByPath, nodes: int) -> SettingsByPath:
@@ -138,6 +133,15 @@ def _chosen(strategy: Strategy, row: SettingsByPath, strategy_settings: Mapping[
         return row
     states = ("precision.compute", "precision.reduce", "precision.buffers")
     return {**row, **{path: strategy_settings[path] for path in states if strategy_settings[path].value != "loaded"}}
+
+
+def _keep_watchers(reader: Reader, key: str) -> None:
+    """Callbacks of which each is known to watch a run or to save it; all others are kept as their row says."""
+    listed = reader.raw(key)
+    callbacks = listed if isinstance(listed, list) else [listed]
+    paths = [each.get("class_path") if isinstance(each, Mapping) else each for each in callbacks]
+    if all(str(path).rpartition(".")[2] in WATCHERS for path in paths):
+        reader.keep(key, "they watch the run or save it", loss="harmless")
 
 
 def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:

@@ -52,9 +52,10 @@ def _ranks(reader: Reader, prefix: str) -> SettingsByPath:
     if devices.value is not None:
         settings["mesh.world"] = derived(devices.value * nodes.value, devices, nodes, origin="file")
     accelerator = reader.take(f"{prefix}accelerator")
-    if accelerator.value in ("cpu", "gpu", "cuda"):
-        device = "cpu" if accelerator.value == "cpu" else "cuda"
-        settings["training.device"] = Setting(device, accelerator.origin, accelerator.key)
+    if accelerator.value in ("tpu", "mps"):
+        reader.keep(accelerator.key, "only Lightning trains on such devices")
+    elif accelerator.value is not None:
+        settings["training.device"] = accelerator
     return settings
 
 

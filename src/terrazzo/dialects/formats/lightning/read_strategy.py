@@ -10,12 +10,12 @@ from terrazzo.dialects.core.description import SHARDING, Extra, Setting, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, SHARED
+from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, DDP_CLASSES, DEEPSPEED_STRATEGY, SHARED
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
-__all__ = ["ARGUMENTS", "DDP_CLASSES", "Strategy", "StrategyReading", "read_strategy", "strategy_document"]
+__all__ = ["Strategy", "StrategyReading", "configured", "read_strategy", "strategy_document"]
 
 _AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
 _ACTIVATIONS = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
@@ -76,33 +76,32 @@ def read_strategy(
     return StrategyReading({}, [], [])
 
 
-def _keep_shared(reader: Reader, strategy: Strategy) -> None:
-    for name in SHARED:
-        reader.keep(f"{strategy.where}.init_args.{name}", "how ranks find each other", loss="harmless")
+def _keep_by_rows(reader: Reader, strategy: Strategy) -> None:
+    """Keep the arguments that have no place in the neutral description as the rows of the strategy's class say."""
+    for name, row in ARGUMENTS[strategy.kind].items():
+        key = f"{strategy.where}.init_args.{name}"
+        if row.keep:
+            same = reader.raw(key) == row.default
+            reader.keep(key, row.why or row.meaning, loss="harmless" if same else row.keep)
 
 
 def _ddp(strategy: Strategy, reader: Reader) -> StrategyReading:
-    why = "details of DDP are the library's"
-    reader.keep(f"{strategy.where}.init_args", why, loss="harmless")
+    _keep_by_rows(reader, strategy)
     chosen: Setting[Any] = Setting(None, "file", strategy.name) if strategy.name else Setting(None, "default")
-    return StrategyReading(
-        {
-            **row_settings("zero0", chosen),
-            **offload(Setting(False, "default")),
-            "saving.state": Setting("full", "default"),
-            "saving.export": Setting("full", "default"),
-        },
-        [],
-        [],
-    )
+    settings: SettingsByPath = {
+        **row_settings("zero0", chosen),
+        **offload(Setting(False, "default")),
+        "saving.state": Setting("full", "default"),
+        "saving.export": Setting("full", "default"),
+    }
+    return StrategyReading(settings, [], [])
 
 
 # -- FSDP ----------------------------------------------------------------------------------------------------------
 
 
 def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> StrategyReading:
-    own = (*FSDP, *SHARED)
-    inner = {name: value for name, value in strategy.arguments.items() if name not in own}
+    inner = passed_on(strategy.arguments)
     section = f"{strategy.where}.init_args"
     nested = read_nested(FSDP_STRATEGY, inner, context, section)
     settings = {path: _at_strategy(setting, strategy, section) for path, setting in nested.settings.items()}
@@ -110,10 +109,15 @@ def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> Strate
         for path in SHARDING:
             settings[path] = replace(settings[path], origin="file", key=strategy.name)
     verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.in_document]
-    _keep_shared(reader, strategy)
+    _keep_by_rows(reader, strategy)
     return StrategyReading(
         {**settings, **_state(reader, section), **_recomputed(reader, section)}, verdicts, list(nested.extras)
     )
+
+
+def passed_on(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What FSDPStrategy passes on to FullyShardedDataParallel."""
+    return {name: value for name, value in arguments.items() if name not in ARGUMENTS["FSDPStrategy"]}
 
 
 def _argument(key: str, section: str) -> str:
@@ -133,7 +137,9 @@ def _state(reader: Reader, section: str) -> SettingsByPath:
 
 
 def _recomputed(reader: Reader, section: str) -> SettingsByPath:
-    mode = "activation_checkpointing.mode"
+    mode, older = "activation_checkpointing.mode", f"{section}.activation_checkpointing"
+    if reader.raw(older) and reader.raw(f"{older}_policy"):
+        reader.refuse(older, "activation_checkpointing_policy says it as well, and Lightning raises: remove this one")
     for name in ("activation_checkpointing_policy", "activation_checkpointing"):
         key = f"{section}.{name}"
         if reader.raw(key):
@@ -163,7 +169,7 @@ def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, An
         else:
             settings[f"mesh.{axis}"] = reader.take(key)
     whole = reader.take(f"{section}.save_distributed_checkpoint")
-    _keep_shared(reader, strategy)
+    _keep_by_rows(reader, strategy)
     return StrategyReading({**settings, "saving.state": whole}, [], [])
 
 
@@ -283,10 +289,22 @@ def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[s
         elif name in _FP16 and not trainer["precision"].startswith("16-"):
             verdicts.append(KeyVerdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
         elif name in DEEPSPEED_STRATEGY and name not in used:
-            verdicts.append(
-                KeyVerdict(key, value, "refused", "", "it is read with offload only: turn that on, or remove it")
-            )
+            on = strategy.arguments.get("zero_optimization", True)
+            why = "it is read with offload only: turn that on" if on else "zero_optimization is off: turn that on"
+            verdicts.append(KeyVerdict(key, value, "refused", "", f"{why}, or remove it"))
     return verdicts
+
+
+def configured(
+    arguments: Mapping[str, Any], context: ReadingContext, trainer: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str], str]:
+    """The argument `config` as Lightning hands it to DeepSpeed, its own top keys, and why it cannot be read, if so."""
+    config = arguments["config"]
+    document, fault = (dict(config), "") if isinstance(config, Mapping) else load_named(config, context)
+    own = set(document)
+    if not fault:
+        complete(document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(arguments), trainer)
+    return document, own, fault
 
 
 def _configured(
@@ -295,13 +313,9 @@ def _configured(
     """A whole DeepSpeed configuration: Lightning ignores the other arguments then."""
     where = f"{strategy.where}.init_args.config"
     named = None if isinstance(config, Mapping) else config
-    document, fault = (dict(config), "") if named is None else load_named(config, context)
+    document, own_sections, fault = configured(strategy.arguments, context, trainer)
     if fault:
         return StrategyReading({}, [KeyVerdict(where, config, "refused", "", fault)], [])
-    own_sections = set(document)
-    complete(
-        document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(strategy.arguments), trainer
-    )
     nested = read_nested(DEEPSPEED, document, context, where, file=named)
     added = {f"{where}.{name}" for name in set(document) - own_sections}
     verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
@@ -343,11 +357,3 @@ def _ignored(strategy: Strategy) -> list[KeyVerdict]:
     why = "config is given, and Lightning ignores it: say it there"
     void = sorted(strategy.in_document - aside - {"config"})
     return verdicts + [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "refused", "", why) for name in void]
-
-
-DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
-ARGUMENTS = {
-    "FSDPStrategy": (*FSDP, *SHARED),
-    "DeepSpeedStrategy": (*DEEPSPEED_STRATEGY, *SHARED),
-    "ModelParallelStrategy": (*MODEL_PARALLEL, *SHARED),
-}

@@ -88,7 +88,9 @@ class _ScheduleOptions:
         """Names of those that nobody has read and that are not null; all of it where it is no mapping."""
         if self.raw is not None and not isinstance(self.raw, Mapping):
             return f"{str(self.raw)[:40]!r} in place of a section of keys"
-        return ", ".join(str(name) for name, value in self.given.items() if name not in self._read and value is not None)
+        return ", ".join(
+            str(name) for name, value in self.given.items() if name not in self._read and value is not None
+        )
 
 
 def _shape(reader: TrainerReader, word: str, options: _ScheduleOptions) -> SettingsByPath:
