@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,3 +175,43 @@ def test_version_2_shards_as_read(reshard: bool, tmp_path: Path) -> None:
     document = {**BASE, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": reshard}}
     assert plugin(launched(document, tmp_path)).reshard_after_forward is reshard
     assert DIALECT.read(document).description.row == ("zero3" if reshard else "shard_grad_op")
+
+
+@pytest.mark.parametrize("values", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "names", [("fsdp_offload_params", "offload_params"), ("offload_params", "fsdp_offload_params")]
+)
+def test_of_two_spellings_the_last_one_counts(
+    names: tuple[str, str], values: tuple[bool, bool], tmp_path: Path
+) -> None:
+    document = {**BASE, "fsdp_config": {"fsdp_version": 2, **dict(zip(names, values, strict=True))}}
+    offloads = launched(document, tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
+    reading = DIALECT.read(document)
+    assert offloads == values[1] == (reading.description.value("offload.weight") == "cpu")
+    first = {verdict.key: verdict for verdict in reading.verdicts}[f"fsdp_config.{names[0]}"]
+    assert first.kind == ("renamed" if values[0] == values[1] else "refused")
+    assert first.why.startswith(f"fsdp_config.{names[1]} says it too")
+
+
+@pytest.mark.parametrize("size", [2, "2"])
+def test_sizes_that_are_text_are_looked_at_as_numbers(size: Any) -> None:
+    sizes = {"parallelism_config_dp_shard_size": 4, "parallelism_config_cp_size": 2, "parallelism_config_sp_size": size}
+    assert "parallelism_config.parallelism_config_sp_size" in refusals({**BASE, "parallelism_config": sizes})
+
+
+@pytest.mark.parametrize("word", ["SHARDED_STATE_DICT", "sharded_state_dict", 3, None])
+def test_shards_are_reported_by_any_word_for_them(word: Any) -> None:
+    document = {**BASE, "fsdp_config": {"fsdp_version": 2, "fsdp_state_dict_type": word}}
+    found = DIALECT.findings(document, DIALECT.read(document), ReadingContext())
+    assert "fsdp_config.fsdp_state_dict_type" in {finding.key for finding in found}
+
+
+def test_a_deepspeed_file_that_deepspeed_refuses_is_an_error(tmp_path: Path) -> None:
+    inner = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+    document = {**BASE, "distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    del document["mixed_precision"]
+    context = ReadingContext(folder=tmp_path)
+    for halves, errors in ((("bf16",), 0), (("bf16", "fp16"), 1)):
+        (tmp_path / "ds.json").write_text(json.dumps(inner | {half: {"enabled": True} for half in halves}))
+        found = list(DIALECT.findings(document, DIALECT.read(document, context), context))
+        assert [finding.level for finding in found] == ["error"] * errors  # "auto" is filled in

@@ -169,10 +169,25 @@ def test_findings(document: dict[str, Any], key: str, level: str) -> None:
         {"mesh": [0]},
         {"mesh": {"dp_shard": 4, "x": 2}, "dp_mesh_dims": {"shard": "dp_shard"}},
         {"mesh": {"dp_shard": 4}, "dp_mesh_dims": {"shard": "shards"}},
+        {"mesh": {"dp": 2, "tp": 4}, "dp_mesh_dims": {"shard": ["dp", "tp"]}},
+        {"mesh": {"pp": 2, "dp": 4}, "dp_mesh_dims": {"shard": "dp", "replicate": "pp"}},
     ],
 )
 def test_a_mesh_that_is_none_is_refused(document: dict[str, Any]) -> None:
     assert verdicts("fsdp2", document)["mesh"].kind == "refused"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dims", "key"),
+    [
+        (None, {"shard": "dp"}, "dp_mesh_dims.shard"),
+        ([2, 4], {"shard": "dp", "replicate": "r"}, "dp_mesh_dims.replicate"),
+        ({"a": 2, "b": 4}, {"replicate": "b"}, "dp_mesh_dims.replicate"),
+    ],
+)
+def test_names_of_axes_that_nothing_can_be_made_of_are_refused(mesh: Any, dims: dict[str, Any], key: str) -> None:
+    document = {"dp_mesh_dims": dims} | ({} if mesh is None else {"mesh": mesh})
+    assert verdicts("fsdp2", document)[key].kind == "refused"
 
 
 # -- torch's own function ------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.formats.megatron.keys import KEYS, REMOVED, canonical
 from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.verbs.convert import convert
+from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.understand import understand
 from terrazzo.documents import write_arguments
 from terrazzo.engine import LossScaling
@@ -74,6 +76,29 @@ def test_an_argument_is_read_however_it_is_spelt(key: str) -> None:
 def test_what_it_stops_at_is_explained(key: str) -> None:
     outcome = verdicts("megatron", {key: 2})[key]
     assert (outcome.kind, REMOVED[key] in outcome.why) == ("refused", True)
+
+
+@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "--tensor-model-parallel-size"])
+def test_a_key_has_its_verdict_as_the_document_spells_it_and_of_two_the_last_counts(key: str) -> None:
+    """As argparse has it of an option that is given twice."""
+    assert verdicts("megatron", {key: 4})[key].target == "mesh.tp"
+    document = {"tensor-model-parallel-size": 2, key: 4}
+    assert described("megatron", document).value("mesh.tp") == 4
+    first = verdicts("megatron", document)["tensor-model-parallel-size"]
+    assert (first.kind, first.why) == ("refused", f"{key} says it too, and wins")
+    assert described("megatron", document).document == {"tensor-model-parallel-size": 4}
+
+
+def test_comments_keep_their_place_whatever_the_spelling(tmp_path: Path) -> None:
+    source = tmp_path / "run.yaml"
+    source.write_text("# a run\n--micro-batch-size: 2\n--lr: 1.0e-4\n# small\n--train-iters: 100  # steps\n")
+    understood = understand(source, "megatron")
+    conversion = convert(understood, dialect("terrazzo"))
+    text = to_text(conversion.document, "yaml", understood.loaded, conversion.verdicts)
+    lines = text.splitlines()
+    assert lines[0] == "# a run"
+    (place,) = [number for number, line in enumerate(lines) if line.strip() == "# small"]
+    assert lines[place + 1].strip() == "steps: 100  # steps"
 
 
 def test_what_it_does_not_know_is_refused_with_the_nearest() -> None:

@@ -405,6 +405,11 @@ def test_what_is_recomputed(section: dict[str, Any], mode: str) -> None:
         ({"activation_checkpoint": "MemoryBudgetAC"}, "nearest is selective"),
         ({"activation_checkpoint": {"memory_budget": 0.3}}, "nearest is selective"),
         ({"optimizer": {"param_groups": [ADAM, ADAM]}}, "the last of 2 groups is read"),
+        (
+            {"optimizer": {"param_groups": [{**ADAM, "pattern": "layers.*"}]}},
+            "is for the parameters of 'layers.*' alone",
+        ),
+        ({"optimizer": {"param_groups": [{**ADAM, "lr": 0.1}]}}, "'lr' is no part of a group"),
     ],
 )
 def test_what_a_key_says_beyond_its_settings_is_lost_elsewhere_and_named(document: dict[str, Any], why: str) -> None:
@@ -412,6 +417,13 @@ def test_what_a_key_says_beyond_its_settings_is_lost_elsewhere_and_named(documen
         (verdict,) = converted("torchtitan", target, document).verdicts
         assert verdict.kind == kind
         assert (why in verdict.why) is (kind == "lossy")
+
+
+def test_routing_that_is_forced_is_no_detail() -> None:
+    (verdict,) = converted("torchtitan", "terrazzo", {"debug": {"moe_force_load_balance": True}}).verdicts
+    assert (verdict.kind, "other experts" in verdict.why) == ("refused", True)
+    (verdict,) = converted("torchtitan", "terrazzo", {"debug": {"moe_force_load_balance": False}}).verdicts
+    assert verdict.tuning
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ known one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,21 +43,37 @@ class Reader:
         library: its name in messages.
         opaque: dotted keys whose value is one leaf although it is a mapping.
         keys: what the library knows.
+        canonical: the name that a row has, of a key as a document may spell it. Of several spellings of one key the
+            last counts, and the others are refused, or renamed where they say the same.
 
     Attributes:
-        spelling: the document's keys by today's, where they are others.
+        spelling: the document's key by the name that its row has.
         extras: what is kept beside the settings.
     """
 
     def __init__(
-        self, document: ConfigDocument, library: str, opaque: Iterable[str] = (), keys: Mapping[str, Key] | None = None
+        self,
+        document: ConfigDocument,
+        library: str,
+        opaque: Iterable[str] = (),
+        keys: Mapping[str, Key] | None = None,
+        canonical: Callable[[str], str] = str,
     ) -> None:
-        self.document, self.library, self.keys = document, library, keys or {}
-        self.spelling: dict[str, str] = {}
+        self.document, self.library, self.keys, self.canonical = document, library, keys or {}, canonical
         self.flat = flatten(document, opaque)
+        self.spelling = {canonical(key): key for key in self.flat}
         self.verdicts: dict[str, KeyVerdict] = {}
         self.extras: list[Extra] = []
         self._parsed: dict[str, Any] = {}
+        self._outvote()
+
+    def _outvote(self) -> None:
+        """The verdict of keys that another spelling of the same key outvotes."""
+        for key, value in self.flat.items():
+            if (winner := self.spelling.get(self.canonical(key), key)) != key:
+                agrees = value == self.flat[winner]
+                why = f"{winner} says it too{'' if agrees else ', and wins'}"
+                self.verdicts[key] = KeyVerdict(key, value, "renamed" if agrees else "refused", "", why)
 
     def __contains__(self, key: str) -> bool:
         """Whether the document has this key, under any of its spellings, or any below it."""
@@ -66,6 +82,10 @@ class Reader:
     def spelled(self, key: str) -> str:
         """The key as the document spells it, where the library takes several spellings."""
         return self.spelling.get(key, key)
+
+    def row_of(self, key: str) -> Key | None:
+        """The row of a key by any of its spellings; None where the library knows no such key."""
+        return row_of(self.keys, self.canonical(key))
 
     def raw(self, key: str, default: Any = None) -> Any:
         """The value as it stands there, under any of its spellings. The key is not taken."""
@@ -91,6 +111,7 @@ class Reader:
 
     def take_raw(self, key: str, default: Any = None) -> Setting[Any]:
         """A key as it stands there, whatever that is; else the default."""
+        key = self.spelled(key)
         if key not in self.flat:
             return Setting(default, "default", "")
         self.mark(key, "applied")
@@ -131,6 +152,7 @@ class Reader:
 
     def mark(self, key: str, kind: VerdictKind, why: str = "", target: str = "") -> None:
         """What became of a key: the gravest verdict stands, in whatever order they come; of equal ones the last."""
+        key = self.spelled(key)
         before = self.verdicts.get(key)
         if key in self.flat and (before is None or worst([before.kind, kind]) == kind):
             self.verdicts[key] = KeyVerdict(key, self.flat[key], kind, target, why)
@@ -140,14 +162,15 @@ class Reader:
 
     def keep(self, key: str, why: str = "", *, loss: Loss = "lossy") -> None:
         """Keep a key, or all below it, as it is: it means something to this library alone. See `Extra`."""
-        for name in [name for name in self.flat if name == key or name.startswith(f"{key}.")]:
+        where = self.spelled(key)
+        for name in [name for name in self.flat if name == where or name.startswith(f"{key}.")]:
             self.mark(name, "applied")
             self.extras.append(Extra(name, self.flat[name], why, loss))
 
     def keep_nulls(self) -> None:
         """Keep known keys that say nothing."""
         for key in [key for key, value in self.flat.items() if value is None or value == {}]:
-            if row_of(self.keys, key) is not None:
+            if self.row_of(key) is not None:
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
 
     def keep_rows(self) -> None:
@@ -157,12 +180,15 @@ class Reader:
 
     def keep_row(self, key: str) -> None:
         """Keep a key of the document as its row says."""
-        row = row_of(self.keys, key)
+        key, row = self.spelled(key), self.row_of(key)
         if row is not None and row.keep:
             value = row.type.parse(self.flat[key])
             if value is not MISSING:
                 self._parsed[key] = value
-            same = key in self.keys and self._parsed.get(key, self.flat[key]) in (row.default, row.neutral)
+            same = self.canonical(key) in self.keys and self._parsed.get(key, self.flat[key]) in (
+                row.default,
+                row.neutral,
+            )
             self.keep(key, row.why or row.meaning, loss="harmless" if same else row.keep)
 
     def unread(self) -> list[str]:
@@ -187,13 +213,13 @@ class Reader:
         self.keep_rows()
         names = list(self.keys if known is None else known)
         for key in self.unread():
-            if row_of(self.keys, key) is not None:
+            if self.row_of(key) is not None:
                 self.refuse(key, f"it is {str(self.flat[key])[:60]!r}, which {self.library} does not take there")
                 continue
             if self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
                 self.mark(key, "applied", "an empty section says nothing")
                 continue
-            near = _nearest(key, names)
+            near = _nearest(self.canonical(key), names)
             self.refuse(key, f"{self.library} has no such key and {unknown}.{near}")
         self._name_targets(settings)
         self._keep_idle(settings)

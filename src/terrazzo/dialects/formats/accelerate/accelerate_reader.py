@@ -19,9 +19,8 @@ class AccelerateReader(Reader):
     """
 
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
-        super().__init__(document, "Accelerate", keys=KEYS)
+        super().__init__(document, "Accelerate", keys=KEYS, canonical=canonical_key)
         self.context = context
-        self.spelling = {canonical_key(key): key for key in self.flat}  # of both spellings the later one holds
 
     def keep_rest(self, *, fp8: bool) -> None:
         """Keep every known key that nobody has read, and explain the others. `fp8`: its section has an effect."""

@@ -8,6 +8,7 @@ from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, Rea
 from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import FILE
+from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
 from terrazzo.dialects.formats.shared.accelerate_stack import AXES
 
 __all__ = ["findings"]
@@ -28,6 +29,7 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
         yield from _fsdp(reader, reading)
     if kind == "DEEPSPEED":
         yield from _deepspeed(reader)
+        yield from _deepspeed_file(reader, context)
     if kind in TYPES and kind not in ("FSDP", "DEEPSPEED"):
         for section in ("fsdp_config", "deepspeed_config"):
             if section in reader and document.get(section):
@@ -35,8 +37,8 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
 
 
 def _parallelism(reader: AccelerateReader, kind: str) -> Iterator[Finding]:
-    sizes = {axis: reader.raw(f"{_P}{axis}_size", 1) for axis in AXES}
-    if "parallelism_config" not in reader or not all(isinstance(size, int) for size in sizes.values()):
+    sizes = {axis: reader.take(f"{_P}{axis}_size").value for axis in AXES}
+    if "parallelism_config" not in reader:
         return
     if sizes["cp"] > 1 and sizes["sp"] > 1:
         yield Finding.error(f"{_P}cp_size", "cp and sp both split the sequence: Accelerate takes one of them")
@@ -75,7 +77,7 @@ def _fsdp(reader: AccelerateReader, reading: Reading) -> Iterator[Finding]:
     if reader.raw(f"{_F}auto_wrap_policy") is None:
         text = "without it the whole model is one unit: all weights are gathered at once. Say TRANSFORMER_BASED_WRAP"
         yield Finding.warning(f"{_F}auto_wrap_policy", text)
-    if reader.raw(f"{_F}state_dict_type") in ("SHARDED_STATE_DICT", None) and version == 2:
+    if value("saving.state") == "sharded" and version == 2:
         yield Finding.warning(
             f"{_F}state_dict_type", "checkpoints are shards: accelerate merge-weights makes a model of them"
         )
@@ -101,3 +103,13 @@ def _deepspeed(reader: AccelerateReader) -> Iterator[Finding]:
     if reader.raw("deepspeed_config.gradient_accumulation_steps") is not None:
         text = "DeepSpeed's engine divides the loss and steps: optimizer.step() and scheduler.step() do nothing"
         yield Finding.warning("deepspeed_config.gradient_accumulation_steps", text)
+
+
+def _deepspeed_file(reader: AccelerateReader, context: ReadingContext) -> Iterator[Finding]:
+    """What is wrong within the file that is named, but for "auto", which Accelerate fills in."""
+    name = reader.raw(FILE)
+    if name in (None, "none"):
+        return
+    document, fault = load_named(name, context)
+    if not fault:  # else the verdict of the key says it
+        yield from nested_findings(DEEPSPEED, document, context, FILE, named=True, leave=filled(document))

@@ -115,7 +115,10 @@ def _zero(reader: DeepSpeedReader, stage: int, world: int | None) -> Iterator[Fi
     if stages is not MISSING and stages > 1 and stage > 1:
         yield Finding.error("pipeline.stages", f"the pipeline engine takes ZeRO stages 0 and 1, not {stage}")
     for section in ("offload_optimizer", "offload_param"):
-        if reader.raw(f"{_ZERO}.{section}.device") == "nvme" and reader.raw(f"{_ZERO}.{section}.nvme_path") is None:
+        if (
+            reader.take(f"{_ZERO}.{section}.device").value == "nvme"
+            and reader.raw(f"{_ZERO}.{section}.nvme_path") is None
+        ):
             yield Finding.error(f"{_ZERO}.{section}.device", f"nvme needs a folder: set {_ZERO}.{section}.nvme_path")
 
 

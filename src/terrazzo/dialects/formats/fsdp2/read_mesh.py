@@ -59,9 +59,12 @@ def read_mesh(reader: Reader, context: ReadingContext) -> SettingsByPath:
 def _mesh(reader: Reader) -> _Mesh:
     sizes = mesh_sizes(reader, "mesh")
     shard, replicate = (_names(reader, key) for key in _DP_DIMS)
+    raw = reader.raw("mesh")
+    for key in _DP_DIMS if not isinstance(raw, Mapping) or not shard else ():
+        unnamed = "it names axes of mesh, which has no names: say {name: size, ...}"
+        reader.refuse(key, unnamed if not isinstance(raw, Mapping) else "shard has to be named as well")
     if sizes is None:
         return _Mesh()
-    raw = reader.raw("mesh")
     if not isinstance(raw, list | tuple):
         reader.keep("mesh", "axes are named otherwise there", loss="harmless")
     if not isinstance(raw, Mapping):
@@ -89,12 +92,11 @@ def _by_order(reader: Reader, sizes: dict[str, int | None], others: dict[str, in
 
 
 def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...], replicate: tuple[str, ...]) -> _Mesh:
-    absent = [name for name in (*shard, *replicate) if name not in sizes]
-    strange = [name for name in sizes if name not in (*shard, *replicate, *MESH_ORDER)]
-    if absent or strange:
-        fault = (
-            f"dp_mesh_dims names '{absent[0]}', which it lacks" if absent else f"its axis '{strange[0]}' is not known"
-        )
+    absent = [f"dp_mesh_dims names '{name}', which it lacks" for name in (*shard, *replicate) if name not in sizes]
+    strange = [f"its axis '{name}' is not known" for name in sizes if name not in (*shard, *replicate, *MESH_ORDER)]
+    others = [name for name in (*shard, *replicate) if name in MESH_ORDER and (name != "cp" or name in replicate)]
+    taken = [f"dp_mesh_dims takes '{name}' for a data axis, and by its name it is none" for name in others]
+    for fault in (*absent, *strange, *taken):
         reader.refuse("mesh", f"{fault}: its axes are {', '.join(sizes)}")
         return _Mesh()
     others = {axis: sizes[axis] for axis in MESH_ORDER if axis in sizes}

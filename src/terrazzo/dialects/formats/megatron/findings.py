@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.keys import BOOLEAN
+from terrazzo.dialects.core.keys import BOOLEAN, MISSING, integer
 from terrazzo.dialects.formats.megatron.keys import canonical
 
 __all__ = ["findings"]
@@ -49,17 +49,18 @@ _ALONE: tuple[tuple[str, set[str], str], ...] = (
 
 def _stages(arguments: Mapping[str, Any], description: Description) -> Iterable[Finding]:
     stages, chunks = description.value("mesh.pp"), description.value("parallel.chunks")
-    layers = arguments.get("num-layers")
+    layers, each = (
+        integer(1).parse(arguments.get(key)) for key in ("num-layers", "num-layers-per-virtual-pipeline-stage")
+    )
     if chunks is not None and chunks > 1 and stages == 1:
         yield Finding.error(description["parallel.chunks"].key, "several stages of a rank need a pipeline of ranks")
     uneven = {"decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"}
     uneven |= {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "hybrid-layer-pattern"}
     present = {key for key, value in arguments.items() if value is not None and BOOLEAN.parse(value) is not False}
-    if isinstance(layers, int) and stages and layers % stages and not uneven & present:
+    if layers is not MISSING and stages and layers % stages and not uneven & present:
         text = f"{layers} layers are not divisible by {stages} pipeline stages"
         yield Finding.error("num-layers", text)
-    each = arguments.get("num-layers-per-virtual-pipeline-stage")
-    divides = isinstance(layers, int) and isinstance(each, int) and stages and layers % stages == 0
+    divides = layers is not MISSING and each is not MISSING and stages and layers % stages == 0
     if divides and layers // stages % each:
         text = f"the {layers // stages} layers of a pipeline stage are not divisible by {each}"
         yield Finding.error("num-layers-per-virtual-pipeline-stage", text)

@@ -270,6 +270,9 @@ REMOVED = {
 
 def canonical(key: str) -> str:
     """An argument by the name that `KEYS` has, however a file writes it: with dashes before it, or underscores."""
+    section, dot, name = key.partition(".")
+    if section == LAUNCHER and dot:
+        return f"{section}.{name.lstrip('-').replace('_', '-')}"
     bare = key.lstrip("-")
     dashed = bare if bare in KEYS else bare.replace("_", "-")
     known = ALIASES.get(dashed, dashed)

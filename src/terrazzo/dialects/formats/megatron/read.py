@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
@@ -20,30 +21,32 @@ _NESTED = ("language_model.", "model_parallel.")
 
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What arguments mean."""
-    reader = Reader(_normal(document), "Megatron-LM", keys=KEYS)
+    reader = Reader(document, "Megatron-LM", keys=KEYS, canonical=canonical)
     reader.keep_nulls()
     settings: SettingsByPath = {"units.policy": Setting("auto", "default")}
     settings |= _world(reader) | _mesh(reader) | _sharding(reader) | _precision(reader) | _offload(reader)
     settings |= _stages(reader, settings["mesh.pp"].value, context) | read_training(reader)
     for key in reader.unread():
-        if key in REMOVED:
-            reader.refuse(key, f"Megatron-LM stops at it: {REMOVED[key]}")
+        if (name := canonical(key)) in REMOVED:
+            reader.refuse(key, f"Megatron-LM stops at it: {REMOVED[name]}")
         elif key.startswith(_NESTED):
             reader.refuse(key, "the sections of a --yaml-cfg are not read: give the arguments in one section, flat")
-    return reader.finish("megatron", settings, unknown="stops at it")
+    reading = reader.finish("megatron", settings, unknown="stops at it")
+    return replace(reading, description=replace(reading.description, document=_normal(reading.description.document)))
 
 
 def _normal(document: ConfigDocument) -> dict[str, Any]:
-    """The document with every argument by the name that `KEYS` has. Of two spellings the last counts."""
+    """The document with every argument by the name that Megatron-LM itself takes."""
     arguments = {canonical(str(key)): value for key, value in document.items()}
     if isinstance(told := arguments.get(LAUNCHER), Mapping):
-        arguments[LAUNCHER] = {str(key).lstrip("-").replace("_", "-"): value for key, value in told.items()}
+        names = {canonical(f"{LAUNCHER}.{key}").partition(".")[2]: value for key, value in told.items()}
+        arguments[LAUNCHER] = names
     return arguments
 
 
 def _idle(reader: Reader, key: str, switch: str) -> None:
     """An argument that another one has to switch on."""
-    if key in reader.flat:
+    if reader.spelled(key) in reader.flat:
         reader.keep(key, _IDLE.format(switch), loss="harmless")
 
 
@@ -141,8 +144,7 @@ def _sharding(reader: Reader) -> SettingsByPath:
 def _precision(reader: Reader) -> SettingsByPath:
     wide, narrow = reader.take("accumulate-allreduce-grads-in-fp32"), reader.take("grad-reduce-in-bf16")
     flags = {half: reader.take(half) for half in ("bf16", "fp16")}
-    half = next((flag for flag in flags.values() if flag.value), Setting(False, "default"))
-    kind = half.key or "fp32"
+    kind, half = next(((name, flag) for name, flag in flags.items() if flag.value), ("fp32", Setting(False, "default")))
     aware, sums = reader.take("use-precision-aware-optimizer"), reader.take("main-grads-dtype")
     sources = [each for each in (half, wide, narrow, sums) if each.origin == "file"]
     torchs = bool(reader.raw("use-torch-fsdp2"))
@@ -155,7 +157,7 @@ def _precision(reader: Reader) -> SettingsByPath:
     summed = derived(grads, *sources, origin="file" if sources else "default")
     settings |= {"precision.reduce": summed, "precision.accumulate": summed}
     settings |= {"precision.output": Setting("fp32", "default"), "precision.autocast": Setting(False, "default")}
-    return settings | _states(reader, aware) | _loss_scaling(reader, half)
+    return settings | _states(reader, aware) | _loss_scaling(reader, kind, half)
 
 
 def _of(kind: str, half: Setting[Any]) -> Setting[Any]:
@@ -176,12 +178,12 @@ def _states(reader: Reader, aware: Setting[Any]) -> SettingsByPath:
     return {"precision.master": master, "precision.moments": moments}
 
 
-def _loss_scaling(reader: Reader, half: Setting[Any]) -> SettingsByPath:
+def _loss_scaling(reader: Reader, kind: str, half: Setting[Any]) -> SettingsByPath:
     fixed = reader.take("loss-scale")
     init, least, steps, misses = (
         reader.take(key) for key in ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
     )
-    if half.key != "fp16" or fixed.value:
+    if kind != "fp16" or fixed.value:
         for each in (init, least, steps, misses):
             _idle(reader, each.key, "fp16 and a dynamic scale")
         settings: SettingsByPath = {"precision.loss_scaling": Setting(None, half.origin, half.key)}

@@ -57,6 +57,7 @@ _RESUMED = "how a run starts and resumes is said to the library itself"
 _TRAVEL = "it changes how tensors travel, not what they are"
 _TYPED = "torchtitan's own way of typing axes"
 _GRAPHS = "CUDA graphs are torchtitan's; the numbers are the same"
+_IN_TURN = "tokens go to other experts than the router chooses, for a measurement of speed: remove it"
 _FACTORY = "arguments of torchtitan's own optimizers"
 
 _OTHERS = {
@@ -65,7 +66,7 @@ _OTHERS = {
     "profiler": "enable_profiling save_traces_folder profile_freq profiler_repeat profiler_skip_first"
     " profiler_skip_first_wait profiler_active profiler_warmup enable_memory_snapshot memory_snapshot_freq"
     " save_memory_snapshot_folder memory_snapshot_max_entries trace_post_processor",
-    "debug": "spmd_typechecking deterministic_warn_only moe_force_load_balance detect_anomaly batch_invariant"
+    "debug": "spmd_typechecking deterministic_warn_only detect_anomaly batch_invariant"
     " print_config save_config_file enable_structured_logging",
 }
 
@@ -173,6 +174,7 @@ _CHECKPOINT: Rows = {
 _DEBUG: Rows = {
     "seed": Key(integer(), None, "seed of the run"),
     "deterministic": (False, "deterministic operators"),
+    "moe_force_load_balance": Key(BOOLEAN, False, "experts are dealt out in turn", "refused", _IN_TURN),
     **_untold(_OTHERS["debug"]),
 }
 KEYS: dict[str, Key] = {

@@ -27,6 +27,7 @@ from terrazzo.dialects.formats.torchtitan.read_float8 import read_float8
 __all__ = ["read"]
 
 
+_GROUP = ("pattern", "optimizer_name", "optimizer_kwargs")
 _ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
 _BUDGET = "the compiler keeps what fits a share of the memory: nearest is selective"
 
@@ -167,6 +168,10 @@ def _optimizer(reader: Reader) -> SettingsByPath:
         reader.refuse(key, "expected a list of {pattern, optimizer_name, optimizer_kwargs}")
         return {}
     others = "" if len(groups) == 1 else f"the last of {len(groups)} groups is read; the others are for some parameters"
+    if not others and groups[0].get("pattern", ".*") != ".*":
+        others = f"the group is for the parameters of {str(groups[0]['pattern'])[:40]!r} alone, and is read as for all"
+    if unknown := [str(name) for group in groups for name in group if name not in _GROUP]:
+        others = "; ".join(part for part in (others, f"{unknown[0][:40]!r} is no part of a group") if part)
     reader.keep(key, others, loss="lossy" if others else "harmless")
     name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
