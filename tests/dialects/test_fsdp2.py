@@ -182,12 +182,19 @@ def test_a_mesh_that_is_none_is_refused(document: dict[str, Any]) -> None:
     [
         (None, {"shard": "dp"}, "dp_mesh_dims.shard"),
         ([2, 4], {"shard": "dp", "replicate": "r"}, "dp_mesh_dims.replicate"),
-        ({"a": 2, "b": 4}, {"replicate": "b"}, "dp_mesh_dims.replicate"),
     ],
 )
-def test_names_of_axes_that_nothing_can_be_made_of_are_refused(mesh: Any, dims: dict[str, Any], key: str) -> None:
+def test_names_of_axes_that_a_mesh_has_not_are_refused(mesh: Any, dims: dict[str, Any], key: str) -> None:
     document = {"dp_mesh_dims": dims} | ({} if mesh is None else {"mesh": mesh})
     assert verdicts("fsdp2", document)[key].kind == "refused"
+
+
+def test_replicas_alone_are_plain_replication() -> None:
+    """As `DataParallelMeshDims` says: replicate is for HSDP or for DDP."""
+    description = described("fsdp2", {"mesh": {"r": 4, "tp": 2}, "dp_mesh_dims": {"replicate": "r"}})
+    assert (description.row, description.value("mesh.dp_shard"), description.value("mesh.tp")) == ("zero0", 4, 2)
+    document = {"mesh": {"a": 2, "b": 4}, "dp_mesh_dims": {"replicate": "b"}}
+    assert verdicts("fsdp2", document)["mesh"].kind == "refused"  # nothing says what a is
 
 
 # -- torch's own function ------------------------------------------------------------------------------------------

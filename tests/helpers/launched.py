@@ -20,7 +20,7 @@ def launched(document: dict[str, Any], folder: Path, *flags: str) -> dict[str, s
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(json.loads(json.dumps(document))))
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(document)), sort_keys=False))
     words = ["--config_file", str(file), *flags, "--num_cpu_threads_per_process", "1", "train.py"]
     arguments, defaults, from_file = _validate_launch_command(_parser().parse_args(words))
     arguments.main_process_port = 0

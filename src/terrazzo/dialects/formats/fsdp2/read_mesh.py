@@ -60,9 +60,8 @@ def _mesh(reader: Reader) -> _Mesh:
     sizes = mesh_sizes(reader, "mesh")
     shard, replicate = (_names(reader, key) for key in _DP_DIMS)
     raw = reader.raw("mesh")
-    for key in _DP_DIMS if not isinstance(raw, Mapping) or not shard else ():
-        unnamed = "it names axes of mesh, which has no names: say {name: size, ...}"
-        reader.refuse(key, unnamed if not isinstance(raw, Mapping) else "shard has to be named as well")
+    for key in _DP_DIMS if not isinstance(raw, Mapping) else ():
+        reader.refuse(key, "it names axes of mesh, which has no names: say {name: size, ...}")
     if sizes is None:
         return _Mesh()
     if not isinstance(raw, list | tuple):
@@ -70,7 +69,7 @@ def _mesh(reader: Reader) -> _Mesh:
     if not isinstance(raw, Mapping):
         return _by_order(reader, dict(zip(map(str, range(len(sizes))), sizes, strict=True)), {})
     named = {str(axis): size for axis, size in raw.items()}
-    if shard:
+    if shard or replicate:  # without shards, plain replicas
         return _by_name(reader, named, shard, replicate)
     others = {axis: named.pop(axis) for axis in MESH_ORDER if axis in named}
     return _by_order(reader, named, others)
@@ -94,8 +93,8 @@ def _by_order(reader: Reader, sizes: dict[str, int | None], others: dict[str, in
 def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...], replicate: tuple[str, ...]) -> _Mesh:
     absent = [f"dp_mesh_dims names '{name}', which it lacks" for name in (*shard, *replicate) if name not in sizes]
     strange = [f"its axis '{name}' is not known" for name in sizes if name not in (*shard, *replicate, *MESH_ORDER)]
-    others = [name for name in (*shard, *replicate) if name in MESH_ORDER and (name != "cp" or name in replicate)]
-    taken = [f"dp_mesh_dims takes '{name}' for a data axis, and by its name it is none" for name in others]
+    model_axes = [name for name in (*shard, *replicate) if name in MESH_ORDER and (name != "cp" or name in replicate)]
+    taken = [f"dp_mesh_dims takes '{name}' for a data axis, and by its name it is none" for name in model_axes]
     for fault in (*absent, *strange, *taken):
         reader.refuse("mesh", f"{fault}: its axes are {', '.join(sizes)}")
         return _Mesh()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +79,7 @@ class _Read:
         """The class of the strategy with its arguments; what is not known is refused."""
         raw = self.trainer.get("strategy", "auto")
         kind, arguments = strategy_of(raw)
+        known: Collection[str]
         if not isinstance(raw, Mapping):
             where, known, named = f"{self.prefix}strategy", NAMED, raw
             strategy = Strategy(kind, arguments, frozenset(), where, where if where in self.reader.flat else "")

@@ -58,8 +58,8 @@ def _schedule(reader: TrainerReader) -> SettingsByPath:
     settings: SettingsByPath = {"schedule.name": reader.take("lr_scheduler_type"), **_length(reader)}
     options = _ScheduleOptions(reader.raw("lr_scheduler_kwargs"))
     settings |= _warmup(reader, word) | _shape(reader, word, options)
-    if left := options.left():
-        reader.keep("lr_scheduler_kwargs", f"{left}: further arguments of Hugging Face's schedule")
+    if (left := options.left()) is not None:
+        reader.keep("lr_scheduler_kwargs", f"{left}further arguments of Hugging Face's schedule")
     else:
         reader.keep("lr_scheduler_kwargs", "they say nothing more", loss="harmless")
     return settings
@@ -84,13 +84,12 @@ class _ScheduleOptions:
         self._read.add(name)
         return str(self.given.get(name, default))
 
-    def left(self) -> str:
-        """Names of those that nobody has read and that are not null; all of it where it is no mapping."""
+    def left(self) -> str | None:
+        """Names of those that nobody has read and that are not null, before what they are; None where there are none."""
         if self.raw is not None and not isinstance(self.raw, Mapping):
-            return f"{str(self.raw)[:40]!r} in place of a section of keys"
-        return ", ".join(
-            str(name) for name, value in self.given.items() if name not in self._read and value is not None
-        )
+            return ""
+        names = [str(name) for name, value in self.given.items() if name not in self._read and value is not None]
+        return f"{', '.join(names)}: " if names else None
 
 
 def _shape(reader: TrainerReader, word: str, options: _ScheduleOptions) -> SettingsByPath:
