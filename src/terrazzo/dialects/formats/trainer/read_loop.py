@@ -85,7 +85,7 @@ class _ScheduleOptions:
         return str(self.given.get(name, default))
 
     def left(self) -> str | None:
-        """Names of those that nobody has read and that are not null, before what they are; None where there are none."""
+        """Names of those that nobody has read and that say something, and a colon; None where there are none."""
         if self.raw is not None and not isinstance(self.raw, Mapping):
             return ""
         names = [str(name) for name, value in self.given.items() if name not in self._read and value is not None]
