@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.logits import head_activations
+from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.setup import Setup
@@ -97,6 +99,41 @@ def test_hugging_face_blocks_save_what_is_promised(family: str, implementation: 
     attention = "math" if implementation == "eager" else "flash"
     measured = saved_bytes(run, module, dtype)
     assert promised(block, dtype, attention=attention) == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "layer", "options"),
+    [
+        ("phi3", "Phi3DecoderLayer", {"num_key_value_heads": KV_HEADS, "pad_token_id": 0}),  # one matrix for q, k and v
+        ("stablelm", "StableLmDecoderLayer", {"num_key_value_heads": KV_HEADS}),  # a quarter of each head turned
+        ("phi", "PhiDecoderLayer", {"hidden_act": "gelu", "resid_pdrop": 0.0}),  # half, attention beside the MLP
+        ("gpt_neox", "GPTNeoXLayer", {}),  # all three
+        ("gpt_neox", "GPTNeoXLayer", {"use_parallel_residual": False}),
+        ("starcoder2", "Starcoder2DecoderLayer", {"num_key_value_heads": KV_HEADS}),  # none
+    ],
+    ids=str,
+)
+def test_blocks_keep_of_rotations_and_shared_inputs_what_is_promised(
+    family: str, layer: str, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": FFN}
+    values = {**sizes, "vocab_size": 1000, **options}
+    config = transformers.AutoConfig.for_model(family, attn_implementation="sdpa", **values)
+    module = getattr(modeling, layer)(config, 0).to(dtype)
+    rotary = next(value for name, value in vars(modeling).items() if name.endswith("RotaryEmbedding"))(config)
+    positions = torch.arange(LENGTH)[None]
+
+    def run(x: Tensor) -> Tensor:
+        output = module(x, attention_mask=None, position_ids=positions, position_embeddings=rotary(x, positions))
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        return first
+
+    (unit,) = shape_of_config({"model_type": family, **values}, family).blocks
+    assert unit.block is not None
+    assert promised(unit.block, dtype) == pytest.approx(saved_bytes(run, module, dtype), rel=0.06)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

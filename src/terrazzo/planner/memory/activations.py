@@ -153,14 +153,15 @@ def _crowded(local: _Local, block: BlockShape) -> float:
 def _everything(local: _Local, block: BlockShape) -> float:
     """Bytes that a block saves without checkpointing."""
     between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
-    inside = _attention(local, block) * local.itemsize + _mlp(local, block) / block.mlp_parts(local.tp)
+    attention = (_attention(local, block) + _rotated(local, block)) * local.itemsize
+    inside = attention + _mlp(local, block) / block.mlp_parts(local.tp)
     return between + local.tokens * inside + _scores(local, block)
 
 
 def _between(local: _Local, block: BlockShape) -> float:
     """Bytes per token that tensor parallelism alone leaves whole: norms, inputs of the matrices, dropout masks."""
     norms, width = block.norms, block.hidden
-    inputs = 2 * width * local.itemsize
+    inputs = (1 if block.parallel else 2) * width * local.itemsize  # what both share counts once
     mask = local.itemsize if local.cpu else 1
     masks = 2 * width * mask if block.dropout else 0
     return norms * _norm(local, block) + inputs + masks + _routing(local, block)
@@ -181,6 +182,19 @@ def _attention(local: _Local, block: BlockShape) -> float:
     parts = block.attention_parts(local.tp)
     each = block.heads / parts + block.key_heads(local.tp)
     return each * (block.head_dim + block.value_dim) + 2 * block.latent / parts
+
+
+def _rotated(local: _Local, block: BlockShape) -> float:
+    """Elements per token of a rank that plain operators keep more of rotated queries and keys.
+
+    Of one result with the values all stays, for these. What is put together of turned channels and others lies in the
+    order of heads, and so does attention's output, which is copied for the next matrix.
+    """
+    if local.fused or not block.rotated:
+        return 0.0
+    queries, keys = block.heads / block.attention_parts(local.tp), block.key_heads(local.tp)
+    beside = (queries + keys) * block.head_dim if block.fused_qkv else 0.0
+    return beside + (queries * block.value_dim if block.rotated < block.head_dim else 0.0)
 
 
 def _scores(local: _Local, block: BlockShape) -> float:

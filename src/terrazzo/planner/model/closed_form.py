@@ -271,6 +271,8 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None, rotat
         head_dim=sizes["head_dim"],
         value_dim=sizes["value_dim"],
         rotated=fields.rotated(sizes["head_dim"]) if rotates else 0,
+        fused_qkv=any("qkv" in row.shape for row in family.attention),
+        parallel=fields.flag(family.parallel) if isinstance(family.parallel, str) else family.parallel,
         ffn=sizes["expert_ffn"] if sparse else sizes["ffn"],
         gated=family.gated,
         experts=sizes["experts"] if sparse else 0,

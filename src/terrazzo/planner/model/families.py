@@ -42,7 +42,6 @@ _LLAMA = Architecture(
 )
 """The layout that most families vary."""
 
-_PLAIN_ATTENTION = attention()
 _QUERY_KEY_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", size="head_dim")
 _WIDE_QUERY_KEY_NORMS = norms("self_attn.q_norm", size="q", split="column") + norms(
     "self_attn.k_norm", size="kv", split="column"
@@ -53,9 +52,8 @@ _FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column_gathered
 )
 _LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
-
 _MISTRAL = replace(
-    _LLAMA, attention=_PLAIN_ATTENTION, mlp=swiglu(), defaults={"kv_heads": 8, "positions": 131072, "window": 4096}
+    _LLAMA, attention=attention(), mlp=swiglu(), defaults={"kv_heads": 8, "positions": 131072, "window": 4096}
 )
 _QWEN2 = replace(
     _LLAMA,
@@ -112,16 +110,10 @@ _QWEN3_MOE = replace(
     _QWEN3,
     sparse=_ROUTER_LAST,
     defaults={
-        "kv_heads": 4,
-        "positions": 32768,
-        "window": 4096,
-        "use_window": False,
-        "experts": 128,
-        "active": 8,
-        "expert_ffn": 768,
-        "sparse_step": 1,
+        "kv_heads": 4, "positions": 32768, "window": 4096, "use_window": False,
+        "experts": 128, "active": 8, "expert_ffn": 768, "sparse_step": 1,
     },
-)
+)  # fmt: skip
 _DEEPSEEK_V3 = replace(
     _LLAMA,
     attention=latent_attention(),
@@ -183,6 +175,7 @@ _GPTJ = replace(
     norms=norms("ln_1", bias=True),
     defaults={"ffn": None, "positions": 2048, "nonlinearity": "gelu_new", "rotary_dim": 64},
     rotary=1.0,
+    parallel=True,
 )
 _GPT_NEOX = replace(
     _GPT2,
@@ -192,8 +185,9 @@ _GPT_NEOX = replace(
     mlp=mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     norms=_LAYER_NORMS,
     keys={},
-    defaults={"positions": 2048, "attention_bias": True},
+    defaults={"positions": 2048, "attention_bias": True, "use_parallel_residual": True},
     rotary=0.25,
+    parallel="use_parallel_residual",
 )
 _PHI = replace(
     _GPT_NEOX,
@@ -204,6 +198,7 @@ _PHI = replace(
     norms=norms("input_layernorm", bias=True),
     defaults={"positions": 2048, "nonlinearity": "gelu_new"},
     rotary=0.5,
+    parallel=True,
     assumes={"qk_layernorm": False},
 )
 _STARCODER2 = replace(
@@ -214,6 +209,7 @@ _STARCODER2 = replace(
     mlp=mlp("mlp.c_fc", "mlp.c_proj", "use_bias"),
     defaults={"kv_heads": 2, "positions": 4096, "tied": True, "use_bias": True},
     rotary=1.0,
+    parallel=False,
 )
 _OPT = replace(
     _GPT2,
@@ -244,6 +240,7 @@ _BLOOM = replace(
         *norms("transformer.word_embeddings_layernorm", "transformer.ln_f", bias=True),
     ),
     attention=fused_attention("self_attention.query_key_value", "self_attention.dense"),
+    mlp=_GPT_NEOX.mlp,
     norms=_LAYER_NORMS,
     keys={"hidden": "n_embed", "layers": "n_layer", "heads": "n_head", "ffn": ""},
     defaults={"ffn": None, "positions": 0, "tied": True},
@@ -393,6 +390,7 @@ FAMILIES: Mapping[str, Architecture] = {
         keys={"kv_heads": "num_kv_heads", "ffn": "ffn_hidden_size"},
         defaults={"ffn": None, "positions": 2048, "tied": True, "multi_query": True, "parallel_attn": True},
         rotary=1.0,
+        parallel="parallel_attn",
         assumes={"num_ln_in_parallel_attn": None},
     ),
 }

@@ -71,6 +71,7 @@ class Architecture:
         gated, norm, torch_norm, wide_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
         rotary: share of a head's channels that a rotary embedding turns, where the config says no other; 0: the family
             has none, but learned positions or a bias of attention.
+        parallel: whether attention and MLP have the same input, or the flag that says so.
         windowed: every n-th layer sees the whole sequence and the others a window; 0: all see a window.
         position_offset: rows of a table of positions that come before the first one.
         buffers: buffers around the blocks; `sparse_buffers` are those of a layer with routed experts.
@@ -90,6 +91,7 @@ class Architecture:
     defaults: Mapping[str, int | float | bool | str | None] = field(default_factory=dict)
     gated: bool = True
     rotary: float = 1.0
+    parallel: bool | str = False
     norm: Literal["rms", "layer"] = "rms"
     bare_norms: int = 0
     torch_norm: bool = False

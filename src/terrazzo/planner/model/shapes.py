@@ -82,6 +82,8 @@ class BlockShape:
         heads, kv_heads: query heads, and key-value heads that they share.
         head_dim: channels of a query or key head; `value_dim` of a value head.
         rotated: of `head_dim`, those that a rotary embedding turns; 0 without one.
+        fused_qkv: queries, keys and values come from one matrix.
+        parallel: attention and MLP have the same input, as in GPT-J (arXiv 2204.02311, section 2).
         ffn: inner width of the dense MLP, or of one routed expert. `gated`: SwiGLU and its like, three matrices.
         experts, active_experts: routed experts, and how many a token meets; 0 for a dense MLP.
         shared_ffn: inner width of the experts that every token meets.
@@ -105,6 +107,8 @@ class BlockShape:
     ffn: int
     gated: bool = True
     rotated: int = 0
+    fused_qkv: bool = False
+    parallel: bool = False
     value_dim: int = 0
     experts: int = 0
     active_experts: int = 0
