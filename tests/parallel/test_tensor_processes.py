@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
@@ -168,19 +169,24 @@ def test_dropout_that_no_attribute_shows_is_seen(pool: Pool, share: float, seeds
 class Behind(nn.Module):
     """Drops half of what is between two matrices, and half of what their sum is."""
 
-    def __init__(self) -> None:
+    def __init__(self, recomputed: bool) -> None:
         super().__init__()
         self.up, self.down, self.between, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(), nn.Dropout()
+        self.recomputed = recomputed
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.between(self.up(x)).sin()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.down(self.between(self.up(x))))
+        inner = checkpoint(self.inner, x, use_reentrant=False) if self.recomputed else self.inner(x)
+        return self.drop(self.down(inner))
 
 
-def dropped_behind_a_sum():
+def dropped_behind_a_sum(recomputed: bool):
     """Inside of one module of style `enter`: what is dropped of this rank's part, of the sum, and drawn later."""
     mesh = tz.mesh(tp=2, device="cpu")
     torch.manual_seed(3)
-    model = nn.Sequential(Behind(), nn.Dropout())
+    model = nn.Sequential(Behind(recomputed), nn.Dropout())
     plan = {"0": "enter", "0.up": "colwise", "0.down": "rowwise"}
     tz.parallelize(model, mesh, tensor=plan, sequence=False)
     seen: list[Tensor] = []
@@ -188,19 +194,26 @@ def dropped_behind_a_sum():
         module.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
     model, _ = tz.shard(model, None, "zero0", mesh=mesh)
     torch.manual_seed(11)
+    steps = []
     for _ in range(2):
-        model(torch.ones(2, 4, 8)).sum().backward()
-    return seen
+        loss = model(torch.ones(2, 4, 8)).sum()
+        steps.append(seen[:])
+        loss.backward()
+        if recomputed:
+            assert torch.equal(seen[-1], steps[-1][0])  # it is dropped again
+        seen.clear()
+    return steps
 
 
-def test_dropout_behind_the_sum_of_a_row_is_that_of_all_ranks(pool: Pool) -> None:
-    first, second = (list(zip(*[iter(seen)] * 4, strict=True)) for seen in pool.run(dropped_behind_a_sum))
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_dropout_behind_the_sum_of_a_row_is_that_of_all_ranks(pool: Pool, recomputed: bool) -> None:
+    first, second = pool.run(dropped_behind_a_sum, recomputed)
     for (between, down, drop, last), (other_between, *others) in zip(first, second, strict=True):
         assert not torch.equal(between != 0, other_between != 0)
         assert all(torch.equal(*pair) for pair in zip((down, drop, last), others, strict=True))
         assert torch.equal(drop, torch.where(drop != 0, 2 * down, 0))
         assert 0 < (drop != 0).sum() < drop.numel()
-    assert not torch.equal(first[0][2] != 0, first[1][2] != 0)
+    assert all(not torch.equal(first[0][place] != 0, first[1][place] != 0) for place in (0, 2, 3))
     assert not torch.equal(first[0][2] != 0, first[0][3] != 0)
 
 

@@ -36,37 +36,49 @@ class _OwnGenerators:
     """Hooks of one module, and of those inside of it where it comes to other activations.
 
     Attributes:
+        runs: the module runs in training. What runs of it alone, as one that is recomputed, draws from what it finds.
         shared: states of the shared generators, to be restored; None where these are in use.
     """
 
     rank: int
+    runs: bool = False
     shared: list[Tensor] | None = None
 
-    def fork(self, module: nn.Module, args: Any) -> None:
-        if module.training and self.shared is None:
+    def begin(self, module: nn.Module, args: Any) -> None:
+        self.runs, self.shared = module.training, None
+        self.fork()
+
+    def fork(self, *_: Any) -> None:
+        if self.runs and self.shared is None:
             seed = int(torch.randint(2**62, ()))
             self.shared = [each.get_rng_state() for each in _generators()]
             for each in _generators():
                 each.manual_seed((seed + self.rank * _APART) % 2**63)
 
-    def join(self, module: nn.Module, args: Any, output: Any) -> None:
+    def join(self, *_: Any) -> None:
         if self.shared is not None:
             for each, state in zip(_generators(), self.shared, strict=True):
                 each.set_rng_state(state)
             self.shared = None
+
+    def end(self, *_: Any) -> None:
+        self.join()
+        self.runs = False
 
 
 def fork_dropout(module: nn.Module, rank: int, parts: Sequence[nn.Module] = (), sums: Sequence[nn.Module] = ()) -> None:
     """Have a module draw from generators of this rank's own while it runs in training.
 
     Args:
-        parts: modules inside of it from which on each rank has a part of the activations, as from the first on.
+        parts: modules inside of it from whose input on each rank has a part of the activations again.
         sums: modules inside of it from whose output on all ranks have the same.
     """
     generators = _OwnGenerators(rank)
-    for each in (module, *parts):
+    module.register_forward_pre_hook(generators.begin)
+    module.register_forward_hook(generators.end, always_call=True)
+    for each in parts:
         each.register_forward_pre_hook(generators.fork)
-    for each in (module, *sums):
+    for each in sums:
         each.register_forward_hook(generators.join, always_call=True)
 
 
