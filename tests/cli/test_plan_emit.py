@@ -95,3 +95,13 @@ def test_what_is_emitted_is_planned_again_without_its_data(tmp_path: Path) -> No
     result = CliRunner().invoke(cli.app, ["plan", str(path), "--json", "--gpu", "h100-sxm"])
     assert result.exit_code == 0, result.exception
     assert json.loads(result.stdout)["setup"]["strategy"] == "zero2"
+
+
+def test_a_full_disk_is_said_of_its_file(tmp_path: Path) -> None:
+    """The system names none in this error."""
+    path = tmp_path / "gpt2.yaml"
+    path.symlink_to("/dev/full")
+    words = ["--model", "gpt2", "--gpu", "h100-sxm", "--gpus", "8", "--strategy", "zero1", "--emit", str(path)]
+    error = CliRunner().invoke(cli.app, ["plan", *words]).exception
+    assert isinstance(error, BadInput)
+    assert str(error).startswith(f"'{path}' cannot be written: No space left on device")

@@ -6,6 +6,8 @@ import math
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -188,15 +190,24 @@ def _refuse_options(source: PlanSource, arguments: PlanArguments) -> None:
 
 
 def _write(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArguments) -> None:
-    try:
-        if arguments.emit is not None and isinstance(source, FromModel):
+    if arguments.emit is not None and isinstance(source, FromModel):
+        with _writing(arguments.emit):
             emit(_best(answer), source.name, arguments.emit)
-        if arguments.picture is not None:
+    if arguments.picture is not None:
+        with _writing(arguments.picture):
             save_picture(answer.chart(), arguments.picture)
-        if arguments.html is not None and isinstance(answer, Answer):
+    if arguments.html is not None and isinstance(answer, Answer):
+        with _writing(arguments.html):
             _write_page(answer, arguments, arguments.html)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns an `OSError`, which for a full disk names no file, into `BadInput`."""
+    try:
+        yield
     except OSError as error:
-        raise BadInput(f"'{error.filename}' cannot be written: {error.strerror}.") from error
+        raise BadInput(f"'{error.filename or path}' cannot be written: {error.strerror or error}.") from error
 
 
 def _write_page(answer: Answer, arguments: PlanArguments, path: Path) -> None:

@@ -15,7 +15,7 @@ from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND
 __all__ = ["Verdict", "verdict_of"]
 
 LEAST_SHARE = 0.05
-"""Shares of a step below this bound it only if they are compute."""
+"""A cause with a smaller share of the step is not said to bound it."""
 
 SPREADS = 3
 """A cause must take at least so many times its own median deviation over records, or it is too uneven to be named."""
@@ -33,6 +33,8 @@ STARVED = 0.8
 """A device that has nothing to do at this share of the looks at it waits for the host."""
 
 _ACTIVATIONS = ("tp", "cp", "ep", "pp")
+"""Axes along which activations are exchanged."""
+
 _BETWEEN = tuple(name for name, row in BOUNDS.items() if row.kind == "between")
 """Causes between steps. If they were gone, so would be what ranks wait for each other in them."""
 

@@ -39,7 +39,9 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
     Returns the record and where it lies.
 
-    Raises: `BadInput` for a configuration that cannot run here; `TrialFailed` when its steps failed.
+    Raises:
+        BadInput: the configuration cannot run here.
+        TrialFailed: its steps failed.
     """
     with ScratchFolder(f"calibrate-{os.getpid()}") as folder:
         out = Path(folder, "trials.json")

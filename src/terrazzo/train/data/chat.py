@@ -1,14 +1,14 @@
-"""From conversations to tokens, and which of them are learnt.
+"""Turns conversations into tokens, and decides which of them are learnt.
 
 The built-in template, for the built-in tokenizer, writes each message as `<|role|>`, a line end, the content, and the
 end-of-document token. A Hugging Face tokenizer brings a template of its own (`chat_template` in tokenizer_config.json,
 or chat_template.jinja), or `data.chat_template` names one; `transformers` renders it, in its sandbox and
 in a process of its own (`rendering`).
 
-With `loss_on="assistant"` only what the assistant wrote is learnt. A template with `{% generation %}` says itself what
-that is. Of any other, it is what the template adds from the generation prompt to the end of the turn, and every such
-place is checked: the text up to it has to be the beginning of the whole text, and its tokens of the whole tokens. Of a
-preference pair's conversations all that follows the prompt is learnt, and its place is checked likewise.
+With `loss_on="assistant"` only what the assistant wrote is learnt. A template with `{% generation %}` marks that
+itself. With any other template it is what is added from the generation prompt to the end of the turn. Every such place
+is checked: the text up to it must be a prefix of the whole text, and its tokens a prefix of the whole tokens. In a
+preference pair everything after the prompt is learnt, and its place is checked likewise.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Chat(Protocol):
     """Renders conversations one by one."""
 
     def ask(self, question: str) -> Prompt:
-        """Raises: `BadInput` where the template does not take a user's message."""
+        """The tokens of a user's message; raises `BadInput` if the template does not take one."""
 
     def render(self, document: Document) -> Rendered:
-        """Raises: `BadInput` that names the document, for one that the template cannot or does not fully render."""
+        """A conversation in tokens; raises `BadInput`, naming the document, if the template cannot fully render it."""
 
 
 def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss_on: LossOn) -> Chat:

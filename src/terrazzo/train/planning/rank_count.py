@@ -1,11 +1,11 @@
-"""Whether a run has as many ranks as it should: what half as many and twice as many would do, as far as is known."""
+"""Whether a run has too many ranks or too few: what half and twice as many would do, as far as is known."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 from terrazzo.config import Config, load_config
@@ -18,14 +18,14 @@ from terrazzo.train.planning.as_setup import setup_of
 __all__ = ["RankCount", "sizing_of"]
 
 TOO_MANY = 0.8
-"""The share of the tokens per second that half of the ranks would have to keep."""
+"""A run has too many ranks if half of them would keep this share of the tokens per second."""
 
 TOO_FEW = 1.8
-"""Times as many that twice the ranks would bring."""
+"""It has too few if twice as many would bring this many times the tokens per second."""
 
 
 class RankCount(NamedTuple):
-    """A sentence, and a row for each number of ranks where there are any."""
+    """A sentence, and a table with a row for each number of ranks, if there are any."""
 
     sentence: str
     table: Table | None
@@ -39,22 +39,22 @@ class _Size(NamedTuple):
 
 
 def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> RankCount | None:
-    """At half and at double the ranks, the planner's tokens per second, moved to what was measured at `ranks`.
+    """The planner's tokens per second at half and twice the ranks, scaled to what was measured at `ranks`.
 
-    What the planner is wrong by at all three cancels out; its band, of the error that is left, is given with each.
+    Errors that the planner makes at all three cancel out; the band of the remaining error is given with each.
 
     Args:
-        path: of the run's configuration, whose global batch stays.
-        lines: of the run's `metrics.jsonl`; those since ranks were last started count.
-        ranks: that it has.
+        path: of the run's configuration, whose global batch is kept.
+        lines: of the run's `metrics.jsonl`; those since the ranks were last started count.
+        ranks: of the run.
 
     Returns:
-        None before a log step.
+        None before the first log step.
     """
-    rates = [line["tokens_per_s"] for line in of_newest_start(lines, "train") if line.get("tokens_per_s")]
-    if not rates:
+    rows = [line for line in of_newest_start(lines, "train") if line.get("tokens_per_s")]
+    if not rows:
         return None
-    measured = mean(rates[1:] or rates)
+    measured = _tokens_per_s(rows)
     try:
         setup = setup_of(load_config(path), ranks)
         record = find_calibration(setup).record
@@ -80,6 +80,15 @@ def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Ran
                 _Size(count, measured * pace, 0.0 if count == ranks else estimated.time.band, estimated.memory.fits)
             )
     return RankCount(" ".join([_sentence(sizes, ranks), *(f"Not judged: {each}" for each in refused)]), _table(sizes))
+
+
+def _tokens_per_s(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The tokens per second of rows of the log, over the seconds of each, without the first, as `Pace` has it."""
+    if len(rows) == 1:
+        return float(rows[0]["tokens_per_s"])
+    seconds = [(row["step"] - before["step"]) * row["step_s"] for before, row in pairwise(rows)]
+    tokens = sum(each * row["tokens_per_s"] for each, row in zip(seconds, rows[1:], strict=True))
+    return float(tokens / sum(seconds))
 
 
 def _estimated(config: Config, ranks: int, record: Any) -> Estimate:

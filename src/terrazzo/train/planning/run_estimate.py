@@ -1,4 +1,4 @@
-"""What the planner promises of a run: its estimate, with memory by the model's own operators where that can be had."""
+"""What the planner promises for a run: its estimate, with memory traced from the model's own operators if possible."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ from terrazzo.train.settings.optimizer import construct
 __all__ = ["estimate_run", "exchanges_of", "traced_memory"]
 
 TRACED_LAYERS = 3
-"""Layers of a deep decoder that are traced: the first, one that stands for all in the middle, and the last."""
+"""Layers of a deep decoder that are traced: the first, one for all in the middle, and the last."""
 
 
 def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None) -> Estimate:
     """What the planner promises for a run with `ranks` ranks.
 
-    On CPUs memory comes from a trace of the model's own operators, elsewhere from formulas. What was measured on this
-    kind of device before counts.
+    On CPUs memory comes from a trace of the model's own operators, elsewhere from formulas. Earlier measurements on
+    this kind of device are taken into account.
 
     Args:
         cluster: as for `setup_of`.
 
-    Raises: `BadInput` as of `setup_of`, and for a setup that cannot be.
+    Raises:
+        BadInput: as for `setup_of`, or the setup is impossible.
     """
     setup = setup_of(config, ranks, cluster)
     record, note = find_calibration(setup)
@@ -58,10 +59,10 @@ def estimate_run(config: Config, ranks: int, cluster: Cluster | None = None) -> 
 
 
 def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
-    """From the model's own operators.
+    """The memory of a run, traced from the model's own operators.
 
-    None where these are compiled, or depend on values, which a trace does not have, or where the units are not those of
-    `setup`; nor of a model in stages, which keep several micro-batches.
+    None if these are compiled, or depend on values, which a trace does not have; if the units are not those of `setup`;
+    and for pipelines, whose stages keep several micro-batches.
     """
     layers = setup.model.layers
     if config.train.compile or setup.mesh.pp > 1:
@@ -84,10 +85,10 @@ def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
 
 
 def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
-    """What a rank sends in a step of activations along tp, cp and pp, in bytes, by the names of `Traffic.by_name`.
+    """Bytes of activations that a rank sends in a step along tp, cp and pp, by the names of `Traffic.by_name`.
 
-    By formulas; where some weights are frozen, gradients of activations end where nothing trains before them, and the
-    model's own operators are traced: nothing where these depend on values, which they do not have. Nor of stages then.
+    By formulas, unless some weights are frozen: then gradients of activations end where nothing before them is trained,
+    and the model's own operators are traced. Empty if that is not possible, and for pipelines with frozen weights.
     """
     mesh = setup.mesh
     if mesh.tp * mesh.cp * mesh.pp == 1 or setup.model.trainable_numel == setup.model.numel:
@@ -102,7 +103,7 @@ def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
 def _trace_of(
     model: nn.Module, config: Config, setup: Setup, names: list[str]
 ) -> tuple[ActivationTrace, dict[str, int]] | None:
-    """One micro-batch on meta, and what it has sent by axis and kind; None where its operators need values."""
+    """Trace one micro-batch on meta; also returns the bytes sent by axis and kind. None if operators need values."""
     try:
         traffic = _share_simulated(model, config, setup)
         with nullcontext() if config.cuts_attention else one_sequence_per_row():
@@ -114,7 +115,7 @@ def _trace_of(
 
 
 def _share_simulated(model: nn.Module, config: Config, setup: Setup) -> dict[str, Traffic]:
-    """Have it compute as one rank of those that share its sequences and matrices; what this rank sends, by axis."""
+    """Make a model compute as one of the ranks that share its sequences and matrices; returns its traffic by axis."""
     traffic = {}
     if setup.mesh.cp > 1:
         settings = config.parallel.context
@@ -134,7 +135,7 @@ def _share_simulated(model: nn.Module, config: Config, setup: Setup) -> dict[str
 
 
 def _traced(config: Config, setup: Setup, shortened: bool) -> Config:
-    """What is traced in place of a run; on a CPU activations on the host are where they would be anyway."""
+    """The configuration to trace. On a CPU offloaded activations are where they would be anyway."""
     layers = {"layers": TRACED_LAYERS} if shortened else {}
     model = config.model.model_copy(update={"vocab_size": setup.model.vocab, **layers})
     offload = config.offload.model_copy(update={"activations": "device"})
@@ -142,7 +143,7 @@ def _traced(config: Config, setup: Setup, shortened: bool) -> Config:
 
 
 def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.Tensor]:
-    """Forward and loss of one micro-batch, as the loop runs them, with this rank's part of each sequence."""
+    """A function for the forward and loss of one micro-batch, with this rank's part of each sequence."""
     size = (setup.micro_batch, setup.sequence // setup.mesh.cp)
     reference = torch.zeros(config.batch.micro_batch, 2)
 
@@ -158,20 +159,20 @@ def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.
 
 
 def _update_bytes(config: Config, setup: Setup) -> int:
-    """What the optimizer needs while it steps on the device."""
+    """Bytes that the optimizer needs on the device during its step."""
     numels, matrices = updated_numels(planned_units(setup)), matrix_updates(setup, 0).held_bytes
     one_by_one = setup.precision.moments != setup.precision.master  # moments are brought to the master's dtype and back
     return max(matrices, _stepping_bytes(config, setup, [max(numels)] if numels and one_by_one else numels))
 
 
 def _apart_bytes(config: Config, setup: Setup) -> int:
-    """What it needs on the host while it steps there, one tensor at a time."""
+    """Bytes that the optimizer needs on the host while it steps there, one tensor at a time."""
     numel = updated_apart_numel(planned_units(setup), setup.offload.cell_numel)
     return _stepping_bytes(config, setup, [numel] if numel else [])
 
 
 def _stepping_bytes(config: Config, setup: Setup, numels: list[int]) -> int:
-    """Bytes of tensors that are stepped at once, with their gradients in the masters' dtype; see `traced_update`."""
+    """Bytes needed to step these tensors at once, with gradients cast to the masters' dtype; see `traced_update`."""
     if not numels:
         return 0
     precision = setup.precision

@@ -18,7 +18,7 @@ class Sampling(NamedTuple):
     question: Prompt | None
 
     def check_vocabulary(self, config: Config, data: TokenData, vocab_size: int) -> None:
-        """Raises: `BadInput` for a token that the model does not have."""
+        """Raise `BadInput` for a token that the model does not have."""
         if max(self.prompt, default=0) >= vocab_size:
             key = "sample_prompt" if config.train.sample_chat is None else "sample_chat"
             raise BadInput(
