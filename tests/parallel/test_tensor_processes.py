@@ -169,7 +169,7 @@ def test_dropout_that_no_attribute_shows_is_seen(pool: Pool, share: float, seeds
 class Behind(nn.Module):
     """Drops half of what is between two matrices, and half of what their sum is."""
 
-    def __init__(self, recomputed: bool) -> None:
+    def __init__(self, recomputed: str) -> None:
         super().__init__()
         self.up, self.down, self.between, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(), nn.Dropout()
         self.recomputed = recomputed
@@ -177,12 +177,17 @@ class Behind(nn.Module):
     def inner(self, x: Tensor) -> Tensor:
         return self.between(self.up(x)).sin()
 
+    def outer(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(self.inner(x))).sin()
+
     def forward(self, x: Tensor) -> Tensor:
-        inner = checkpoint(self.inner, x, use_reentrant=False) if self.recomputed else self.inner(x)
+        if self.recomputed == "all":
+            return checkpoint(self.outer, x, use_reentrant=False)
+        inner = checkpoint(self.inner, x, use_reentrant=False) if self.recomputed == "inner" else self.inner(x)
         return self.drop(self.down(inner))
 
 
-def dropped_behind_a_sum(recomputed: bool):
+def dropped_behind_a_sum(recomputed: str):
     """Inside of one module of style `enter`: what is dropped of this rank's part, of the sum, and drawn later."""
     mesh = tz.mesh(tp=2, device="cpu")
     torch.manual_seed(3)
@@ -198,6 +203,10 @@ def dropped_behind_a_sum(recomputed: bool):
     for _ in range(2):
         loss = model(torch.ones(2, 4, 8)).sum()
         steps.append(seen[:])
+        if recomputed == "all":
+            with pytest.raises(tz.Misuse, match="recomputed without that module"):
+                loss.backward()
+            return []
         loss.backward()
         if recomputed:
             assert torch.equal(seen[-1], steps[-1][0])  # it is dropped again
@@ -205,8 +214,12 @@ def dropped_behind_a_sum(recomputed: bool):
     return steps
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_dropout_behind_the_sum_of_a_row_is_that_of_all_ranks(pool: Pool, recomputed: bool) -> None:
+def test_a_sum_that_is_recomputed_without_its_module_before_dropout_is_refused(pool: Pool) -> None:
+    pool.run(dropped_behind_a_sum, "all")
+
+
+@pytest.mark.parametrize("recomputed", ["", "inner"])
+def test_dropout_behind_the_sum_of_a_row_is_that_of_all_ranks(pool: Pool, recomputed: str) -> None:
     first, second = pool.run(dropped_behind_a_sum, recomputed)
     for (between, down, drop, last), (other_between, *others) in zip(first, second, strict=True):
         assert not torch.equal(between != 0, other_between != 0)

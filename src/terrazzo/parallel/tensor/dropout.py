@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine import inside_backward
+from terrazzo.errors import Misuse
+
 __all__ = ["fork_dropout", "has_dropout", "random_states"]
 
 _APART = 0x9E3779B97F4A7C15
@@ -38,14 +41,18 @@ class _OwnGenerators:
     Attributes:
         runs: the module runs in training. What runs of it alone, as one that is recomputed, draws from what it finds.
         shared: states of the shared generators, to be restored; None where these are in use.
+        joined: their states behind the last sum, with which something else may have been drawn since.
+        draws_behind: something has been, so that a sum which is recomputed alone would be followed by other draws.
     """
 
     rank: int
     runs: bool = False
     shared: list[Tensor] | None = None
+    joined: list[Tensor] | None = None
+    draws_behind: bool = False
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        self.runs, self.shared = module.training, None
+        self.runs, self.shared, self.joined = module.training, None, None
         self.fork()
 
     def fork(self, *_: Any) -> None:
@@ -59,9 +66,18 @@ class _OwnGenerators:
         if self.shared is not None:
             for each, state in zip(_generators(), self.shared, strict=True):
                 each.set_rng_state(state)
-            self.shared = None
+            self.joined, self.shared = self.shared, None
+        elif self.draws_behind and inside_backward():
+            raise Misuse(
+                "What ranks along tp sum inside of a module of style 'enter' is recomputed without that module, and "
+                "what is dropped behind the sum would be other than in forward. Recompute the module as a whole, as "
+                "by torch.utils.checkpoint around its call, or what is in front of the sum alone."
+            )
 
     def end(self, *_: Any) -> None:
+        if self.runs and self.shared is None and self.joined is not None:
+            now = [each.get_rng_state() for each in _generators()]
+            self.draws_behind |= not all(map(torch.equal, now, self.joined))
         self.join()
         self.runs = False
 
