@@ -196,6 +196,8 @@ def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:
         tz.attach(model, optimizer)
         with pytest.raises(tz.BadInput) as every:
             tz.telemetry.attach(model, tmp_path, every=0)
+        with pytest.raises(tz.BadInput, match="every=True: use 1 or more"):
+            tz.telemetry.attach(model, tmp_path, every=True)
         with pytest.raises(tz.BadInput) as folder:
             tz.telemetry.attach(model, tmp_path / "file" / "run")
         with pytest.raises(tz.BadInput) as earlier:

@@ -11,6 +11,7 @@ from terrazzo.checkpoint.series.listing import complete_names
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.storage.store import CheckpointStore, step_of
 from terrazzo.errors import BadInput
+from terrazzo.given_numbers import is_count
 
 __all__ = ["clear", "prune", "set_aside", "suspect", "suspects"]
 
@@ -44,11 +45,11 @@ def prune(  # structure: signature fixed by what may be kept
     Raises:
         BadInput: a number that is too small; or the folder cannot be seen.
     """
-    if keep_last < 1:
+    if not is_count(keep_last):
         raise BadInput(f"keep_last is {keep_last}: keep one at least, or use terrazzo.checkpoint.clear.")
-    if keep_every is not None and keep_every < 1:
+    if not (keep_every is None or is_count(keep_every)):
         raise BadInput(f"keep_every is {keep_every}: give a number of steps from 1 on, or None to keep none for it.")
-    if keep_best < 0:
+    if not is_count(keep_best, least=0):
         raise BadInput(f"keep_best is {keep_best}: give 0, or how many of the best to keep.")
     store = open_store(folder)
     whole = [checkpoint for name in complete_names(store) if (checkpoint := _opened(store, name)) is not None]

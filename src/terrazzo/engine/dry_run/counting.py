@@ -19,6 +19,7 @@ from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import Divisor, MoveBytes, Pass
+from terrazzo.engine.schedule.gathered import BackwardToCome
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepCounts", "agree"]
@@ -113,6 +114,11 @@ class CountingUnit:
     def add_gradient(self, gradient: ExpectedGradient, this_pass: Pass) -> None:
         self.buckets[gradient.bucket].accumulate_gradients(this_pass)
         self._filled_numel += gradient.numel
+
+    @property
+    def backward_to_come(self) -> BackwardToCome:
+        """What a schedule is told as its forward ends."""
+        return BackwardToCome.NONE if self.forward_only else BackwardToCome.ANNOUNCED
 
     @property
     def half_filled(self) -> bool:

@@ -127,11 +127,11 @@ def _forward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     for unit in units:
         while inside and not contains(inside[-1], unit):
             ended = inside.pop()
-            forward.leave(ended, announced=not ended.forward_only)
+            forward.leave(ended, ended.backward_to_come)
         forward.enter(unit)
         inside.append(unit)
     for unit in reversed(inside):
-        forward.leave(unit, announced=not unit.forward_only)
+        forward.leave(unit, unit.backward_to_come)
     schedule.end_forward()
     agree(schedule)
 

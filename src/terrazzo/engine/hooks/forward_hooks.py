@@ -29,6 +29,7 @@ from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.engine.runtime.weak import weakly
+from terrazzo.engine.schedule.gathered import BackwardToCome
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse, warn
 
@@ -225,11 +226,13 @@ class ForwardHooks:
         if announced and unit.forward_only:
             self._warn_of_backward(unit)
         if opaque:
-            self._keep_unannounced(unit)
-        elif forward is None:
-            self._schedule.leave_alone(unit, announced)
+            self._backward.may_surprise()
+            to_come = BackwardToCome.UNANNOUNCED
+        elif not training and self._regions.reentrant:
+            to_come = BackwardToCome.RECOMPUTED
         else:
-            forward.leave(unit, announced=announced, recomputed=not training and self._regions.reentrant)
+            to_come = BackwardToCome.ANNOUNCED if announced else BackwardToCome.NONE
+        self._schedule.leave_alone(unit, to_come) if forward is None else forward.leave(unit, to_come)
         return output
 
     def _runs_here(self, unit: Unit, module: nn.Module | None) -> bool:
@@ -251,11 +254,6 @@ class ForwardHooks:
                 "enable_input_require_grads()) unless their gradients are wanted."
             )
 
-    def _keep_unannounced(self, unit: Unit) -> None:
-        """Keep the weights of `unit` until backward ends, since nothing may announce its own."""
-        self._backward.may_surprise()
-        (self._schedule.forward or self._schedule).keep_until_backward_ends(unit)
-
     def reach(self, index: int) -> bool:
         """Somebody reads weights of a unit outside of its own forward: gather them, if the model's forward runs.
 
@@ -269,5 +267,6 @@ class ForwardHooks:
             return False
         forward.enter(unit)
         if torch.is_grad_enabled():
-            self._keep_unannounced(unit)
+            self._backward.may_surprise()
+            forward.leave(unit, BackwardToCome.UNANNOUNCED)
         return unit.weights.present

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from terrazzo.engine.comm.label import Label, Purpose
-from terrazzo.engine.schedule.gathered import GatheredWeights
+from terrazzo.engine.schedule.gathered import BackwardToCome, GatheredWeights
 from terrazzo.engine.schedule.order import Event, Program, position_from
 from terrazzo.engine.schedule.runnable import Runnable
 from terrazzo.engine.schedule.straying import Straying
@@ -53,26 +53,13 @@ class ForwardPass:
         self._running[unit.index] += 1
         unit.weights.wait()
 
-    def leave(self, unit: Runnable, *, announced: bool = True, recomputed: bool = False) -> None:
-        """Forward of `unit` has ended.
-
-        Args:
-            announced: whether its backward will be.
-            recomputed: whether it runs again in backward, which will announce that backward.
-        """
-        if announced:
-            self._weights.expect_backward(unit)
-        self._note_end(unit, Event.LEAVE if announced or recomputed else Event.LEAVE_FOR_GOOD)
-        self._weights.put_down(unit, self.backward_follows)  # which must not depend on this rank's data
-
-    def keep_until_backward_ends(self, unit: Runnable) -> None:
-        """Forward of `unit` has ended, and nothing will announce its backward: its weights stay until backward ends."""
-        self._note_end(unit, Event.LEAVE_FOR_GOOD)
-        self._weights.keep_until_backward_ends(unit)
-
-    def _note_end(self, unit: Runnable, event: Event) -> None:
+    def leave(self, unit: Runnable, to_come: BackwardToCome = BackwardToCome.ANNOUNCED) -> None:
+        """Forward of `unit` has ended."""
+        comes = to_come in (BackwardToCome.ANNOUNCED, BackwardToCome.RECOMPUTED)
+        self._weights.expect_backward(unit, to_come)
         self._running[unit.index] -= 1
-        self.program.note(unit.index, event)
+        self.program.note(unit.index, Event.LEAVE if comes else Event.LEAVE_FOR_GOOD)
+        self._weights.put_down(unit, self.backward_follows)  # which must not depend on this rank's data
 
     def end(self) -> None:
         """The forward has ended here: take part in what other ranks may still run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +11,16 @@ from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.runnable import Runnable
 
-__all__ = ["GatheredWeights"]
+__all__ = ["BackwardToCome", "GatheredWeights"]
+
+
+class BackwardToCome(enum.Enum):
+    """What is known of a unit's backward as its forward ends."""
+
+    NONE = "none will come"
+    ANNOUNCED = "it will be announced"
+    UNANNOUNCED = "it may come, and nothing will tell: weights stay until a backward ends"
+    RECOMPUTED = "the forward runs again in backward, and is to announce it then"
 
 
 class GatheredWeights:
@@ -71,14 +81,12 @@ class GatheredWeights:
         """Whether an earlier forward still waits for its backward, or its backward raised."""
         return bool(self._awaited) and not self.step_in_flight
 
-    def expect_backward(self, unit: Runnable) -> None:
-        """A forward of `unit` has ended, and its backward will be announced."""
-        self._awaited.add(unit.index)
-
-    def keep_until_backward_ends(self, unit: Runnable) -> None:
-        """A forward of `unit` has ended, and nothing will announce its backward: its weights stay until it ends."""
-        self._awaited.add(unit.index)
-        self._until_end.add(unit.index)
+    def expect_backward(self, unit: Runnable, to_come: BackwardToCome = BackwardToCome.ANNOUNCED) -> None:
+        """A forward of `unit` has ended."""
+        if to_come in (BackwardToCome.ANNOUNCED, BackwardToCome.UNANNOUNCED):
+            self._awaited.add(unit.index)
+        if to_come is BackwardToCome.UNANNOUNCED:
+            self._until_end.add(unit.index)
 
     def backward_came(self, unit: Runnable) -> None:
         """The backward of `unit` has been announced."""

@@ -17,7 +17,7 @@ from terrazzo.engine.plan.moves import Divisor, Pass
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.forward import ForwardPass
-from terrazzo.engine.schedule.gathered import GatheredWeights
+from terrazzo.engine.schedule.gathered import BackwardToCome, GatheredWeights
 from terrazzo.engine.schedule.order import Order, Program
 from terrazzo.engine.schedule.reductions import Reductions
 from terrazzo.engine.schedule.runnable import Runnable
@@ -170,15 +170,10 @@ class Schedule:
             self._gather_outside(unit)
         unit.weights.wait()
 
-    def leave_alone(self, unit: Runnable, announced: bool) -> None:
-        """A call of `enter_alone` has ended; `announced` if its backward will be."""
-        if announced:
-            self._weights.expect_backward(unit)
-        self._weights.put_down(unit, announced)
-
-    def keep_until_backward_ends(self, unit: Runnable) -> None:
-        """A call of `enter_alone` has ended, and nothing will tell when its backward begins."""
-        self._weights.keep_until_backward_ends(unit)
+    def leave_alone(self, unit: Runnable, to_come: BackwardToCome) -> None:
+        """A call of `enter_alone` has ended."""
+        self._weights.expect_backward(unit, to_come)
+        self._weights.put_down(unit, to_come is BackwardToCome.ANNOUNCED)
 
     def gather_early(self, unit: Runnable) -> None:
         """Every rank gathers a unit before the program comes to it."""

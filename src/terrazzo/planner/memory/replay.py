@@ -175,7 +175,7 @@ class _Player:
         if event.kind == "enter":
             self._forward.enter(unit)
         elif event.kind == "leave":
-            self._forward.leave(unit, announced=not unit.forward_only)
+            self._forward.leave(unit, unit.backward_to_come)
             if unit.index == 0:
                 schedule.end_forward()
                 agree(schedule)
