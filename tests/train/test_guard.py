@@ -74,6 +74,7 @@ def test_a_step_that_is_left_out_leaves_all_as_it_was(tmp_path: Path, monkeypatc
         ({10}, None, [1, 5, 11, 15, 20]),
         ({20}, None, [1, 5, 10, 15, 19]),
         ({18, 19, 20}, 1, [1, 5, 10, 15, 17]),
+        ({1, 2}, None, [3, 5, 10, 15, 20]),
     ],
 )
 def test_a_row_is_of_its_own_step_where_the_log_step_was_left_out(

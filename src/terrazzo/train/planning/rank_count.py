@@ -83,7 +83,7 @@ def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Ran
 
 
 def _tokens_per_s(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The tokens per second of rows of the log, over the seconds of each, without the first, as `Pace` has it."""
+    """The tokens per second over all rows of the log but the first, which includes what is done only once."""
     if len(rows) == 1:
         return float(rows[0]["tokens_per_s"])
     seconds = [(row["step"] - before["step"]) * row["step_s"] for before, row in pairwise(rows)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -188,7 +189,9 @@ class StepJudge:
                 " optimizer.lr, or raise guard.limit."
             )
         if settings.action == "skip":
-            session.schedule.step()
+            with warnings.catch_warnings():  # before the first update torch takes this for a mistake
+                warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step", UserWarning)
+                session.schedule.step()
             progress.step = step
             progress.skipped.append({"step": step, "batches": 1, "why": why})
             return f"step {step} not taken: {why}"
