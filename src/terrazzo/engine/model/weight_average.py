@@ -34,7 +34,8 @@ class Average:
     """
 
     def __init__(self, decay: float, dtype: torch.dtype) -> None:
-        self._decay, self._updates, self._decays = decay, 0, 0  # how many there were, and a checksum of their decays
+        self._decay = decay
+        self._updates, self._decays = 0, 0  # how many updates there were, and a checksum of the decays of each
         self.buffers: dict[Bucket, Buffer] = {}
         self.swapped = False
         _check_decay(decay)

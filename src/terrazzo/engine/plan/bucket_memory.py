@@ -176,8 +176,9 @@ def staying_bytes(spec: BucketSpec) -> int:
 
 
 def publish(spec: BucketSpec) -> Iterator[Allocation | InFlight]:
-    """New weights are brought in line with their masters: at a step's end, or where updates away from the device run
-    on into the next forward, before that gathers them.
+    """New weights are brought from their masters to where weights rest.
+
+    That is at a step's end; where updates away from the device run on into the next forward, before it gathers them.
     """
     own = spec.numel(spec.weight_axes)
     apart_bytes = spec.gathers_apart * own * spec.weight_dtype.itemsize

@@ -35,9 +35,10 @@ class MoveBytes(NamedTuple):
         what: name of what is moved, such as `weights`.
         over: the axis of a collective; of a copy the link, `pcie` or `disk`.
         sent_bytes: by one rank; whole but in plans, whose optimizers may keep a fraction of a byte per element.
-        received_bytes: memory for what arrives to be summed, in the first of its `steps`.
-        sum_bytes: memory of the sum that it makes, if that is memory of its own.
-        divides: what it sums is divided there, since nothing is summed behind it.
+        received_bytes: memory for what arrives to be summed, during the first of its `steps`.
+        steps: collectives in a row that it is made of.
+        sum_bytes: memory of the sum, where that is new memory.
+        divides: whether the sum is divided in it, as its last move.
         form: of the blocks that are sent; None where they are elements of a dtype.
     """
 

@@ -21,8 +21,8 @@ class Wire(ABC):
     """Format that weights are sent in.
 
     Attributes:
-        codes_stay: whether what `between` names is codes, beside full weights, from the gather of forward on until
-            these are released. Else it is a part of full weights, in their place, until they are there again.
+        codes_stay: whether `between` keeps codes, which lie beside full weights from the gather of forward until full
+            weights are released. Else it keeps a part of full weights, in their place until they are gathered again.
     """
 
     codes_stay = False
@@ -46,7 +46,7 @@ class Wire(ABC):
         """Bytes of `numel` elements as they are sent; a fraction only in plans of spaces that are not padded."""
 
     def message_bytes(self, numel: int) -> int:
-        """Bytes beside those of the weights for `numel` elements that have been sent, until they are decoded."""
+        """Bytes of a message of `numel` elements in memory of its own, which goes once it is decoded; 0 for none."""
         return 0
 
     def scratch_bytes(self, numel: int, device: str) -> int:

@@ -183,7 +183,7 @@ class BackwardPass:
         for unit in units:
             self.closed.add(unit.index)
             if unit.has_gradients and self.this_pass is Pass.DROPS:
-                self._reductions.drop(unit)
+                self._reductions.report_dropped(unit)
             elif unit.has_gradients and self.this_pass is not Pass.ADDS:
                 self.start_reducing(unit)
 

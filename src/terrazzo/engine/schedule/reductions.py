@@ -50,7 +50,7 @@ class Reductions:
         """Call `call` with the index of each unit whose gradients are complete, in backwards that no step uses."""
         self._on_dropped = call
 
-    def drop(self, unit: Runnable) -> None:
+    def report_dropped(self, unit: Runnable) -> None:
         """Report that the gradients of `unit` are complete, in a backward that no step uses."""
         self._on_dropped(unit.index)
 

@@ -48,13 +48,12 @@ class OptimizerStates:
         require_whole(engine.axes, "The whole state of an optimizer")
         self.engine, self._optimizer = engine, optimizer
         self._driver = next(driver for driver in engine.drivers if driver.reference() is optimizer)
-        stepped = [
-            (b, i)
-            for b in self._driver.buckets
-            for i, m in enumerate(b.members)
-            if m.group in self._driver.groups.numbers
-        ]
-        self._located = {bucket.members[index].name: (bucket, index) for bucket, index in stepped}
+        self._located = {
+            member.name: (bucket, index)
+            for bucket in self._driver.buckets
+            for index, member in enumerate(bucket.members)
+            if member.group in self._driver.groups.numbers
+        }
 
     def names(self) -> list[str]:
         """The names of the parameters that the optimizer was built over, in its order."""

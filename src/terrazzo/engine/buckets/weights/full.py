@@ -76,7 +76,7 @@ class FullWeights:
             from_rest: gather from where weights rest, even where `between` keeps more of them on this rank.
         """
         if not from_rest and self.present:
-            self._gather.put_down()  # as ranks that have put them down did
+            self._gather.put_down()  # to gather the same part as ranks that have released them
         yield from self._gather.fill(from_rest)
         return self.data
 

@@ -61,7 +61,7 @@ class OptimizerProbe:
         return isinstance(value, Tensor) and value.shape == (self.numel,)
 
     def undrawn(self) -> AbstractContextManager[None]:
-        """The random generators are afterwards as they were."""
+        """Inside, random numbers may be drawn: the generators are put back at the end."""
         return torch.random.fork_rng(devices=[self.device] if devices.is_cuda(self.device) else [])
 
     def step_on_zeros(self) -> dict[str, Any]:
