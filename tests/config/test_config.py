@@ -17,6 +17,7 @@ from terrazzo.config import (
     OptimizerConfig,
     check_keys,
     config_from_dict,
+    config_problems,
     load_config,
     setting_texts,
 )
@@ -217,6 +218,28 @@ def test_all_problems_are_listed_at_once() -> None:
     message = refusal({"train": {"stpes": 1, "clip": -1}, "model": {"dim": "wide"}})
     assert "3 problems" in message
     assert message.count("\n  - ") == 3
+
+
+def test_what_cannot_be_together_is_listed_at_once_within_sections_and_between_them() -> None:
+    mistakes: dict[str, dict[str, Any]] = {
+        "schedule.warmup_steps 2000 is longer": {"schedule": {"warmup_steps": 2000}},
+        "offload.activations 'cpu' moves": {"offload": {"activations": "cpu"}},
+        "precision.frozen 'nf4' keeps": {"precision": {"frozen": "nf4"}},
+        "precision: error_feedback keeps": {"precision": {"error_feedback": True}},
+        "lora: alpha without lora.rank": {"lora": {"alpha": 3.0}},
+        "model.attention: stride without": {"model": {"attention": {"stride": 2}}},
+    }
+    together: dict[str, Any] = {}
+    for words, section in mistakes.items():
+        assert words in refusal(section)  # each alone
+        for name, keys in section.items():
+            together[name] = {**together.get(name, {}), **keys}
+    message = refusal(together)
+    assert f"has {len(mistakes)} problems" in message
+    assert all(message.count(words) == 1 for words in mistakes)
+    assert [key for key, _ in config_problems(together)].count("") == 3  # of several sections
+    typo = refusal({**together, "train": {"stpes": 1}})  # what sections say together waits for keys that are right
+    assert "stpes" in typo and "lora: alpha" in typo and "offload.activations" not in typo
 
 
 @pytest.mark.parametrize(

@@ -657,8 +657,10 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"plan": {"name": "hfsdp"}}, {"world": 8}, "plan.name", "needs two data axes"),
     ({"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}}, {}, "plan.weight", "prefix"),
     ({"plan": "zero3@nvme"}, {}, "offload.path", "folder"),
-    ({"schedule": {"warmup_steps": 9}, "train": {"steps": 5}}, {}, "schedule.warmup_steps", "9 steps of warm-up"),
-    ({"offload": {"activations": "cpu"}}, {}, "offload.activations", "turn that on"),
+    ({"schedule": {"warmup_steps": 9}, "train": {"steps": 5}}, {}, "schedule.warmup_steps", "9 is longer than"),
+    ({"offload": {"activations": "cpu"}}, {}, "offload.activations", "activation_checkpointing is 'none'"),
+    ({"lora": {"alpha": 2.0}}, {}, "lora", "alpha without lora.rank"),
+    ({"plan": {"name": "zero3", "weight": "D"}}, {}, "plan.weight", "a name, or all four places"),
 ]
 
 
@@ -666,6 +668,33 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
 def test_check_finds(tmp_path: Path, document: dict[str, Any], context: dict[str, Any], key: str, text: str) -> None:
     errors = [finding for finding in check(understood(tmp_path, document, **context)) if finding.level == "error"]
     assert any(finding.key == key and text in finding.text for finding in errors), errors
+    assert len({finding.key for finding in errors}) == len(errors)  # each is told once
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "keys"),
+    [
+        ("megatron", {"lr-warmup-iters": 9, "train-iters": 5, "micro-batch-size": 1}, ["lr-warmup-iters"]),
+        (
+            "deepspeed",
+            {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            ["zero_optimization.offload_param.device"],
+        ),
+        (
+            "accelerate",
+            {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "nvme"},
+            },
+            ["deepspeed_config.offload_optimizer_device"],
+        ),
+    ],
+)
+def test_check_finds_in_other_dialects(tmp_path: Path, name: str, document: dict[str, Any], keys: list[str]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document))
+    found = check(understand(path, name))
+    assert [finding.key for finding in found if finding.level == "error"] == keys
 
 
 def test_check_warns_of_what_may_be_meant(tmp_path: Path) -> None:

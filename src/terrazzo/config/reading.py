@@ -21,7 +21,7 @@ from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE
 from terrazzo.config.sections.launch import is_rank_range
-from terrazzo.config.wording import dotted, sentence, sentences
+from terrazzo.config.wording import dotted, placed, sentence, sentences
 from terrazzo.documents import parse_value, read_text
 from terrazzo.errors import BadInput
 
@@ -49,7 +49,7 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [words for _, words in sentences(error)]
+        lines = [words for _, words in _problems(raw, error)]
     listed = "\n".join(f"  - {line}" for line in lines)
     text = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin} has {len(lines)} problems:\n{listed}"
     raise BadInput(without_passwords(text))
@@ -62,8 +62,19 @@ def config_problems(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
         Config.model_validate(raw)
     except ValidationError as error:
-        return [(key, without_passwords(words)) for key, words in sentences(error)]
+        return [(key, without_passwords(words)) for key, words in _problems(raw, error)]
     return []
+
+
+def _problems(raw: Mapping[str, Any], invalid: ValidationError) -> list[tuple[str, str]]:
+    """Keys that are wrong by themselves, and sections whose keys do not agree; or where each key is right, all that
+    cannot be together, within sections and between them: what several sections say is not known before.
+    """
+    try:
+        config = Config.model_validate(raw, context=KEYS_ALONE)
+    except ValidationError:
+        return sentences(invalid)
+    return [(section, placed(section, why)) for section, why in config.disagreements()]
 
 
 @dataclass(frozen=True)

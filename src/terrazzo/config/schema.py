@@ -7,7 +7,7 @@ the machine (ranks, folders, devices) live in the trainer's `preflight`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from terrazzo.config import section_rules as rules
 from terrazzo.config.section import Section
@@ -76,14 +76,14 @@ class Config(Section):
         """Where checkpoints are, whether the key was given or not."""
         return self.checkpoint.folder or str(self.log.folder / CHECKPOINTS)
 
-    def _agrees(self) -> None:
-        rules.offloaded_activations(self.offload, self.train)
-        rules.adapters(self.lora, self.model)
-        rules.frozen_matrices(self.precision, self.lora)
-        rules.schedule_lengths(self.schedule, self.train)
-        rules.rank_range(self.launch, self.plan.mesh)
-        rules.preference_pairs(self.objective, self.data)
-        rules.reward_head(self.objective, self.lora, self.checkpoint, self.model)
-        rules.experts(self.model, self.objective, self.checkpoint)
-        rules.attention_lengths(self.model, self.batch)
-        rules.attention_as_mistral(self.model, self.checkpoint)
+    def _disagreements(self) -> Iterator[str]:
+        yield from rules.offloaded_activations(self.offload, self.train)
+        yield from rules.adapters(self.lora, self.model)
+        yield from rules.frozen_matrices(self.precision, self.lora)
+        yield from rules.schedule_lengths(self.schedule, self.train)
+        yield from rules.rank_range(self.launch, self.plan.mesh)
+        yield from rules.preference_pairs(self.objective, self.data)
+        yield from rules.reward_head(self.objective, self.lora, self.checkpoint, self.model)
+        yield from rules.experts(self.model, self.objective, self.checkpoint)
+        yield from rules.attention_lengths(self.model, self.batch)
+        yield from rules.attention_as_mistral(self.model, self.checkpoint)

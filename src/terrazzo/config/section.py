@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-__all__ = ["KEYS_ALONE", "Named", "Section", "whole_number"]
+__all__ = ["KEYS_ALONE", "Disagreement", "Named", "Section", "whole_number"]
 
 KEYS_ALONE = {"agree": False}
 """The context of a validation that looks at each key by itself."""
+
+
+class Disagreement(ValueError):
+    """Keys of a section that cannot be together.
+
+    Attributes:
+        told: a text for each reason.
+    """
+
+    def __init__(self, told: Sequence[str]) -> None:
+        super().__init__("; ".join(told))
+        self.told = tuple(told)
 
 
 class Section(BaseModel):
@@ -36,17 +49,30 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _together(self, info: ValidationInfo) -> Self:
-        if (info.context or {}).get("agree", True):
-            self._agrees()
+        told = list(self._disagreements()) if (info.context or {}).get("agree", True) else []
+        if told:
+            raise Disagreement(told)
         return self
+
+    def disagreements(self) -> Iterator[tuple[str, str]]:
+        """What cannot be together, of keys that are right by themselves, here and in the sections within.
+
+        Yields:
+            The dotted key of the section whose keys do not agree, empty for this one, and why, with the edit.
+        """
+        for name, value in self:
+            if isinstance(value, Section):
+                yield from ((f"{name}.{key}" if key else name, why) for key, why in value.disagreements())
+        yield from (("", why) for why in self._disagreements())
 
     def changed_keys(self, *keys: str) -> list[str]:
         """Which of these keys, or of all, are not at their defaults."""
         usual = type(self).model_fields
         return [name for name, value in self if name in (keys or usual) and value != usual[name].default]
 
-    def _agrees(self) -> None:
-        """What is to be said of several keys of the section together. Raises: `ValueError`."""
+    def _disagreements(self) -> Iterator[str]:
+        """Why keys of this section cannot be together, with the edit that mends it; nothing where they can."""
+        yield from ()
 
 
 def whole_number(value: Any) -> int:

@@ -1,9 +1,12 @@
 """What sections of a configuration say together: a function for each thing that several of them decide.
 
-`Config` calls all of them, in its order. Each raises `ValueError` for what cannot be, with the edit that mends it.
+`Config` asks all of them, in its order. Each yields why something cannot be, with the edit that mends it: all are told
+together.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from terrazzo.config.sections.batch import BatchConfig
 from terrazzo.config.sections.checkpoint import CheckpointConfig
@@ -32,127 +35,129 @@ __all__ = [
 ]
 
 
-def offloaded_activations(offload: OffloadConfig, train: TrainConfig) -> None:
+def offloaded_activations(offload: OffloadConfig, train: TrainConfig) -> Iterator[str]:
     """What moves to the host is what activation checkpointing keeps."""
     if offload.activations == "cpu" and train.activation_checkpointing == "none":
-        raise ValueError(
+        yield (
             "offload.activations 'cpu' moves what activation checkpointing keeps, and"
             " train.activation_checkpointing is 'none': set it to full, selective or every_N"
         )
 
 
-def adapters(lora: LoraConfig, model: ModelConfig) -> None:
+def adapters(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
     """Adapters stand on a model that has learnt something."""
     if lora.rank is not None and (model.kind != "huggingface" or model.weights != "pretrained"):
-        raise ValueError(
+        yield (
             "lora.rank trains adapters on a frozen model, which has to be one with weights: set model.kind to"
             " 'huggingface' and model.weights to 'pretrained'"
         )
 
 
-def frozen_matrices(precision: PrecisionConfig, lora: LoraConfig) -> None:
+def frozen_matrices(precision: PrecisionConfig, lora: LoraConfig) -> Iterator[str]:
     """Only adapters freeze matrices."""
     if precision.frozen is not None and lora.rank is None:
-        raise ValueError(
+        yield (
             f"precision.frozen '{precision.frozen}' keeps frozen matrices in 4 bits, and without lora.rank"
             " none is: set lora.rank, such as 16, or leave precision.frozen out"
         )
 
 
-def schedule_lengths(schedule: ScheduleConfig, train: TrainConfig) -> None:
+def schedule_lengths(schedule: ScheduleConfig, train: TrainConfig) -> Iterator[str]:
     """Warm-up and decay are parts of the run."""
     if schedule.warmup_steps > train.steps:
-        raise ValueError(
+        yield (
             f"schedule.warmup_steps {schedule.warmup_steps} is longer than train.steps {train.steps}:"
             f" shorten the warm-up, with schedule.warmup_steps={train.steps // 10} for instance, or train for"
             f" longer, with train.steps={schedule.warmup_steps} or more"
         )
-    if (decay := schedule.decay_steps or 0) + schedule.warmup_steps > train.steps:
-        raise ValueError(
+    elif (decay := schedule.decay_steps or 0) + schedule.warmup_steps > train.steps:
+        yield (
             f"schedule.decay_steps {decay} is longer than the run, whose train.steps are {train.steps}, of"
             f" which {schedule.warmup_steps} warm up: shorten it, or leave it out for a fifth of the run"
         )
 
 
-def rank_range(launch: LaunchConfig, mesh: MeshConfig) -> None:
+def rank_range(launch: LaunchConfig, mesh: MeshConfig) -> Iterator[str]:
     """Ranks that may become fewer need a mesh that several numbers of them make up."""
     ranks = launch.ranks
     if not isinstance(ranks, str):
         return
     if mesh.dp_shard is not None:
-        raise ValueError(
+        yield (
             f"launch.ranks '{ranks}' lets ranks become fewer, and plan.mesh.dp_shard {mesh.dp_shard} says how many"
             f" there are, {mesh.fixed * mesh.dp_shard}: leave plan.mesh.dp_shard out, which then is what the others"
             " leave"
         )
-    if len(launch.numbers(mesh.fixed)) < 2:
-        raise ValueError(
+    elif len(launch.numbers(mesh.fixed)) < 2:
+        yield (
             f"launch.ranks '{ranks}' lets ranks become fewer, but the mesh has multiples of {mesh.fixed} of them"
             " (plan.mesh: pp, dp_replicate, cp and tp), and two of these are not within: make the range wider"
         )
 
 
-def preference_pairs(objective: ObjectiveConfig, data: DataConfig) -> None:
+def preference_pairs(objective: ObjectiveConfig, data: DataConfig) -> Iterator[str]:
     """A pair is two sequences of one text each, learnt whole."""
     if not objective.kind.of_pairs:
         return
     if data.packing not in (None, "single"):
-        raise ValueError(
+        yield (
             f"objective '{objective.name}' compares two sequences of one text each, and data.packing is"
             f" '{data.packing}': leave it out"
         )
     if data.loss_on != "assistant":
-        raise ValueError(
+        yield (
             f"objective '{objective.name}' is of completions, all of them, and data.loss_on is '{data.loss_on}': leave"
             " it out"
         )
 
 
-def reward_head(objective: ObjectiveConfig, lora: LoraConfig, checkpoint: CheckpointConfig, model: ModelConfig) -> None:
+def reward_head(
+    objective: ObjectiveConfig, lora: LoraConfig, checkpoint: CheckpointConfig, model: ModelConfig
+) -> Iterator[str]:
     """A model that ends in a score has a new head."""
     if objective.kind.scored and lora.rank is not None:
-        raise ValueError(
+        yield (
             f"objective '{objective.name}' trains a new head, which lora.rank would freeze: leave lora out, or set"
             " objective to 'dpo'"
         )
     if objective.kind.scored and checkpoint.save_format == "hf" and model.kind == "decoder":
-        raise ValueError(
+        yield (
             f"checkpoint.save_format 'hf' of objective '{objective.name}' needs a model that transformers has with a"
             " score: set model.kind to 'huggingface', or save_format to 'terrazzo'"
         )
 
 
-def experts(model: ModelConfig, objective: ObjectiveConfig, checkpoint: CheckpointConfig) -> None:
+def experts(model: ModelConfig, objective: ObjectiveConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """What the decoder's mixture of experts is not for."""
     if model.experts.count is None:
         return
     if objective.kind.of_pairs:
-        raise ValueError(
+        yield (
             f"objective '{objective.name}' has not been tried with experts, whose auxiliary losses are of tokens:"
             " remove model.experts, or set objective to 'next_token'"
         )
     if checkpoint.save_format == "hf":
-        raise ValueError(
+        yield (
             "checkpoint.save_format 'hf' writes the built-in decoder as a Llama, which has no experts: remove"
             " model.experts, or set save_format to 'terrazzo'"
         )
 
 
-def attention_lengths(model: ModelConfig, batch: BatchConfig) -> None:
+def attention_lengths(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
     """How far a token sees is within a sequence."""
     for name, value in (("window", model.attention.window), ("stride", model.attention.stride)):
         if value is not None and value > batch.sequence_length:
-            raise ValueError(
+            yield (
                 f"model.attention.{name} {value} is longer than a sequence, batch.sequence_length"
                 f" {batch.sequence_length}: leave it out, or train on longer sequences"
             )
 
 
-def attention_as_mistral(model: ModelConfig, checkpoint: CheckpointConfig) -> None:
+def attention_as_mistral(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """What a model with a window is written as at the end."""
     attention = model.attention
     if attention.window is not None and checkpoint.save_format == "hf" and (why := attention.not_mistral):
-        raise ValueError(
+        yield (
             f"checkpoint.save_format 'hf' writes a decoder with a window as a Mistral, which has no {why}: set"
             " save_format to 'terrazzo'"
         )

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 from terrazzo.config.keys import CONFIG_KEYS, keys_meant
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
+from terrazzo.config.section import Disagreement
 from terrazzo.documents import parse_value
 from terrazzo.errors import BadInput, did_you_mean, shortened
 
-__all__ = ["dotted", "sentence", "sentences"]
+__all__ = ["dotted", "placed", "sentence", "sentences"]
 
 # How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their
 # family.
@@ -54,12 +55,20 @@ def sentences(invalid: ValidationError) -> list[tuple[str, str]]:
         by_key.setdefault(whole[0] if whole else dotted(place), []).append(error)
     lines: list[tuple[str, str]] = []
     for key, of_key in by_key.items():
-        if len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
+        told = [why for error in of_key if isinstance(why := error.get("ctx", {}).get("error"), Disagreement)]
+        if told:
+            lines += [(key, placed(key, why)) for disagreement in told for why in disagreement.told]
+        elif len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
             kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in of_key)
             lines.append((key, f"{key} is {_value_text(of_key[0]['input'])}, expected {kinds}{_or_null(key)}."))
         else:
             lines += [(key, sentence(error)) for error in of_key]
     return lines
+
+
+def placed(section: str, why: str) -> str:
+    """What keys of a section say together, behind its name; of the whole configuration it stands alone."""
+    return f"{section}: {why}" if section else why
 
 
 def sentence(error: dict[str, Any], subject: str = "") -> str:

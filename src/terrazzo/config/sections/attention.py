@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from terrazzo.config.section import Section
@@ -27,8 +29,6 @@ class AttentionConfig(Section):
         """What of it a Mistral of transformers does not have, in words; empty where it has all."""
         return "stride" if self.stride is not None else "layers of other kinds" if self.full_every is not None else ""
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if self.window is None and (set_here := self.changed_keys("stride", "full_every")):
-            raise ValueError(
-                f"{', '.join(set_here)} without attention.window: set it, such as 1024, or remove the section"
-            )
+            yield f"{', '.join(set_here)} without attention.window: set it, such as 1024, or remove the section"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -34,12 +35,14 @@ class ExpertsConfig(Section):
     loss_weight: float = Field(1e-2, gt=0, description="loss: its weight beside the loss of each token")
     z_loss: float = Field(0.0, ge=0, description="weight of the squared log-sum-exp of a token's scores; 0: none")
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         set_here = self.changed_keys()
-        if self.count is None and set_here:
-            raise ValueError(f"{', '.join(set_here)} without experts.count: set it, such as 8, or remove the section")
-        if self.count is not None and self.top_k > self.count:
-            raise ValueError(f"top_k {self.top_k} experts compute each token, and there are {self.count}: lower top_k")
+        if self.count is None:
+            if set_here:
+                yield f"{', '.join(set_here)} without experts.count: set it, such as 8, or remove the section"
+            return
+        if self.top_k > self.count:
+            yield f"top_k {self.top_k} experts compute each token, and there are {self.count}: lower top_k"
         for key, balance in (("bias_rate", "bias"), ("loss_weight", "loss")):
             if key in set_here and self.balance != balance:
-                raise ValueError(f"{key} belongs to balance '{balance}', and this one is '{self.balance}': remove it")
+                yield f"{key} belongs to balance '{balance}', and this one is '{self.balance}': remove it"

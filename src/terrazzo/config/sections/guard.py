@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -48,8 +49,8 @@ class GuardConfig(Section):
         """Whether steps are judged before their update, beyond what ends a run in any case."""
         return self.action != "stop" or self.spike is not None
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if self.skip_batches and self.action != "rollback":
-            raise ValueError(f"skip_batches belongs to action 'rollback', and this one is '{self.action}': remove it")
+            yield f"skip_batches belongs to action 'rollback', and this one is '{self.action}': remove it"
         if self.changed_keys("window") and self.spike is None:
-            raise ValueError("window without spike: set guard.spike, such as 8, or remove it")
+            yield "window without spike: set guard.spike, such as 8, or remove it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -66,14 +66,14 @@ class LaunchConfig(Section):
         least, most = _ends_of_range(self.ranks)
         return range(-(-least // of) * of, most + 1, of)
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if isinstance(self.ranks, str) and not self.restarts:
-            raise ValueError(
+            yield (
                 f"ranks '{self.ranks}' lets ranks become fewer when they are started again, and restarts is 0: set"
                 f" launch.restarts to how often that may be, or launch.ranks to {self.numbers()[-1]}"
             )
         if self.stall_s > self.timeout_s and self.changed_keys("stall_s"):
-            raise ValueError(
+            yield (
                 f"stall_s {self.stall_s:g} is longer than timeout_s {self.timeout_s:g}, after which ranks give up"
                 " waiting for each other: no rank that stands still would be named before. Lower launch.stall_s, or"
                 " raise launch.timeout_s above it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -31,10 +32,8 @@ class LoraConfig(Section):
             raise ValueError(f"'{value}' is a single word: give a list of names, [{value}], or 'all-linear'")
         return value
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if self.rank is None and (set_here := self.changed_keys()):
-            raise ValueError(
-                f"{', '.join(set_here)} without lora.rank: set lora.rank, such as 8, or remove the section"
-            )
+            yield f"{', '.join(set_here)} without lora.rank: set lora.rank, such as 8, or remove the section"
         if not self.target_modules:
-            raise ValueError("target_modules is empty: name layers, or leave it out for 'all-linear'")
+            yield "target_modules is empty: name layers, or leave it out for 'all-linear'"

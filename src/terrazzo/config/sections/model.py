@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -38,21 +39,21 @@ class ModelConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     attention: AttentionConfig = AttentionConfig()
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if self.kind == "huggingface" and self.path is None:
-            raise ValueError("kind 'huggingface' needs model.path, a local folder holding config.json")
+            yield "kind 'huggingface' needs model.path, a local folder holding config.json"
         if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
-            raise ValueError("path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random")
+            yield "path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random"
         if self.kind == "huggingface" and self.experts.count is not None:
-            raise ValueError("experts belong to kind 'decoder': a folder's config.json has its own. Remove the section")
+            yield "experts belong to kind 'decoder': a folder's config.json has its own. Remove the section"
         if self.kind == "huggingface" and self.attention.window is not None:
-            raise ValueError(
+            yield (
                 "attention belongs to kind 'decoder': a folder's config.json says how far its model sees, with"
                 " sliding_window and layer_types where its model_type has them. Remove the section, and edit that file"
             )
         full_every = self.attention.full_every
         if self.kind == "decoder" and full_every is not None and full_every > self.layers:
-            raise ValueError(
+            yield (
                 f"attention.full_every {full_every} with {self.layers} layers has none without a window: lower it, or"
                 " leave it out"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,8 +57,6 @@ class ObjectiveConfig(Named):
         """What follows from the name."""
         return OBJECTIVES[self.name]
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if (set_here := self.changed_keys("beta", "label_smoothing")) and self.name != "dpo":
-            raise ValueError(
-                f"{', '.join(set_here)} without name 'dpo', which alone reads it: set name to 'dpo', or remove it"
-            )
+            yield f"{', '.join(set_here)} without name 'dpo', which alone reads it: set name to 'dpo', or remove it"

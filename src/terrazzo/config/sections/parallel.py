@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -68,8 +69,11 @@ class PipelineConfig(Section):
     )
     chunks: int = Field(1, gt=0, description="stages of each rank; several wait less, and send more, by `1f1b` alone")
 
-    def _agrees(self) -> None:
-        check_schedule(self.schedule, self.chunks)
+    def _disagreements(self) -> Iterator[str]:
+        try:
+            check_schedule(self.schedule, self.chunks)
+        except ValueError as error:
+            yield str(error)
 
 
 class ParallelConfig(Section):

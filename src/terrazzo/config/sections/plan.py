@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -77,18 +77,6 @@ class PlanConfig(Named):
     )
     outer: OuterConfig = OuterConfig()
 
-    def is_due(self, step: int, every: int | None, since: int | None = None) -> bool:
-        """Whether what is to be done every so many steps is due after a step; never without a number.
-
-        Where groups of ranks train by themselves it waits for the end of a round, when all have the same weights; only
-        such a step is asked about.
-
-        Args:
-            since: the step up to which it is done; by default the last one that was asked about.
-        """
-        since = step - (self.sync_every or 1) if since is None else since
-        return every is not None and step // every > since // every
-
     @model_validator(mode="before")
     @classmethod
     def _usual(cls, value: Any) -> Any:
@@ -97,11 +85,11 @@ class PlanConfig(Named):
         open_ = isinstance(value, Mapping) and all(value.get(key) is None for key in keys)
         return {**value, "name": "zero3"} if open_ else value
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         rows = {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
         places = [key for key, value in rows.items() if value is not None]
         if places and self.name is not None:
-            raise ValueError(f"a preset name ('{self.name}') and custom places ({', '.join(places)}): give one of them")
-        if places and len(places) < len(rows):
+            yield f"a preset name ('{self.name}') and custom places ({', '.join(places)}): give one of them"
+        elif places and len(places) < len(rows):
             missing = ", ".join(key for key in rows if key not in places)
-            raise ValueError(f"a custom plan names all four places; missing: {missing} ('-' means not split)")
+            yield f"a custom plan names all four places; missing: {missing} ('-' means not split)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -63,24 +64,22 @@ class PrecisionConfig(Named):
         None, description="globs over names of linear layers that stay in `compute`; null: those outside of the blocks"
     )
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if self.skip is not None and self.linears == "compute":
-            raise ValueError("skip says which linear layers are not in fp8, and linears is 'compute': remove skip")
+            yield "skip says which linear layers are not in fp8, and linears is 'compute': remove skip"
         if self.error_feedback and self.quantized_reduce == "none":
-            raise ValueError(
+            yield (
                 "error_feedback keeps what codes of gradients lose, and quantized_reduce is 'none': set it to 'int8' or"
                 " 'int4', or remove error_feedback"
             )
         if self.frozen is not None and self.linears != "compute":
-            raise ValueError(
+            yield (
                 f"frozen '{self.frozen}' is decoded to 'compute', which linears '{self.linears}' would round again:"
                 " leave one of them out"
             )
         compute = self.compute or PRESET_DTYPES[self.name]["compute"]
         if self.linears != "compute" and compute not in ("bf16", "fp32"):
-            raise ValueError(
-                f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
-            )
+            yield f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
 
     @property
     def recipe(self) -> str | None:

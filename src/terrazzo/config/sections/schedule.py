@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -21,6 +22,6 @@ class ScheduleConfig(Section):
     final_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak that is left at the last step")
     decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; null: a fifth")
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if self.decay_steps is not None and self.name != "wsd":
-            raise ValueError(f"decay_steps belongs to schedule 'wsd', this one is '{self.name}': remove it")
+            yield f"decay_steps belongs to schedule 'wsd', this one is '{self.name}': remove it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from pydantic import Field, field_validator
 
@@ -43,11 +44,9 @@ class TrainConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile for each unit")
 
-    def _agrees(self) -> None:
+    def _disagreements(self) -> Iterator[str]:
         if self.sample_chat is not None and self.changed_keys("sample_prompt"):
-            raise ValueError(
-                "sample_prompt and sample_chat: give one of them, what a text begins with or what is asked"
-            )
+            yield "sample_prompt and sample_chat: give one of them, what a text begins with or what is asked"
 
     @field_validator("activation_checkpointing")
     @classmethod

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 __all__ = ["KINDS", "LOST", "KeyVerdict", "Loss", "VerdictKind", "worst"]
 
-VerdictKind = Literal["applied", "renamed", "defaulted", "lossy", "refused"]
-KINDS: tuple[VerdictKind, ...] = ("applied", "defaulted", "renamed", "lossy", "refused")
-"""From the mildest to the gravest."""
+VerdictKind = Literal["applied", "defaulted", "renamed", "lossy", "refused"]
+"""What became of a key, from the mildest to the gravest: see `KeyVerdict`."""
+KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
 Loss = Literal["harmless", "lossy", "refused"]
 """What another dialect loses without a key: nothing, something, or the same numbers."""
 LOST: dict[Loss, VerdictKind] = {"harmless": "defaulted", "lossy": "lossy", "refused": "refused"}

@@ -28,6 +28,7 @@ from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.hosts import Hosts
 from terrazzo.train.checkpoints import local_folder
 from terrazzo.train.checkpoints.local_folder import ONE_HOST
+from terrazzo.train.settings.intervals import is_due
 
 __all__ = ["LocalCheckpoints"]
 
@@ -123,7 +124,7 @@ class LocalCheckpoints:
 
     def due(self, step: int) -> bool:
         """Whether a local checkpoint is due after a step."""
-        return self._folder is not None and self._config.plan.is_due(step, self._settings.every)
+        return self._folder is not None and is_due(self._config.plan, step, self._settings.every)
 
     def save(
         self, model: nn.Module, optimizer: Any, extra: dict[str, Any], run: str, complete_step: int = 0

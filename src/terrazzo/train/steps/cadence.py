@@ -17,6 +17,7 @@ from terrazzo.config import Config
 from terrazzo.exchange import gather_json
 from terrazzo.train.session.run_progress import read_saved
 from terrazzo.train.session.session import Session
+from terrazzo.train.settings.intervals import is_due
 
 __all__ = ["FIRST", "Cadence", "SaveInterval", "optimal_interval_s"]
 
@@ -110,10 +111,10 @@ class Cadence:
         if self._every is None:
             return False
         if isinstance(self._every, int):
-            return self._plan.is_due(step, self._every)
+            return is_due(self._plan, step, self._every)
         if (choice := self.choice) is not None:
-            return self._plan.is_due(step, choice.every)
-        return self._plan.is_due(step - self._first, FIRST)
+            return is_due(self._plan, step, choice.every)
+        return is_due(self._plan, step - self._first, FIRST)
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What is due after a step: one answer for all that a run does every so many steps.
 
-Whether a multiple of an interval has come is decided by `plan.is_due` of the configuration, which knows about rounds of
-groups that train by themselves. `cadence` and the checks of ranks ask it, too.
+Whether a multiple of an interval has come is decided by `settings.intervals`, which knows about rounds of groups that
+train by themselves. `cadence` and the checks of ranks ask it, too.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from terrazzo.train.session.session import Session
+from terrazzo.train.settings.intervals import is_due
 from terrazzo.train.steps.cadence import Cadence
 
 __all__ = ["DueWork", "due_work"]
@@ -48,12 +49,12 @@ def due_work(
     plan, train = config.plan, config.train
     finished = step == train.steps
     last = stopped or finished
-    logs = newest == step and (is_first_row or plan.is_due(step, config.log.every, row_step))
+    logs = newest == step and (is_first_row or is_due(plan, step, config.log.every, row_step))
     save = last or cadence.due(step)
     return DueWork(
         row=newest is not None and newest > row_step and (last or logs),
-        evaluation=finished or plan.is_due(step, train.eval_every),
+        evaluation=finished or is_due(plan, step, train.eval_every),
         save=save,
         local_save=not save and session.checkpoints.local_due(step),
-        sample=bool(session.sampling.prompt) and (finished or plan.is_due(step, train.sample_every)),
+        sample=bool(session.sampling.prompt) and (finished or is_due(plan, step, train.sample_every)),
     )

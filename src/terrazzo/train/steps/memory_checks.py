@@ -9,6 +9,7 @@ from terrazzo.engine import UnitSnapshot, engine_of
 from terrazzo.errors import CopiesDiffer, Corrupted, counted, listed
 from terrazzo.exchange import gather_json
 from terrazzo.train.session.session import Session
+from terrazzo.train.settings.intervals import is_due
 
 __all__ = ["MemoryChecks"]
 
@@ -33,7 +34,7 @@ class MemoryChecks:
         """A step begins: take a snapshot, if one is due."""
         step = self._session.step + 1
         self._snapshot = None
-        if self._every is not None and self._session.config.plan.is_due(step, self._every):
+        if self._every is not None and is_due(self._session.config.plan, step, self._every):
             self._snapshot = UnitSnapshot(self._engine, step // self._every % len(self._engine.units))
 
     @property

@@ -18,6 +18,7 @@ from terrazzo.train.data import Cursor
 from terrazzo.train.model.experts import forget_load
 from terrazzo.train.model.objectives import is_known
 from terrazzo.train.session.session import Session
+from terrazzo.train.settings.intervals import is_due
 from terrazzo.train.steps.disagreement import RankAnswer, finding_of
 from terrazzo.train.steps.step import train_on
 
@@ -48,7 +49,7 @@ class Replay:
         """
         config, step = self._session.config, self._session.step
         every = config.guard.replay_every
-        return every is not None and (step == self._first or config.plan.is_due(step, every))
+        return every is not None and (step == self._first or is_due(config.plan, step, every))
 
     def check(self) -> None:
         """Raise `Corrupted` on all ranks if one computes wrongly. Collective."""

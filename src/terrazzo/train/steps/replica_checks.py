@@ -8,6 +8,7 @@ from terrazzo.checkpoint import check_replicas, latest
 from terrazzo.engine import engine_of
 from terrazzo.errors import Corrupted, counted, listed
 from terrazzo.train.session.session import Session
+from terrazzo.train.settings.intervals import is_due
 from terrazzo.train.steps.memory_checks import MemoryChecks
 from terrazzo.train.steps.replay import Replay
 
@@ -48,7 +49,7 @@ class ReplicaChecks:
             Corrupted: on all ranks; it names the rank at fault, and what was put aside.
         """
         session = self._session
-        replicas = session.config.plan.is_due(session.step, self._replicas_every)
+        replicas = is_due(session.config.plan, session.step, self._replicas_every)
         if not (replicas or self._replay.due()):
             return
         with engine_of(session.model).tally.phases.during("evaluate"):

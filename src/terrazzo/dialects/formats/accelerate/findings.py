@@ -100,6 +100,10 @@ def _deepspeed(reader: AccelerateReader) -> Iterator[Finding]:
     if not named and reader.raw("deepspeed_config.zero_stage") is None:
         text = "it is not given: Accelerate takes 2, where DeepSpeed itself takes 0"
         yield Finding.warning("deepspeed_config.zero_stage", text)
+    for name in ("offload_optimizer", "offload_param") if not named else ():
+        key = f"deepspeed_config.{name}_device"
+        if reader.take(key).value == "nvme":
+            yield Finding.error(key, "no folder reaches DeepSpeed for it: say nvme_path in a deepspeed_config_file")
     if reader.raw("deepspeed_config.gradient_accumulation_steps") is not None:
         text = "DeepSpeed's engine divides the loss and steps: optimizer.step() and scheduler.step() do nothing"
         yield Finding.warning("deepspeed_config.gradient_accumulation_steps", text)

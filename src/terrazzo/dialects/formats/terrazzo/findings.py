@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.config import config_problems
-from terrazzo.dialects.core.description import Description
+from terrazzo.config import CONFIG_KEYS, config_problems
+from terrazzo.dialects.core.description import TIERS, Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.mesh import row_fault
 from terrazzo.errors import BadInput
@@ -16,11 +16,20 @@ __all__ = ["findings"]
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """Rows that the mesh cannot have, and what sections say together."""
     yield from _mesh(reading.description)
+    yield from _folder(reading.description)
     refused = tuple(verdict.key for verdict in reading.verdicts if verdict.kind == "refused")
     below = tuple(f"{key}." for key in refused)
     for key, words in config_problems(document):
-        if key not in refused and not key.startswith(below):
-            yield Finding.error("", f"`terrazzo train`: {words}")
+        by_places = key == "plan" and any(each.startswith("plan.") for each in refused)  # the keys' verdicts say it
+        if key not in refused and not key.startswith(below) and not by_places:
+            first = words.partition(" ")[0]  # what sections say together begins with the key of one
+            yield Finding.error(first if first in CONFIG_KEYS else key, f"`terrazzo train`: {words}")
+
+
+def _folder(description: Description) -> Iterable[Finding]:
+    path = description["offload.path"]
+    if any("nvme" in str(description.value(tier)) for tier in TIERS) and not path.value:
+        yield Finding.error(path.key or "offload.path", "states are on NVMe, and no folder is named for them")
 
 
 def _mesh(description: Description) -> Iterable[Finding]:
