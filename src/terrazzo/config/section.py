@@ -8,13 +8,13 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-__all__ = ["KEYS_ALONE", "Disagreement", "Named", "Section", "whole_number"]
+__all__ = ["KEYS_ALONE", "KeysDisagree", "Named", "Section", "whole_number"]
 
 KEYS_ALONE = {"agree": False}
 """The context of a validation that looks at each key by itself."""
 
 
-class Disagreement(ValueError):
+class KeysDisagree(ValueError):
     """Keys of a section that cannot be together.
 
     Attributes:
@@ -51,7 +51,7 @@ class Section(BaseModel):
     def _together(self, info: ValidationInfo) -> Self:
         told = list(self._disagreements()) if (info.context or {}).get("agree", True) else []
         if told:
-            raise Disagreement(told)
+            raise KeysDisagree(told)
         return self
 
     def disagreements(self) -> Iterator[tuple[str, str]]:

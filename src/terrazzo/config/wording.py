@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from terrazzo.config.keys import CONFIG_KEYS, keys_meant
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
-from terrazzo.config.section import Disagreement
+from terrazzo.config.section import KeysDisagree
 from terrazzo.documents import parse_value
 from terrazzo.errors import BadInput, did_you_mean, shortened
 
@@ -55,7 +55,7 @@ def sentences(invalid: ValidationError) -> list[tuple[str, str]]:
         by_key.setdefault(whole[0] if whole else dotted(place), []).append(error)
     lines: list[tuple[str, str]] = []
     for key, of_key in by_key.items():
-        told = [why for error in of_key if isinstance(why := error.get("ctx", {}).get("error"), Disagreement)]
+        told = [why for error in of_key if isinstance(why := error.get("ctx", {}).get("error"), KeysDisagree)]
         if told:
             lines += [(key, placed(key, why)) for disagreement in told for why in disagreement.told]
         elif len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
