@@ -27,12 +27,13 @@ from tests.helpers.cover import cover, places
 
 TOLERANCES = {
     "fp32": (2.0**-20, 2.0**-20), "fp16": (2.0**-6, 2.0**-10), "bf16": (2.0**-5, 2.0**-6), "int8": (2.0**-6, 2.0**-12),
+    "moments": (2.0**-4, 2.0**-6),
 }  # fmt: skip
 """For weights and for losses, of the largest of them. The host sums gradients in fp32. NCCL sums them in the dtype
 that they are sent in, which rounds each once more, by up to half of 2^-10 (fp16) or 2^-7 (bf16); the first steps of
 AdamW make of a small gradient a large step. In fp32 there is only the order of sums within a kernel, which processors
 differ in: its last bit decides between two codes of a gradient that is sent so, of int8 1/127 of the block's largest
-apart."""
+apart; that of a gradient in bf16 also between two codes of a moment, a tenth of it apart."""
 
 __all__ = ["AXES", "TOLERANCES", "Case", "Outcome", "chosen", "compare", "train"]
 
@@ -70,6 +71,7 @@ class Case:
         gather: in which matrices are sent as they are gathered; empty: as they are computed with.
         reduce: in which their gradients are sent; empty: in the precision's dtype.
         feedback: what codes of these lose is added to the next ones.
+        rounding: of master weights in bf16, with moments in 8 bits; empty: moments in the masters' dtype.
     """
 
     stage: str = "zero3"
@@ -92,6 +94,7 @@ class Case:
     gather: str = ""
     reduce: str = ""
     feedback: bool = False
+    rounding: str = ""
 
     @property
     def allowed(self) -> bool:
@@ -190,9 +193,11 @@ def mesh_of(case: Case, device: str) -> DeviceMesh:
 def sharded(case: Case, device: str, folder: str) -> tuple[nn.Module, Any]:
     """Of the case's plan. A fused optimizer on the host's CPU takes the same steps as on its CUDA."""
     plan = tz.Plan.named(case.stage + case.tier)
-    offload = tz.Offload(threads=1, step=case.step, path=folder, block_mib=0.0625)
+    cells = 1 if case.rounding else 0.0625  # what is in blocks needs whole pages of codes
+    offload = tz.Offload(threads=1, step=case.step, path=folder, block_mib=cells)
     formats: dict[str, Any] = {"frozen": case.frozen or None, "gather": case.gather or None}
     formats |= {"quantized_reduce": case.reduce or None, "error_feedback": case.feedback}
+    formats |= {"moments": "int8", "rounding": case.rounding} if case.rounding else {}
     options = {"fused": True} if case.optimizer == "fused" else {"foreach": device == "cuda"}
     return tz.shard(
         built(case),

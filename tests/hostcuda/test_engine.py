@@ -18,7 +18,8 @@ pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 def check(case: Case, ranks: Ranks, folder: Path) -> Sequence[Comparison]:
     """What each rank has found, if nothing speaks against it."""
     comparisons: list[Comparison] = ranks.run(compare, case, str(folder))
-    kinds = case.precision.removesuffix("-pure"), "int8" if case.reduce == "int8" else "fp32"
+    in_codes = "moments" if case.rounding else "int8" if case.reduce == "int8" else "fp32"
+    kinds = case.precision.removesuffix("-pure"), in_codes
     weights, losses = (max(each) for each in zip(*(TOLERANCES[kind] for kind in kinds), strict=True))
     for found in comparisons:
         assert found.faults(*FAULTS, "record_stream") == []
@@ -94,6 +95,19 @@ REDUCED = [
 
 @pytest.mark.parametrize("case", mostly_long(REDUCED, REDUCED[0]), ids=lambda case: case.name)
 def test_gradients_sent_in_8_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
+    check(case, two_ranks, tmp_path)
+
+
+ROUNDED = [
+    Case("zero1", precision="bf16-pure", micro=2, rounding="remainder"),
+    Case("zero2", "@cpu", "bf16-pure", rounding="remainder"),
+    Case("zero3", "@nvme", "bf16-pure", rounding="remainder", resumed="zero1"),
+    Case("zero1", precision="bf16-pure", rounding="stochastic"),
+]
+
+
+@pytest.mark.parametrize("case", mostly_long(ROUNDED, ROUNDED[1]), ids=lambda case: case.name)
+def test_masters_in_bf16_with_moments_in_8_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
     check(case, two_ranks, tmp_path)
 
 
