@@ -28,13 +28,15 @@ __all__ = [
 FORMULAS = {
     "memory.activations": Formula(
         "blocks x saved bytes of one block per micro-batch x micro-batches in flight. A block saves, in elements per "
-        "token: inputs of both norms 2h and of the matrices behind them 2h (split by tp only under sequence "
-        "parallelism), queries q, keys and values of the kv heads, the attention's output, and of the MLP gate, up, "
-        "silu(gate) and their product (eager), or gate, up and product (compiled, or in Megatron-core), or "
-        "input and output of the nonlinearity (not gated; three tensors more of a tanh GELU in plain operators, as "
-        "GPT-2's); dropout masks of one byte; fp32 copies where a norm computes in fp32. Full checkpointing keeps the "
-        "block's input alone, selective its input and the results of matrix products and of attention; under math "
-        "attention it recomputes the attention core alone; selective_half keeps every second of the products",
+        "token: inputs of both norms 2h and of the matrices behind them 2h, or h where attention and MLP share theirs "
+        "(split by tp only under sequence parallelism), queries q, keys and values of the kv heads (eager, and from "
+        "one matrix: all of its result beside rotated queries and keys), the attention's output (eager, and where a "
+        "part of a head is rotated: twice), and of the MLP gate, up, silu(gate) and their product (eager), or gate, up"
+        " and product (compiled, or in Megatron-core), or input and output of the nonlinearity (not gated; three "
+        "tensors more of a tanh GELU in plain operators, as GPT-2's); dropout masks of one byte; fp32 copies where a "
+        "norm computes in fp32. Full checkpointing keeps the block's input alone, selective its input and the results "
+        "of matrix products and of attention; under math attention it recomputes the attention core alone; "
+        "selective_half keeps every second of the products",
         "arXiv 2205.05198, equations 1 to 6; torch.autograd.graph.saved_tensors_hooks",
     ),
     "memory.working": Formula(
@@ -153,7 +155,7 @@ def _crowded(local: _Local, block: BlockShape) -> float:
 def _everything(local: _Local, block: BlockShape) -> float:
     """Bytes that a block saves without checkpointing."""
     between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
-    attention = (_attention(local, block) + _rotated(local, block)) * local.itemsize
+    attention = (_attention(local, block) + _kept_by_rotation(local, block)) * local.itemsize
     inside = attention + _mlp(local, block) / block.mlp_parts(local.tp)
     return between + local.tokens * inside + _scores(local, block)
 
@@ -184,7 +186,7 @@ def _attention(local: _Local, block: BlockShape) -> float:
     return each * (block.head_dim + block.value_dim) + 2 * block.latent / parts
 
 
-def _rotated(local: _Local, block: BlockShape) -> float:
+def _kept_by_rotation(local: _Local, block: BlockShape) -> float:
     """Elements per token of a rank that plain operators keep more of rotated queries and keys.
 
     Of one result with the values all stays, for these. What is put together of turned channels and others lies in the
