@@ -116,7 +116,7 @@ def axes(topology: tuple[str, int]) -> dict[str, object]:
     return {**places(plan), "ranks": ranks}
 
 
-@pytest.mark.cover(target=axes, origin=axes)
+@pytest.mark.cover(turns=2, target=axes, origin=axes)
 @pytest.mark.parametrize("origin", TOPOLOGIES, ids="{0[0]}-{0[1]}".format)
 @pytest.mark.parametrize("target", TOPOLOGIES, ids="{0[0]}-{0[1]}".format)
 def test_every_topology_restores_every_other_to_the_bit(

@@ -26,7 +26,7 @@ def sending(form: str = "int4", name: str = "bf16", **others: Any) -> Precision:
     return replace(Precision.named(name), quantized_reduce=form, error_feedback=True, **others)
 
 
-@pytest.mark.cover(strength=1, case=axes)
+@pytest.mark.cover(strength=1, turns=2, case=axes)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-pure", "fp16"])
@@ -98,7 +98,7 @@ TOPOLOGIES = [
 ]
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 @pytest.mark.parametrize(("plan", "shape"), TOPOLOGIES[:-1], ids=str)
 def test_what_is_applied_and_residuals_are_the_sum_of_gradients(plan: str, shape: tuple[int, ...], name: str) -> None:
@@ -248,7 +248,7 @@ def run(model: Any, optimizer: Any, rank: int, steps: Sequence[int]) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.cover(strength=1)
+@pytest.mark.cover(strength=1, turns=2)
 @pytest.mark.parametrize(("plan", "shape"), TOPOLOGIES, ids=str)
 def test_a_resumed_run_is_to_the_bit_the_one_that_went_on(plan: str, shape: tuple[int, ...], saved: Any) -> None:
     path, _ = saved[f"{plan} {shape}"]

@@ -37,7 +37,7 @@ def gathering(form: str, name: str = "bf16", **others: Any) -> Precision:
     return replace(Precision.named(name), gather=form, **others)
 
 
-@pytest.mark.cover(strength=1, case=axes)  # places and features meet in test_parity
+@pytest.mark.cover(strength=1, turns=2, case=axes)  # places and features meet in test_parity
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("sent", SENT, ids="-".join)
 @pytest.mark.parametrize("case", PLANS, ids=str)

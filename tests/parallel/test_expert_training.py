@@ -154,7 +154,7 @@ STAGED = [
 ]
 
 
-@pytest.mark.cover(mesh=shape, strength=1, turns=2)
+@pytest.mark.cover(mesh=shape, strength=1, turns=3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("chunks", [1, 2])

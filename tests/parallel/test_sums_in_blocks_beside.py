@@ -117,7 +117,7 @@ class Sender:
         pytest.param("zero3", {"tp": 2}, False, marks=pytest.mark.long),
         ("zero3", {"tp": 2}, True),
         ("zero1", {"ep": 2}, True),
-        ("zero0", {"tp": 2}, False),
+        pytest.param("zero0", {"tp": 2}, False, marks=pytest.mark.long),
         ("zero0", {"tp": 2}, True),
         ("zero2", {"pp": 2}, True),
     ],

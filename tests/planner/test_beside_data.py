@@ -194,7 +194,7 @@ def promised_traffic(setup: Setup) -> dict[str, int]:
     return {name: sent for name, sent in found.items() if sent}
 
 
-@pytest.mark.cover(strength=1, turns=2, case=shape)
+@pytest.mark.cover(strength=1, turns=3, case=shape)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
     """To the byte; of uneven parts those of the last rank along `tp`, and of those the first along data axes."""

@@ -169,7 +169,7 @@ EVERY_PRECISION = [("decoder", precision) for precision in MIXED]
 SOME = [(name, precision) for name in CONFIGS for precision in ("fp32", "bf16") if name != "decoder"]
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize(("plan", "world"), RUNS)
 @pytest.mark.parametrize(("name", "precision"), EVERY_PRECISION + SOME)
 def test_states_are_exact(name: str, precision: str, plan: str, world: int) -> None:

@@ -153,7 +153,7 @@ def check_bill(
 
 
 @pytest.mark.filterwarnings("ignore:tz.Precision. .* nothing under plan")  # formats of messages, where none are sent
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(turns=2, plan=places)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("mesh", "plan"), CASES)
 def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from terrazzo.planner import Estimate, Request, build_setup, search
@@ -22,6 +24,7 @@ SEARCHES = {
 }
 
 
+@functools.cache
 def recommended(name: str) -> tuple[Estimate, tuple[Estimate, ...]]:
     found = search(SEARCHES[name])
     assert found.best is not None

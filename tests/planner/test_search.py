@@ -422,7 +422,7 @@ def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
     [
         {"strategy": "zero3"},
         pytest.param({}, marks=pytest.mark.long),
-        {"global_batch": 4096},
+        pytest.param({"global_batch": 4096}, marks=pytest.mark.long),
         {"parallel": True, "sequence": 4096},
     ],
     ids=str,

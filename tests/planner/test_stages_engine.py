@@ -143,7 +143,7 @@ def promised(setup: Setup, stage: int) -> dict[str, int]:
     return {name: sent for name, sent in found.items() if sent}
 
 
-@pytest.mark.cover(strength=1, turns=2, case=lambda case: {**vars(case), "plan": places(case.plan)["weight"]})
+@pytest.mark.cover(strength=1, turns=3, case=lambda case: {**vars(case), "plan": places(case.plan)["weight"]})
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_of_stages_hold_and_send_what_was_promised(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, also what stages send each other. Ranks that are threads receive all at once."""

@@ -85,7 +85,7 @@ def modes_for(precision: str) -> tuple[str, ...]:
 # -- plans, tiers and precisions -------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(case=axes, tiers=tier_of_states)
+@pytest.mark.cover(turns=2, case=axes, tiers=tier_of_states)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("tiers", [*(f"{state} on {tier}" for tier in ("cpu", "nvme") for state in STATES), *TOGETHER])
 @pytest.mark.parametrize("case", [case for case in PLANS if case.replicas is None], ids=plan_id)
@@ -455,7 +455,7 @@ def test_what_is_still_being_written_is_not_read(tiers: str, tmp_path: Path, mon
     check(on_tiers(Case("zero3", 2, steps=3), tiers, tmp_path, block_mib=1, depth=32))
 
 
-@pytest.mark.cover
+@pytest.mark.cover(turns=2)
 @pytest.mark.parametrize("optim", ["device", "cpu", "nvme"])
 @pytest.mark.parametrize("grad", ["device", "cpu", "nvme"])
 @pytest.mark.parametrize("weight", ["device", "cpu", "nvme"])

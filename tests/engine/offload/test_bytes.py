@@ -94,7 +94,7 @@ def check_files(engine: Any, disk_bytes: int) -> None:
         disk.reserve(1)
 
 
-@pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_states_equal_the_bill_to_the_byte(plan: str, tiers: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -58,6 +59,7 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     return rest
 
 
+@functools.lru_cache(maxsize=4096)  # it is asked for at every setting
 def keys_in(text: str) -> tuple[str, ...]:
     """The keys that `", "` joins; one with a comma of its own has quotes around the name, see `join`."""
     parts = re.findall(r'(?:^|, )((?:"[^"]*"|(?!, ).)*)', text, re.DOTALL) if '"' in text else text.split(", ")

@@ -11,6 +11,7 @@ are kept as they are, by `Reader.keep_rows`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Key:
     why: str = ""
     null: bool | None = None
 
-    @property
+    @functools.cached_property
     def neutral(self) -> Any:
         """The default in neutral words; None where it is left open."""
         value = self.type.parse(self.default)
