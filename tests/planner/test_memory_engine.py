@@ -17,7 +17,7 @@ from terrazzo.engine import Offload, Plan, Precision, estimate
 from terrazzo.engine.comm.host.columns import MANY_FAR, Columns
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.formats import block_format
-from terrazzo.engine.plan import error_feedback, layout
+from terrazzo.engine.plan import error_feedback
 from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.partition import partition
 from terrazzo.engine.plan.place import OFFLOADS, ON_DEVICE
@@ -71,7 +71,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _one_size_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's ranks are on CPUs, and the planner's on a device: what they decode at once is not the same."""
-    for module in (layout, block_format, error_feedback):
+    for module in (block_format, error_feedback):
         monkeypatch.setattr(module, "tile_numel", lambda device: 1 << 16)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.sections import (
@@ -61,6 +61,7 @@ __all__ = [
     "row_name",
 ]
 
+T = TypeVar("T")
 STATES = ("weight", "between", "grad", "optim")
 SHARDING = tuple(f"sharding.{state}" for state in STATES)
 DATA_AXES = ("mesh.dp_replicate", "mesh.dp_shard")
@@ -162,7 +163,7 @@ class Description:
         return _with(self, sections if extras is None else {**sections, "extras": extras})
 
 
-def _with(record: Any, changes: Mapping[str, Any]) -> Any:
+def _with(record: T, changes: Mapping[str, Any]) -> T:
     """`dataclasses.replace` in a third of its time, for records whose fields are all arguments."""
     return type(record)(**{**vars(record), **changes})
 
