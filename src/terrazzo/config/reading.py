@@ -111,7 +111,7 @@ def check_keys(raw: Mapping[str, Any]) -> CheckedKeys:
 
 
 def _without(raw: Mapping[Any, Any], names: Sequence[int | str]) -> dict[Any, Any]:
-    """A copy without a key, or without what stands in place of its section."""
+    """A copy of `raw` without the key at the path `names`, or without what stands in place of its section."""
     name, *below = names
     inner = raw.get(name)
     if not below or not isinstance(inner, Mapping):
@@ -187,7 +187,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def _has_comment(text: str) -> bool:
-    """Whether YAML leaves a part of a valid value out: a `#` at its beginning, or behind a blank, in no token of it."""
+    """Whether YAML takes a part of the text for a comment: a `#` behind a blank or first, outside of quotes."""
     places = [found.end() - 1 for found in re.finditer(r"(?:^|\s)#", text)]
     if not places:
         return False

@@ -54,12 +54,12 @@ class Config(Section):
 
     @property
     def rank_numbers(self) -> Sequence[int]:
-        """How many ranks there may be, in ascending order, as the mesh can be made up; none where nothing says so."""
+        """Numbers of ranks that `launch.ranks` allows and the mesh can use, ascending; empty where it is null."""
         return self.launch.numbers(self.plan.mesh.fixed)
 
     @property
     def sequences_per_sample(self) -> int:
-        """A preference pair is two sequences."""
+        """Sequences in one sample: 2 for a preference pair, else 1."""
         return 2 if self.objective.kind.of_pairs else 1
 
     @property
@@ -73,7 +73,7 @@ class Config(Section):
 
     @property
     def checkpoint_folder(self) -> str:
-        """Where checkpoints are, whether the key was given or not."""
+        """Folder or URL of the checkpoints: `checkpoint.folder`, by default `log.folder/checkpoints`."""
         return self.checkpoint.folder or str(self.log.folder / CHECKPOINTS)
 
     def _disagreements(self) -> Iterator[str]:

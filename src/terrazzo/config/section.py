@@ -66,7 +66,7 @@ class Section(BaseModel):
         yield from (("", why) for why in self._disagreements())
 
     def changed_keys(self, *keys: str) -> list[str]:
-        """Which of these keys, or of all, are not at their defaults."""
+        """Those of `keys`, by default of all keys here, whose value is not the default."""
         usual = type(self).model_fields
         return [name for name, value in self if name in (keys or usual) and value != usual[name].default]
 
@@ -76,7 +76,7 @@ class Section(BaseModel):
 
 
 def whole_number(value: Any) -> int:
-    """A number above 0, of a key that may also be a word. Raises: `PydanticKnownError`."""
+    """A whole number above 0, for a key that may also be a word. Raises: `PydanticKnownError` for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool) or value != value // 1:
         raise PydanticKnownError("int_type")
     if value <= 0:

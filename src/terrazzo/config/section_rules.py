@@ -36,7 +36,7 @@ __all__ = [
 
 
 def offloaded_activations(offload: OffloadConfig, train: TrainConfig) -> Iterator[str]:
-    """What moves to the host is what activation checkpointing keeps."""
+    """offload.activations moves what activation checkpointing keeps, so there has to be some."""
     if offload.activations == "cpu" and train.activation_checkpointing == "none":
         yield (
             "offload.activations 'cpu' moves what activation checkpointing keeps, and"
@@ -45,7 +45,7 @@ def offloaded_activations(offload: OffloadConfig, train: TrainConfig) -> Iterato
 
 
 def adapters(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
-    """Adapters stand on a model that has learnt something."""
+    """Adapters are trained on a pretrained model."""
     if lora.rank is not None and (model.kind != "huggingface" or model.weights != "pretrained"):
         yield (
             "lora.rank trains adapters on a frozen model, which has to be one with weights: set model.kind to"
@@ -54,7 +54,7 @@ def adapters(lora: LoraConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def frozen_matrices(precision: PrecisionConfig, lora: LoraConfig) -> Iterator[str]:
-    """Only adapters freeze matrices."""
+    """Matrices are frozen under adapters alone."""
     if precision.frozen is not None and lora.rank is None:
         yield (
             f"precision.frozen '{precision.frozen}' keeps frozen matrices in 4 bits, and without lora.rank"
@@ -63,7 +63,7 @@ def frozen_matrices(precision: PrecisionConfig, lora: LoraConfig) -> Iterator[st
 
 
 def schedule_lengths(schedule: ScheduleConfig, train: TrainConfig) -> Iterator[str]:
-    """Warm-up and decay are parts of the run."""
+    """Warm-up and decay fit into train.steps."""
     if schedule.warmup_steps > train.steps:
         yield (
             f"schedule.warmup_steps {schedule.warmup_steps} is longer than train.steps {train.steps}:"
@@ -78,7 +78,7 @@ def schedule_lengths(schedule: ScheduleConfig, train: TrainConfig) -> Iterator[s
 
 
 def rank_range(launch: LaunchConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Ranks that may become fewer need a mesh that several numbers of them make up."""
+    """A range of ranks needs a mesh that at least two of its numbers can form."""
     ranks = launch.ranks
     if not isinstance(ranks, str):
         return
@@ -96,7 +96,7 @@ def rank_range(launch: LaunchConfig, mesh: MeshConfig) -> Iterator[str]:
 
 
 def preference_pairs(objective: ObjectiveConfig, data: DataConfig) -> Iterator[str]:
-    """A pair is two sequences of one text each, learnt whole."""
+    """Preference pairs are neither packed nor learnt in part."""
     if not objective.kind.of_pairs:
         return
     if data.packing not in (None, "single"):
@@ -128,7 +128,7 @@ def reward_head(
 
 
 def experts(model: ModelConfig, objective: ObjectiveConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
-    """What the decoder's mixture of experts is not for."""
+    """The decoder's mixture of experts learns next tokens, and is saved in Terrazzo's format."""
     if model.experts.count is None:
         return
     if objective.kind.of_pairs:
@@ -144,7 +144,7 @@ def experts(model: ModelConfig, objective: ObjectiveConfig, checkpoint: Checkpoi
 
 
 def attention_lengths(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
-    """How far a token sees is within a sequence."""
+    """Window and stride of attention are no longer than a sequence."""
     for name, value in (("window", model.attention.window), ("stride", model.attention.stride)):
         if value is not None and value > batch.sequence_length:
             yield (
@@ -154,7 +154,7 @@ def attention_lengths(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def attention_as_mistral(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
-    """What a model with a window is written as at the end."""
+    """A decoder with a window is exported as a Mistral, which has to have all of its attention settings."""
     attention = model.attention
     if attention.window is not None and checkpoint.save_format == "hf" and (why := attention.not_mistral):
         yield (

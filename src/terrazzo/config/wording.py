@@ -41,12 +41,15 @@ _NEARLY_EQUAL = 0.85  # as step and steps are
 
 
 def dotted(place: Sequence[int | str]) -> str:
-    """A place in a document as a key."""
+    """The dotted key of a location that pydantic gives."""
     return ".".join(map(str, place))
 
 
 def sentences(invalid: ValidationError) -> list[tuple[str, str]]:
-    """One for each key, behind it: of one that takes several kinds of values pydantic has an error for each kind."""
+    """Pairs of a dotted key and a sentence about it.
+
+    Where a key takes several kinds of values, pydantic has an error for each kind: they become one sentence.
+    """
     errors: list[dict[str, Any]] = [dict(detail) for detail in invalid.errors()]
     by_key: dict[str, list[dict[str, Any]]] = {}
     for error in errors:
@@ -89,7 +92,7 @@ def sentence(error: dict[str, Any], subject: str = "") -> str:
 
 
 def _edit(kind: str, value: Any) -> str:
-    """For a number or a switch that is text, such as `'12'` or `'off'`, and a word in place of a list."""
+    """The edit for a number or switch that is text (`'12'`, `'off'`), or a word in place of a list; else empty."""
     if isinstance(value, str) and kind == "list_type":
         return f" Write [{value}]."
     if not isinstance(value, str) or kind not in ("int_type", "float_type", "bool_type"):
@@ -103,7 +106,7 @@ def _edit(kind: str, value: Any) -> str:
 
 
 def _keys_of(where: str, value: Any) -> str:
-    """What stands in a section that was given as one value: `optimizer=adamw` for `optimizer.name=adamw`."""
+    """The edit where one value was given for a section: `optimizer=adamw` for `optimizer.name=adamw`; else empty."""
     keys = [key.removeprefix(f"{where}.") for key in CONFIG_KEYS if key.startswith(f"{where}.")]
     if "name" in keys and isinstance(value, str):
         return f" Write {where}.name: {value}, or on the command line {where}.name={value}."
@@ -111,7 +114,7 @@ def _keys_of(where: str, value: Any) -> str:
 
 
 def _or_null(where: str) -> str:
-    """`, or null: only at the end`, of a key that may be null, where its description says what that means."""
+    """`, or null: MEANING` for a key that may be null, as its description says; else empty."""
     known = CONFIG_KEYS.get(where)
     meaning = known.meaning.partition("null: ")[2].partition(";")[0] if known is not None and known.null else ""
     return f", or null: {meaning}" if meaning else ""

@@ -26,7 +26,7 @@ class AttentionConfig(Section):
 
     @property
     def not_mistral(self) -> str:
-        """What of it a Mistral of transformers does not have, in words; empty where it has all."""
+        """Name of the first setting here that transformers' Mistral lacks; empty where it has all of them."""
         return "stride" if self.stride is not None else "layers of other kinds" if self.full_every is not None else ""
 
     def _disagreements(self) -> Iterator[str]:

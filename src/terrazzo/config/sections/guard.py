@@ -46,7 +46,7 @@ class GuardConfig(Section):
 
     @property
     def acts(self) -> bool:
-        """Whether steps are judged before their update, beyond what ends a run in any case."""
+        """Whether each step is judged before its update: a step may be skipped, undone, or end the run as a spike."""
         return self.action != "stop" or self.spike is not None
 
     def _disagreements(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ _RANK_RANGE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
 
 
 def is_rank_range(key: str, text: str) -> bool:
-    """Whether what a key `ranks`, also as the end of a dotted key, is given is a range, such as `2:4`.
+    """Whether `text` is a range of ranks such as `2:4`, and `key` is `ranks` or a dotted key that ends so.
 
     To YAML 1.1 it is a number in base 60, 124.
     """
@@ -60,7 +60,7 @@ class LaunchConfig(Section):
         return _checked_range(value)
 
     def numbers(self, of: int = 1) -> Sequence[int]:
-        """How many ranks there may be, in ascending order, as multiples `of` so many; none where nothing says so."""
+        """Multiples of `of` that `ranks` allows, ascending; empty where `ranks` is null."""
         if not isinstance(self.ranks, str):
             return [] if self.ranks is None else [self.ranks]
         least, most = _ends_of_range(self.ranks)
@@ -81,7 +81,7 @@ class LaunchConfig(Section):
 
 
 def _checked_range(value: Any) -> str:
-    """A range in its one spelling. Raises: `ValueError` for what is none."""
+    """The range `least:most` without leading zeros. Raises: `ValueError` for text that is no such range."""
     if not isinstance(value, str) or not is_rank_range("ranks", value):
         raise ValueError(f"{value!r} is neither a number of ranks nor a range of them, least:most, such as 2:4")
     least, most = _ends_of_range(value)

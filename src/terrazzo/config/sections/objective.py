@@ -54,7 +54,7 @@ class ObjectiveConfig(Named):
 
     @property
     def kind(self) -> ObjectiveKind:
-        """What follows from the name."""
+        """What the objective asks of data, model and other sections."""
         return OBJECTIVES[self.name]
 
     def _disagreements(self) -> Iterator[str]:

@@ -29,16 +29,16 @@ class MeshConfig(Section):
 
     @property
     def ranks_per_batch(self) -> int:
-        """Neighbouring ranks that read the same sequences."""
+        """Number of neighbouring ranks that read the same sequences: cp times tp."""
         return self.cp * self.tp
 
     @property
     def fixed(self) -> int:
-        """Ranks that the axes beside `dp_shard` make up: there are so many, or a multiple of it."""
+        """Product of the degrees of all axes but `dp_shard`; the number of ranks is a multiple of it."""
         return self.pp * self.dp_replicate * self.ranks_per_batch
 
     def readers(self, world_size: int) -> int:
-        """How many shares there are of all sequences; each is read by the ranks of all stages, too."""
+        """Number of parts that the sequences of a batch are dealt out in, over `world_size` ranks."""
         return world_size // (self.ranks_per_batch * self.pp)
 
 

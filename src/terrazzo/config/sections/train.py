@@ -59,6 +59,6 @@ class TrainConfig(Section):
 
     @property
     def checkpointing(self) -> tuple[CheckpointMode, int]:
-        """Mode, and one unit in how many, of `activation_checkpointing`: `every_2` is `("full", 2)`."""
+        """The mode, and that one unit in so many is recomputed: `every_2` is `("full", 2)`."""
         mode, _, every = self.activation_checkpointing.partition("every_")
         return ("full", int(every)) if every else (mode, 1)  # type: ignore[return-value]  # as the pattern has it

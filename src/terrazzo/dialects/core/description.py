@@ -71,9 +71,9 @@ LOADED = "loaded"
 """The dtype in which the model was loaded, where a stack keeps it and the configuration does not say it."""
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "fp8", "int8", LOADED)
 EVERY_DTYPE = ("weight", "compute", "reduce", "accumulate", "master", "moments", "buffers", "output", "saved")
-"""What has a dtype of its own, as `precision` names it."""
+"""Names of the settings of `precision` that are dtypes."""
 PARAMETER_DTYPES = tuple(name for name in EVERY_DTYPE if name not in ("buffers", "output"))
-"""The same of a parameter, its gradient and its optimizer state."""
+"""Those of them that are about a parameter, its gradient or its optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Description:
         return Plan(**placed, name=self.row or "custom")
 
     def replace(self, changed: Mapping[str, Setting[Any]], extras: tuple[Extra, ...] | None = None) -> Description:
-        """The same with other settings at some paths. Raises: `KeyError` for a path that there is not."""
+        """A copy with other settings at some paths. Raises: `KeyError` for an unknown path."""
         by_section: dict[str, dict[str, Setting[Any]]] = {}
         for path, setting in changed.items():
             if path not in MEANING:

@@ -14,7 +14,7 @@ KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
 Loss = Literal["harmless", "lossy", "refused"]
 """What another dialect loses without a key: nothing, something, or the same numbers."""
 LOST: dict[Loss, VerdictKind] = {"harmless": "defaulted", "lossy": "lossy", "refused": "refused"}
-"""What becomes of a key whose loss it is, in a dialect that has no such key."""
+"""The verdict on a key in a dialect that has no such key, by the loss that its row names."""
 
 
 @dataclass(frozen=True)

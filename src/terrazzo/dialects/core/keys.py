@@ -42,7 +42,7 @@ Keep = Loss | Literal[""]
 ONE_OF = "one of "
 """How the `expected` of a `choice` begins."""
 MISSING = object()
-"""What `Type.parse` gives for a value that is none of the type's."""
+"""What `Type.parse` returns for a value of another type or out of range."""
 
 
 @dataclass(frozen=True)

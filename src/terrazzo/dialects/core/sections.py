@@ -266,4 +266,4 @@ OFF: dict[str, Any] = {
     **dict.fromkeys(("units.classes", "activation_checkpointing.ops", "offload.path"), ()),
     **dict.fromkeys(TIERS, "device"),
 }
-"""By path, the value that asks for nothing to happen."""
+"""The value that asks for nothing to happen, by path."""

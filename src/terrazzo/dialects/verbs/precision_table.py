@@ -103,8 +103,10 @@ _RESIDUAL = 4
 
 
 def _residual_bytes(description: Description, ranks: int) -> float:
-    """Of residuals on a rank: of gradients that it sends along the outermost data axis, which those of dp_shard may
-    have split before; and of the sums that it sends back, where ranks along that axis keep all of them.
+    """Bytes per parameter of error-feedback residuals on a rank.
+
+    There is one for each element that it sends along the outermost data axis, after dp_shard has split them, and one
+    for each that it sends back, where the ranks along that axis keep whole gradients.
     """
     if not description.value("precision.error_feedback"):
         return 0.0

@@ -106,7 +106,7 @@ class DeepSpeedReader(Reader):
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
 
     def _without_refused(self) -> dict[str, Any]:
-        """In today's spelling, and without removed keys that are switched off, which are refused all the same."""
+        """The document in today's spelling, without removed keys: DeepSpeed refuses them even if switched off."""
         gone = [key for key, removed in REMOVED.items() if self.version >= removed.since]
         older = {old: today for today, old in self.spelling.items()}
         kept = without(super()._without_refused(), [*gone, *older])
@@ -162,7 +162,7 @@ def _open(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _coded(key: str) -> str:
-    """Of an argument that is no key, at the top or in a section of its class: what takes it, and what is here."""
+    """Where a key is an argument of a class in user code: which class, and Terrazzo's key; else empty."""
     section, _, name = key.rpartition(".")
     if name not in CODED or section not in ("", "moe", "pipeline"):
         return ""

@@ -9,9 +9,7 @@ from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, Rea
 from terrazzo.dialects.core.keys import MISSING, choice, integer, number
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
-from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
-from terrazzo.dialects.formats.deepspeed.read_precision import DTYPE_WORDS
-from terrazzo.dialects.formats.deepspeed.read_zero import OLD_OFFLOAD
+from terrazzo.dialects.formats.deepspeed.keys import DTYPE_WORDS, OLD_OFFLOAD, SCHEDULER_PARAMS
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED, in_words
 from terrazzo.errors import listed
 
@@ -150,7 +148,7 @@ def _schedule(reader: DeepSpeedReader) -> Iterator[Finding]:
 
 
 def _surprises(reader: DeepSpeedReader) -> Iterator[Finding]:
-    """What holds although it looks otherwise."""
+    """Defaults and keys that do not do what they seem to."""
     if "gradient_clipping" not in reader and reader.default("gradient_clipping"):
         text = "it is not given: DeepSpeed clips at 1.0 since 0.19.3, and did not before; set it, 0 for none"
         yield Finding.warning("gradient_clipping", text)

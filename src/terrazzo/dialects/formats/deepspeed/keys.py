@@ -15,8 +15,13 @@ from terrazzo.dialects.formats.deepspeed.versions import REMOVED
 
 __all__ = [
     "ALIASES",
+    "BUILT_IN",
+    "DTYPE_WORDS",
+    "INTERVAL",
     "KEYS",
+    "NEUTRAL",
     "NULLABLE",
+    "OLD_OFFLOAD",
     "OPTIMIZER_PARAMS",
     "PATTERNS",
     "SCHEDULER_PARAMS",
@@ -27,7 +32,7 @@ __all__ = [
 ]
 
 TABLE: dict[str, Key] = {**CORE_ROWS, **ZERO_ROWS, **TOOL_ROWS}
-"""By dotted key."""
+"""Rows by dotted key, in today's spelling."""
 
 PATTERNS = frozenset(key for key in TABLE if key.endswith(".*"))
 
@@ -48,7 +53,7 @@ KEYS: dict[str, Key] = {
     **{f"{key}.*": Key(ANY, None, f"removed: {each.what}") for key, each in REMOVED.items()},
     "optimizer.params.<argument>": Key(ANY, None, ""),
 }
-"""The same under every spelling, with what is gone."""
+"""Rows under every spelling, removed keys included."""
 
 SECTIONS = frozenset(
     ".".join(parts[:depth])
@@ -74,3 +79,31 @@ STRICT = frozenset(
     }
 )
 """Sections that refuse a file with a key that they do not know. All others, the top among them, ignore it."""
+
+DTYPE_WORDS = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+}
+"""Neutral dtype by DeepSpeed's words for it."""
+
+OLD_OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+"""A section's older word, for states on the CPU."""
+
+BUILT_IN = {
+    "adam": "AdamW",
+    "adamw": "AdamW",
+    "adagrad": "Adagrad",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "muon": "Muon",
+    "muadam": "MuAdam",
+    "muadamw": "MuAdamW",
+    "musgd": "MuSGD",
+}
+"""The optimizers that DeepSpeed builds itself, by their names in lower case. Its Adam is AdamW unless told."""
+
+INTERVAL = "pipeline.activation_checkpoint_interval"
+
+NEUTRAL = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""The neutral name of a schedule of DeepSpeed's; others keep their own."""

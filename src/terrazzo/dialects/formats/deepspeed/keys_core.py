@@ -220,4 +220,4 @@ CORE_ROWS = {
     **section("tensor_parallel", _TENSOR),
     **section("checkpoint", _CHECKPOINT),
 }
-"""By dotted key."""
+"""Rows by dotted key."""

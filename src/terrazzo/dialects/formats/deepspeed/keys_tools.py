@@ -223,4 +223,4 @@ TOOL_ROWS = {
     **section("hybrid_engine", _HYBRID),
     **section("weight_quantization", _QUANTIZATION),
 }
-"""By dotted key; `.*` at the end stands for anything below."""
+"""Rows by dotted key; `.*` at the end stands for anything below."""

@@ -110,4 +110,4 @@ ZERO_ROWS = {
     **section("zero_optimization.leaf_module", _LEAF),
     **section("aio", _AIO),
 }
-"""By dotted key."""
+"""Rows by dotted key."""

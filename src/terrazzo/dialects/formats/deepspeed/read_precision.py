@@ -8,16 +8,11 @@ from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED, Setting, Set
 from terrazzo.dialects.core.keys import choice, integer
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
+from terrazzo.dialects.formats.deepspeed.keys import DTYPE_WORDS
 from terrazzo.engine import LossScaling
 
-__all__ = ["DTYPE_WORDS", "read_precision"]
+__all__ = ["read_precision"]
 
-DTYPE_WORDS = {
-    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
-}
-"""Neutral dtype by DeepSpeed's words for it."""
 
 _WIRE = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 

@@ -8,14 +8,12 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import integer, number
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
-from terrazzo.dialects.formats.deepspeed.keys import SCHEDULER_PARAMS
+from terrazzo.dialects.formats.deepspeed.keys import NEUTRAL, SCHEDULER_PARAMS
 from terrazzo.dialects.formats.deepspeed.versions import STRICT_WARMUP
 from terrazzo.errors import did_you_mean
 
-__all__ = ["NEUTRAL", "read_schedule"]
+__all__ = ["read_schedule"]
 
-NEUTRAL = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""The neutral name of a schedule of DeepSpeed's; others keep their own."""
 
 _PARAMS = "scheduler.params"
 

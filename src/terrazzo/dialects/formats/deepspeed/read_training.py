@@ -12,27 +12,14 @@ from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.core.keys import BOOLEAN, number
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
-from terrazzo.dialects.formats.deepspeed.keys import OPTIMIZER_PARAMS, argument_default
+from terrazzo.dialects.formats.deepspeed.keys import BUILT_IN, INTERVAL, OPTIMIZER_PARAMS, argument_default
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.errors import did_you_mean
 
-__all__ = ["BUILT_IN", "INTERVAL", "read_batch", "read_optimizer", "read_training"]
+__all__ = ["read_batch", "read_optimizer", "read_training"]
 
-BUILT_IN = {
-    "adam": "AdamW",
-    "adamw": "AdamW",
-    "adagrad": "Adagrad",
-    "lamb": "Lamb",
-    "lion": "Lion",
-    "muon": "Muon",
-    "muadam": "MuAdam",
-    "muadamw": "MuAdamW",
-    "musgd": "MuSGD",
-}
-"""The optimizers that DeepSpeed builds itself, by their names in lower case. Its Adam is AdamW unless told."""
 _MISTAKEN = {"deepspeedcpuadam": "AdamW", "fusedadam": "AdamW", "cpuadam": "AdamW", "deepspeedcpuadagrad": "Adagrad"}
 _PARAMS = "optimizer.params"
-INTERVAL = "pipeline.activation_checkpoint_interval"
 _FOR_ADAM = ("adam_w_mode", "fp32_optimizer_states")  # read elsewhere where they have an effect
 
 _OWNER = "DeepSpeed's engine divides the loss by it and steps by itself: the loop does not"

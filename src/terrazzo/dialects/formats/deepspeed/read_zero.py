@@ -8,11 +8,11 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import BOOLEAN, integer
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
+from terrazzo.dialects.formats.deepspeed.keys import OLD_OFFLOAD
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED, SWITCHED, in_words
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
 __all__ = [
-    "OLD_OFFLOAD",
     "read_mesh",
     "read_offload",
     "read_prefetch",
@@ -27,8 +27,6 @@ ZERO = "zero_optimization"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 GATHER, PREFETCH = f"{ZERO}.stage3_gather_16bit_weights_on_model_save", f"{ZERO}.stage3_prefetch_bucket_size"
 _ROWS = ("zero0", "zero1", "zero2", "zero3")
-OLD_OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
-"""A section's older word, for states on the CPU."""
 
 
 def stage_of(reader: DeepSpeedReader) -> Setting[int]:

@@ -96,10 +96,10 @@ REMOVED: Mapping[str, Removed] = {
         _8, "LoCo's error feedback for quantised gradients", "Terrazzo's precision.error_feedback"
     ),
 }
-"""By key; whatever is below it is meant as well."""
+"""Removed features by dotted key; all keys below are removed too."""
 
 SWITCHED = frozenset({"nebula", "amp", "eigenvalue", "elasticity", "curriculum_learning", "progressive_layer_drop"})
-"""Those that are off unless their `enabled` is true."""
+"""Removed sections that are off unless their `enabled` is true."""
 
 GHOSTS: Mapping[str, str] = {
     "fp32_allreduce": "DeepSpeed no longer reads it: communication_data_type 'fp32' says the same",
@@ -134,4 +134,4 @@ REMOVED_OPTIMIZERS: Mapping[str, Removed] = {
     "onebitlamb": Removed(_7, _COMPRESSED, "Lamb with communication_data_type 'bf16'"),
     "zerooneadam": Removed(_7, _COMPRESSED, "AdamW with communication_data_type 'bf16'"),
 }
-"""By optimizer.type in lower case."""
+"""Removed optimizers by `optimizer.type` in lower case."""

@@ -22,7 +22,7 @@ _LOST = {
     "hybrid_shard_zero2": f"{_GROUP}, which it gathers again for backward",
     "hfsdp": f"{_GROUP}: weights and gradients are split over all ranks too",
 }
-"""What changes with a row that DeepSpeed lacks, at the stage nearest to it."""
+"""How the nearest stage differs from a row that DeepSpeed lacks."""
 
 
 def write_sharding(draft: DeepSpeedDraft) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER
+from terrazzo.dialects.formats.fsdp2.keys import MESH_ORDER
 
 __all__ = ["findings"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.keys import ANY, BOOLEAN, NAME_LIST, Key, choice, integer
 from terrazzo.dialects.formats.shared.fsdp_words import DTYPE
 
-__all__ = ["KEYS"]
+__all__ = ["KEYS", "MESH_ORDER"]
 
 _OFFLOAD = choice({"cpuoffloadpolicy": True, "offloadpolicy": False, True: True, False: False})
 _LOOP = "it belongs to the training loop there"
@@ -82,3 +82,10 @@ KEYS: dict[str, Key] = {
     "unshard": Key(ANY, None, "gathers by hand", "harmless", "gathers are scheduled by the library there"),
     "reshard": Key(ANY, None, "frees by hand", "harmless", "gathers are scheduled by the library there"),
 }
+
+MESH_ORDER = ("pp", "cp", "sp", "ep", "tp")
+"""Axes that are no data axes, as they stand in a mesh: pipelines before the data axes, all others after them.
+
+The order counts: context parallel ranks join the shards, and a tensor that FSDP cuts after tensor parallelism did is
+stored in strides (DTensor's `_StridedShard`) that only the same order of axes reads back as one.
+"""

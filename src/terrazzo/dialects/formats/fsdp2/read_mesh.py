@@ -15,19 +15,14 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import integer
 from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.formats.fsdp2.keys import MESH_ORDER
 from terrazzo.dialects.formats.shared.fsdp_words import mesh_sizes
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
-__all__ = ["MESH_ORDER", "product", "read_mesh"]
+__all__ = ["product", "read_mesh"]
 
 
 _DP_DIMS = ("dp_mesh_dims.shard", "dp_mesh_dims.replicate")
-MESH_ORDER = ("pp", "cp", "sp", "ep", "tp")
-"""Axes that are no data axes, as they stand in a mesh: pipelines before the data axes, all others after them.
-
-The order counts: context parallel ranks join the shards, and a tensor that FSDP cuts after tensor parallelism did is
-stored in strides (DTensor's `_StridedShard`) that only the same order of axes reads back as one.
-"""
 _ROWS_BY_KEEPING = {False: ("zero3", "hybrid_shard"), True: ("shard_grad_op", "hybrid_shard_zero2")}
 """Row on one axis and on two, by whether weights are kept after forward."""
 

@@ -9,7 +9,8 @@ from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
-from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER, product
+from terrazzo.dialects.formats.fsdp2.keys import MESH_ORDER
+from terrazzo.dialects.formats.fsdp2.read_mesh import product
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_sharding"]

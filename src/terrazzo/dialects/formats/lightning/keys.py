@@ -276,4 +276,4 @@ KEYS: dict[str, Key] = {
 """By dotted key: the Trainer's arguments stand at the top, or below `trainer` as LightningCLI writes them."""
 _ARGUMENTS = section("strategy.init_args", {**FSDP, **MODEL_PARALLEL})
 ROWS = {**KEYS, **_ARGUMENTS, **section("trainer", _ARGUMENTS)}
-"""The same, with the arguments of strategies that the reader asks for."""
+"""`KEYS` with the arguments of strategies that the reader takes by their rows."""

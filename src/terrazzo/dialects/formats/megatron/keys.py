@@ -22,7 +22,20 @@ from terrazzo.dialects.core.keys import (
 )
 from terrazzo.dialects.formats.megatron.keys_others import OTHERS
 
-__all__ = ["ALIASES", "DECAYS", "DEGREES", "FSDP_ROWS", "KEYS", "LAUNCHER", "REMOVED", "SCALES", "canonical"]
+__all__ = [
+    "ADAMS_SHARE",
+    "ALIASES",
+    "DECAYS",
+    "DEGREES",
+    "FSDP_ROWS",
+    "KEYS",
+    "LAUNCHER",
+    "OPTIMIZERS",
+    "OWNER_OF_BETAS",
+    "REMOVED",
+    "SCALES",
+    "canonical",
+]
 
 LAUNCHER = "torchrun"
 """The section of what torchrun is given."""
@@ -255,7 +268,7 @@ KEYS: dict[str, Key] = {
     **_SIZES,
     **OTHERS,
 }
-"""By the argument without its dashes."""
+"""Rows by the argument without its dashes."""
 
 ALIASES = {"persistent-save-interval": "save-interval"}
 """Other names of arguments."""
@@ -277,3 +290,13 @@ def canonical(key: str) -> str:
     dashed = bare if bare in KEYS else bare.replace("_", "-")
     known = ALIASES.get(dashed, dashed)
     return known if known in KEYS or known in REMOVED else bare
+
+
+OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
+"""Class by --optimizer, as in torch.optim; Megatron-LM's adam decays weights as AdamW does."""
+
+OWNER_OF_BETAS = {"AdamW": "adam", "Muon": "adam", "Lion": "lion"}
+"""How the arguments of a class's betas begin; of Muon those are of what is no matrix."""
+
+ADAMS_SHARE = 0.2
+"""What `match_rms_adamw` multiplies Megatron-LM's `spectral` scale by."""

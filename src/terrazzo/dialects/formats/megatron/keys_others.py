@@ -381,4 +381,4 @@ def _value(text: str) -> Any:
 
 
 OTHERS: dict[str, Key] = {name: row for family in _FAMILIES for name, row in _rows(family).items()}
-"""By name."""
+"""Rows by the argument's name."""

@@ -7,14 +7,9 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.reader import Reader, derived, only_from_file
-from terrazzo.dialects.formats.megatron.keys import KEYS
+from terrazzo.dialects.formats.megatron.keys import ADAMS_SHARE, KEYS, OPTIMIZERS, OWNER_OF_BETAS
 
-__all__ = ["ADAMS_SHARE", "OPTIMIZERS", "OWNER_OF_BETAS", "read_training"]
-
-OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
-"""Class by --optimizer, as in torch.optim; Megatron-LM's adam decays weights as AdamW does."""
-OWNER_OF_BETAS = {"AdamW": "adam", "Muon": "adam", "Lion": "lion"}
-"""How the arguments of a class's betas begin; of Muon those are of what is no matrix."""
+__all__ = ["read_training"]
 
 
 def read_training(reader: Reader) -> SettingsByPath:
@@ -79,8 +74,6 @@ def _betas_and_eps(reader: Reader, owner: str) -> SettingsByPath:
 
 
 _OF_MATRICES = ("momentum", "nesterov", "num-ns-steps", "scale-mode", "extra-scale-factor")
-ADAMS_SHARE = 0.2
-"""What `match_rms_adamw` multiplies Megatron-LM's `spectral` scale by."""
 
 
 def _muon(reader: Reader, rate: Setting[Any] | None, matrices: dict[str, Setting[Any]]) -> Setting[Any]:

@@ -91,7 +91,7 @@ def _sharding(draft: Draft) -> None:
 
 
 def _megatrons(draft: Draft, row: str, why: str) -> None:
-    """Its own FSDP, whose checkpoints have a format of theirs."""
+    """Write Megatron-FSDP, with the format that its checkpoints have to have."""
     draft.put(SHARDING, "use-megatron-fsdp", True, why, "lossy" if why else "applied")
     strategy = next(word for word, named in FSDP_ROWS.items() if named == row)
     draft.write("data-parallel-sharding-strategy", strategy)

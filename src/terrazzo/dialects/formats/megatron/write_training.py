@@ -7,8 +7,7 @@ from typing import Any
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
-from terrazzo.dialects.formats.megatron.keys import DECAYS, KEYS, SCALES
-from terrazzo.dialects.formats.megatron.read_training import ADAMS_SHARE, OPTIMIZERS, OWNER_OF_BETAS
+from terrazzo.dialects.formats.megatron.keys import ADAMS_SHARE, DECAYS, KEYS, OPTIMIZERS, OWNER_OF_BETAS, SCALES
 
 __all__ = ["write_training"]
 

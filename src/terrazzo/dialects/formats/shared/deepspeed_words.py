@@ -12,7 +12,7 @@ DEVICE = choice({"none": "none", "cpu": "cpu", "nvme": "nvme"})
 STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hpz": 3, "shard_grad_op": 2}
 """The stage that a row is, or is nearest to; of all others it is 3."""
 WHOLE_BETWEEN_STEPS = "DeepSpeed keeps the weights whole between steps as well: more memory, the same numbers"
-"""What stage 2 is, to a row that splits the weights at rest."""
+"""How stage 2 differs from a row that splits the weights at rest."""
 BY_PARAMETER = "DeepSpeed gathers parameter by parameter"
 
 

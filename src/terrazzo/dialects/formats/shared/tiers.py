@@ -8,7 +8,7 @@ from terrazzo.errors import BadInput
 __all__ = ["ON_CPU", "tier_and_share"]
 
 ON_CPU = "the optimizer steps on the CPU once backward is done"
-"""What libraries with one way to step there do, in words."""
+"""How libraries without a choice of `offload.step` do it, in words."""
 
 
 def tier_and_share(text: str) -> tuple[str, float | None, bool]:

@@ -14,4 +14,4 @@ KEYS = {
     **{name: Key(ANY, key.default, key.meaning) for name, key in CONFIG_KEYS.items()},
     "optimizer.options.*": Key(ANY, None, ""),
 }
-"""By dotted key. What a value may be, the schema says."""
+"""Rows by dotted key. Which values are allowed is decided by the schema."""

@@ -191,7 +191,7 @@ KEYS: dict[str, Key] = {
     **section("metrics", _untold(_OTHERS["metrics"]), "harmless", _RUN),
     **section("profiler", _untold(_OTHERS["profiler"]), "harmless", _RUN),
 }
-"""By dotted key; `.*` stands for anything below."""
+"""Rows by dotted key; `.*` stands for anything below."""
 
 OPAQUE = ("optimizer.param_groups", "optimizer.optimizer_factory_kwargs_by_name")
 

@@ -10,22 +10,9 @@ from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, Rea
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
-from terrazzo.dialects.formats.trainer.keys import FIELDS
+from terrazzo.dialects.formats.trainer.keys import FIELDS, MATCHED
 
-__all__ = ["MATCHED", "findings"]
-
-MATCHED = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "fp16.enabled": "fp16",
-    "bf16.enabled": "bf16",
-}
-"""Keys of a DeepSpeed document whose value must be that of a field, or "auto"."""
+__all__ = ["findings"]
 
 
 def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:

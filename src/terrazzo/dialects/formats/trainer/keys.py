@@ -16,6 +16,7 @@ __all__ = [
     "FSDP_KEYS",
     "FSDP_VERSION_1",
     "KEYS",
+    "MATCHED",
     "OPTIMIZERS",
     "OWN_SCHEDULES",
     "REMOVED",
@@ -218,7 +219,7 @@ FSDP_KEYS = {
 }
 """Keys of `fsdp_config`, all of which may also start with `fsdp_`."""
 FSDP_VERSION_1 = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
-"""Those that are read with version 1 alone, and passed over in silence with version 2."""
+"""Keys of `fsdp_config` that TrainingArguments read with version 1 and ignore in silence with version 2."""
 
 DISTRIBUTED = {
     "tp_size": Key(integer(1), None, "tensor parallel degree"),
@@ -264,7 +265,7 @@ KEYS: dict[str, Key] = {
     },
     "gradient_checkpointing_kwargs.*": Key(ANY, None, ""),
 }
-"""By dotted key; `.*` stands for anything below."""
+"""Rows by dotted key; `.*` stands for anything below."""
 
 REMOVED = {
     "evaluation_strategy": "it is eval_strategy",
@@ -293,3 +294,16 @@ REMOVED = {
     "torchdynamo": "it is torch_compile_backend",
 }
 """Fields of earlier versions, and what took their place."""
+
+MATCHED = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
+}
+"""Keys of a DeepSpeed document whose value must be that of a field, or "auto"."""

@@ -9,8 +9,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.formats.shared.accelerate_stack import stack_precision
-from terrazzo.dialects.formats.trainer.findings import MATCHED
-from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, KEYS, REMOVED
+from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, KEYS, MATCHED, REMOVED
 from terrazzo.dialects.formats.trainer.read_loop import read_loop
 from terrazzo.dialects.formats.trainer.read_parallel import read_parallel, stack_of
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader

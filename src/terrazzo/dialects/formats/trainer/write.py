@@ -14,8 +14,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.nested import DEEPSPEED, placed
 from terrazzo.dialects.formats.shared.fsdp_words import wants_deepspeed
-from terrazzo.dialects.formats.trainer.findings import MATCHED
-from terrazzo.dialects.formats.trainer.keys import KEYS
+from terrazzo.dialects.formats.trainer.keys import KEYS, MATCHED
 from terrazzo.dialects.formats.trainer.write_loop import write_loop
 from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fsdp, write_precision
 
