@@ -17,10 +17,12 @@ In reading order:
 To add a key:
 
 1. In the section's module in `sections`, a field with its default and its meaning, from which follow what a file or an
-   override may say, the wording of errors, and the reference page. What it says together with other sections is a
-   function of `section_rules`.
-2. In `train.settings`, or where the trainer reads the section, what a run makes of it. Where another setting has it do
-   nothing, a rule in `train.preflight.idle_settings`; where both cannot be, a check in `train.preflight`.
+   override may say, the wording of errors, and the reference page. What cannot be beside it in its section is said in
+   the section's `_disagreements`, and what cannot be in others in a function of `section_rules`. A key that needs a
+   switch of its own section is refused there without it.
+2. In `train.settings`, or where the trainer reads the section, what a run makes of it. Where a setting of another
+   section has it do nothing, which may be meant, a rule in `train.preflight.idle_settings`; where both cannot be, a check in
+   `train.preflight`.
 3. In `dialects.formats.terrazzo`, for a neutral setting, a row in `paths`, or code in `read` and `write` where a row
    does not do. Other keys are carried over as they are; `read` has what a conversion to another library says of them.
 4. In `tests/dialects/test_terrazzo.py`, a value that is not the default, and what the key needs beside it.
