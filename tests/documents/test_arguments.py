@@ -71,6 +71,7 @@ READ = {
     "both into a file": f"LR=1\n{RUN} --bf16 &>> log & wait",
     "to a process": f"LR=1\n{RUN} --bf16 > >(cat >&2) < /dev/null",
     "a word as input": f"LR=1\n{RUN} --bf16 <<< '--x 1'",
+    "a word as input, and more lines": f"LR=1\ncat <<< EOF >&2\n{RUN}",
     "a document as input": f"LR=1\ncat <<EOF > made.json\nLR=2\n{RUN}\n' \"\nEOF\n{RUN}",
     "an indented one": f"LR=1\ncat <<-'E F' >&2\n\tLR=2\n\tE F\n{RUN}",
     "only for a command": "LR=1\nLR=2 torchrun train.py --lr $LR",
@@ -187,6 +188,10 @@ def test_an_argument_that_is_not_sure_is_refused(words: str, script: str) -> Non
         ("torchrun $DIST p.py --lr $1", {"lr": "$1"}),
         ("python p.py --min-lr -1 --bf16", {"min-lr": -1, "bf16": True}),
         ("python p.py --weight-decay 0.1 --weight-decay 0.1", {"weight-decay": 0.1}),
+        ("mkdir --parents x\npython train.py --lr 1", {"lr": 1}),
+        ("python train.py -o out --bf16 -v", {"o": "out", "bf16": True, "v": True}),
+        ("python p.py --bf16 -c=a --x -1 -.5 '-a b'", {"bf16": True, "c": "a", "x": [-1, -0.5, "-a b"]}),
+        ("python p.py --x $((010*2)) --y $((10*2))", {"x": "$((010*2))", "y": 20}),
         ("p.py --run 007 --tag -01 --x 0 --y 0.50 --z 1e3", {"run": "007", "tag": "-01", "x": 0, "y": 0.5, "z": 1000}),
     ],
 )
@@ -205,6 +210,11 @@ LAUNCHED = {"torchrun": {"nproc-per-node": 8}, "lr": 1e-4, "spec": "my/spec.py"}
         ("python -m torch.distributed.run --nproc-per-node 8 p.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
         ("python torch/distributed/run.py --nproc-per-node 8 p.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
         ("accelerate launch --nproc-per-node 8 p.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("torchrun --nproc-per-node 8 -m my.train --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("torchrun --nproc-per-node 8 --module my.train --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("python3.11 -m torch.distributed.run --nproc-per-node 8 -m my.train --lr 1e-4 --spec my/spec.py", LAUNCHED),
+        ("git commit -m x --quiet >&2\npython -u -m my.train --bf16 -m a", {"bf16": True, "m": "a"}),
+        ("srun -m block --nproc-per-node 8 p.py --lr 1e-4 --spec my/spec.py", LAUNCHED),
         ("python launch.py -n 8 p.py --spec my/spec.py --bf16", {"spec": "my/spec.py", "bf16": True}),
         ("--lr 1e-4 --spec my/spec.py --bf16", {"lr": 1e-4, "spec": "my/spec.py", "bf16": True}),
         ("--lr 1e-4\n--spec my/spec.py", {"lr": 1e-4, "spec": "my/spec.py"}),
@@ -218,7 +228,7 @@ def test_files_that_options_name_are_not_the_program(script: str, arguments: dic
     ("script", "arguments"),
     [
         ("python p.py --lr 1 --note 'as train.py does'", {"lr": 1, "note": "as train.py does"}),
-        ("python p.py --lr 1 -c 'python q.py --lr 2'", {"lr": [1, "-c", "python q.py --lr 2"]}),
+        ("python p.py --lr 1 -c 'python q.py --lr 2'", {"lr": 1, "c": "python q.py --lr 2"}),
         ("srun /bin/bash -euo pipefail -lc 'python p.py --lr 1' x", {"lr": 1}),
     ],
 )
@@ -233,6 +243,9 @@ def test_only_text_for_a_shell_is_a_command(script: str, arguments: dict[str, An
         ("for i in 1 2; do A+=' --x'; done\npython p.py --lr 1 $A", r"\$A is set in line 1"),
         ("python p.py --lr 1\npython q.py --lr 2", "several programs"),
         ("python p.py --lr 1 --lr 2", "from line 1 on: --lr is given twice, as 1 and 2"),
+        ("python p.py --bf16 --bf16 1", "given twice, as True and 1"),
+        ("mkdir --parents x\npython train.py -c conf", "program in line 2, and has the options in line 1"),
+        ("python p.py --x 1 -- --y 2", "behind -- stands"),
         ("echo hello", "no program an argument"),
         (
             "source args.sh\ntorchrun p.py $ARGS --lr 1",
@@ -274,3 +287,16 @@ def test_what_is_written_is_read_again_and_is_a_script(tmp_path: Path) -> None:
     assert told(text.replace("pretrain_gpt.py", "train.py"), tmp_path) == shlex.split(
         '--bf16 --lr 0.0003 --name "a b\'c" --x 1 2'
     )
+
+
+def test_text_that_looks_like_an_option_is_written_as_a_value(tmp_path: Path) -> None:
+    document = {"a": "--foo", "b": "-x y", "c": -1e-5, "d": "--", "e": "-v", "f": [-1, -2]}
+    text = write_arguments(document, "train.py")
+    assert parse_arguments(text, "x.sh") == document
+    assert told(text, tmp_path) == ["--a=--foo", "--b=-x y", "--c=-1e-05", "--d=--", "--e=-v", "--f", "-1", "-2"]
+
+
+@pytest.mark.parametrize("value", [[], ["a", "--foo"], ["-v", "a"], ["a", "--"]])
+def test_a_list_that_no_argument_says_is_not_written(value: list[str]) -> None:
+    with pytest.raises(BadInput, match=r"x is .*which no argument can say"):
+        write_arguments({"x": value}, "train.py")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from terrazzo.documents import MAX_BYTES, MAX_DEPTH, Format, load, parse
+from terrazzo.documents import MAX_BYTES, MAX_DEPTH, Format, load, parse, write_yaml
 from terrazzo.errors import BadInput
 
 LIMIT_S = 1.0
@@ -231,6 +231,12 @@ def test_words_of_yaml(text: str, expected: Any) -> None:
     assert parse(text, "yaml")["a"] == expected
 
 
+@pytest.mark.parametrize("text", ["1e-3", "12e45", "-1.e5", "1.5e-3", "yes", "010", "2026-01-02"])
+def test_text_that_reads_as_another_kind_is_written_in_quotes(text: str) -> None:
+    document = {"a": text, "b": [text], text: 1}
+    assert parse(write_yaml(document), "yaml") == document
+
+
 def test_numbers_in_base_60_are_text_only_where_the_caller_says_so() -> None:
     with pytest.raises(BadInput, match="base 60"):
         parse("ranks: 2:4", "yaml")
@@ -248,6 +254,11 @@ def test_json_with_comments_is_read_as_deepspeed_does(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"a": "// # /* ,]"}')
     assert load(tmp_path / "a.json").document == {"a": "// # /* ,]"}
     assert not load(tmp_path / "a.json").relaxed
+
+
+def test_a_comment_may_follow_a_comma_too_many() -> None:
+    text = '{"a": [1, // one\n], "b": "x, // ]", /* last */\n# of all\n}'
+    assert parse(text, "json") == {"a": [1], "b": "x, // ]"}
 
 
 def test_keys_are_text() -> None:

@@ -12,15 +12,22 @@ from terrazzo.untrusted_files import brackets
 
 __all__ = ["read_json_text", "strict_json", "write_json"]
 
-_BESIDES = re.compile(r'"(?:[^"\\]|\\.)*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)|,(?=\s*[}\]])', re.DOTALL)
-"""Text in quotes, and what strict JSON has not: comments, and commas before a closing bracket."""
+_QUOTED = r'"(?:[^"\\]|\\.)*"?'
+_BESIDES = (
+    re.compile(rf"{_QUOTED}|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL),
+    re.compile(rf"{_QUOTED}|,(?=\s*[}}\]])", re.DOTALL),
+)
+"""Text in quotes, and what strict JSON has not: comments, then commas before a closing bracket, as a comment may stand
+between the two."""
 _PIECE = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]|-?Infinity|NaN')
 """What decides which keys an object has, and words that Python takes for numbers."""
 
 
 def strict_json(text: str) -> str:
     """The text without what strict JSON does not have; all else keeps its place."""
-    return _BESIDES.sub(lambda piece: piece[0] if piece[0][0] == '"' else re.sub(r"[^\n]", " ", piece[0]), text)
+    for besides in _BESIDES:
+        text = besides.sub(lambda piece: piece[0] if piece[0][0] == '"' else re.sub(r"[^\n]", " ", piece[0]), text)
+    return text
 
 
 def read_json_text(text: str, origin: str) -> Any:

@@ -37,9 +37,9 @@ class _Loader(PARSER):  # type: ignore[misc]
     }
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+_WITH_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+"""`1e-3`: a number to YAML 1.2 and here, text to YAML 1.1 and its library."""
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+0123456789"))
 _NUMBERS = (":int", ":float")
 _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9_.]+)+)")
 """`010` and `1:30`, which are 8 and 90 to YAML 1.1 alone."""
@@ -154,6 +154,9 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+0123456789"))
 
 
 def write_yaml(value: Any) -> str:

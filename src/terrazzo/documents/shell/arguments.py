@@ -24,6 +24,12 @@ __all__ = ["parse_arguments", "write_arguments"]
 _LAUNCHER = "torchrun"
 _FILES_THAT_LAUNCH = ("distributed/run.py", "distributed/launch.py")
 """torch's launcher by its file: the program comes behind its options."""
+_MODULES_THAT_LAUNCH = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_TAKES_MODULE = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed)")
+_MODULE = ("-m", "--module")
+"""Of these alone: to others `-m` is another word, as to `srun` and `git commit`."""
+_OPTION = re.compile(r"(?:--(?=.)|-(?=[A-Za-z][\w-]*(?:=|$)))([^=]*)(?:(=)(.*))?", re.DOTALL)
+"""`--name`, `--name=value` or `-n`, but no negative number, and no text such as `-a b`."""
 _NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 """Not `007`, which is a name: as a number it could not be written again. `1e3` is one, as rates are written so."""
 
@@ -49,7 +55,7 @@ def parse_arguments(text: str, origin: str) -> dict[str, Any]:
         )
     words, where = command.words, f"'{origin}', from line {command.line} on"
     program = _program(words)
-    launcher = _options(words[:program], where) if program > 0 else {}
+    launcher = _options(_of_launcher(words[: max(program, 0)]), where)
     options = _options(_known(words[program + 1 :], where), where)
     return {**({_LAUNCHER: launcher} if launcher else {}), **options}
 
@@ -68,6 +74,11 @@ def _chosen(commands: list[Command], origin: str) -> Command:
     if len(found) > 1:
         lines = ", ".join(str(command.line) for command in found)
         raise BadInput(f"'{origin}' starts several programs with arguments (lines {lines}): keep one of them.")
+    if others := [each.line for each in commands if each is not found[0] and _program(each.words) >= 0]:
+        raise BadInput(
+            f"'{origin}' starts a program in line {others[0]}, and has the options in line {found[0].line}, with "
+            "another command: write the program's options into a file that ends in .args."
+        )
     for command in commands:
         if _is_option(command.words[0]):
             raise BadInput(
@@ -94,23 +105,32 @@ def _program(words: list[str]) -> int:
     """Where the program stands; -1 for none.
 
     It is the first word that ends in `.py`, or one behind it before the next option, as in `python launch.py train.py
-    --lr 1`; later ones are values of its options. Where options come first, there is none: they are arguments alone.
+    --lr 1`; later ones are values of its options; or the module behind `-m`. Where options come first, there is none:
+    they are arguments alone.
     """
     if words[:1] and words[0].startswith("--"):
         return -1
-    program = -1
+    program, takes_module = -1, False
     for place, word in enumerate(words):
-        if word.endswith(".py") and not word.endswith(_FILES_THAT_LAUNCH):
+        is_module = program < 0 and takes_module and words[place - 1] in _MODULE and word not in _MODULES_THAT_LAUNCH
+        if is_module or (word.endswith(".py") and not word.endswith(_FILES_THAT_LAUNCH)):
             program = place
         elif program >= 0 and word.startswith("--"):
             break
+        takes_module = takes_module or _TAKES_MODULE.fullmatch(word) is not None
     return program
+
+
+def _of_launcher(words: list[str]) -> list[str]:
+    """The words before the program from the first long option on: those before that are Python's."""
+    first = next((place for place, word in enumerate(words) if _is_option(word)), len(words))
+    return words[first : -1 if words[-1:] and words[-1] in _MODULE else None]
 
 
 def _known(words: list[str], where: str) -> list[str]:
     """A program's words. One that the script does not set may hold arguments, unless it is an option's first value."""
     for before, word in zip(["", *words], words, strict=False):
-        if word.startswith(("$", "`")) and not (_is_option(before) and "=" not in before):
+        if word.startswith(("$", "`")) and not (_OPTION.fullmatch(before) and "=" not in before):
             raise BadInput(
                 f"{where}: {word[:40]} is not set in this script, and may hold arguments: write the arguments that"
                 ' hold into a file that ends in ".args".'
@@ -121,16 +141,19 @@ def _known(words: list[str], where: str) -> list[str]:
 def _options(words: list[str], where: str) -> dict[str, Any]:
     written: list[tuple[str, list[Any]]] = [("", [])]
     for word in words:
-        if _is_option(word):
-            name, equals, value = word[2:].partition("=")
+        if word == "--":
+            raise BadInput(f"{where}: behind -- stands what is no option, and is not read: leave both out.")
+        if option := _OPTION.fullmatch(word):
+            name, equals, value = option.groups()
             written.append((name, [_plain(value)] if equals else []))
         else:
             written[-1][1].append(_plain(word))
     options: dict[str, Any] = {}
     for name, values in written[1:]:
         setting = values if len(values) > 1 else values[0] if values else True
-        if options.setdefault(name, setting) != setting:
-            raise BadInput(f"{where}: --{name} is given twice, as {options[name]} and {setting}: keep one of them.")
+        first = options.setdefault(name, setting)
+        if (type(first), first) != (type(setting), setting):  # True == 1
+            raise BadInput(f"{where}: --{name} is given twice, as {first} and {setting}: keep one of them.")
     return options
 
 
@@ -142,7 +165,10 @@ def _plain(word: str) -> Any:
 
 
 def write_arguments(document: Mapping[str, Any], program: str) -> str:
-    """A script that has torchrun start a program with these arguments. A switch that is off is left out."""
+    """A script that has torchrun start a program with these arguments. A switch that is off is left out.
+
+    Raises: `BadInput` for a list that no argument can say: an empty one, or one with text that looks like an option.
+    """
     arguments = dict(document)
     launcher = arguments.pop(_LAUNCHER, None) or {}
     lines = [
@@ -157,6 +183,12 @@ def _line(arguments: Mapping[str, Any]) -> list[str]:
     for name, value in arguments.items():
         if value is None or value is False:
             continue
-        texts = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name}", *(shlex.quote(str(each)) for each in texts)]
+        given = [] if value is True else value if isinstance(value, list) else [value]
+        texts = [str(each) for each in given]
+        if value == [] or (len(texts) > 1 and any(text == "--" or _OPTION.fullmatch(text) for text in texts)):
+            raise BadInput(f"{name} is {value}, which no argument can say: give it other values, or leave it out.")
+        if len(texts) == 1 and texts[0].startswith("-"):
+            words.append(f"--{name}={shlex.quote(texts[0])}")
+        else:
+            words += [f"--{name}", *map(shlex.quote, texts)]
     return words

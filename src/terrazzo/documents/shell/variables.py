@@ -194,7 +194,7 @@ class ShellVariables:
     def _computed(self, arithmetic: str) -> str:
         """`$((8*2))` of small whole numbers, also in variables; else as it stands."""
         text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", self._number, arithmetic[3:-2]).replace(" ", "")
-        if not re.fullmatch(r"\d{1,9}(\*\d{1,9}){0,3}", text):
+        if not re.fullmatch(r"{0}(\*{0}){{0,3}}".format(r"(?:0|[1-9]\d{0,8})"), text):  # 010 is in base 8
             return arithmetic
         return str(math.prod(int(factor) for factor in text.split("*")))
 

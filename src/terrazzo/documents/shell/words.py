@@ -49,7 +49,7 @@ def tokens(text: str, origin: str) -> Iterator[Token]:
             place = skipped.end()
         elif redirection := _REDIRECTION.match(text, place):
             start, place = _target(text, redirection.end(), origin)
-            if redirection[0].endswith(("<<", "<<-")):
+            if redirection[0].endswith(("<<", "<<-")) and not redirection[0].endswith("<<<"):
                 endings.append((re.sub(r"[\\'\"]", "", text[start:place]), redirection[0].endswith("-")))
         elif text.startswith("((", place) or not (mark := _MARK.match(text, place)):
             start, place = place, _word(text, place, origin)
