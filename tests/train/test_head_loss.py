@@ -14,12 +14,13 @@ from torch import nn
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.model import head_loss
-from terrazzo.train.model.head_loss import gives_loss, has_loss_without_logits, take_targets
+from terrazzo.train.model.head_loss import gives_loss, take_targets, wants_loss_without_logits, why_all_logits
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
 from tests.train.test_pipeline import EXPERTS, staged, summary_as_alone
 from tests.train.test_preferences import llama_config
-from tests.train.test_session import config_in
+from tests.train.test_session import config_in, trained
 
 CHUNKED = {"objective": {"loss": "chunked"}}
 
@@ -59,7 +60,7 @@ def models() -> dict[str, Path]:
     root = Path(mkdtemp())
     transformers.LlamaForCausalLM(llama_config()).save_pretrained(root / "llama")
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    gemma = transformers.Gemma2Config(**small, num_key_value_heads=1, head_dim=8, vocab_size=64)
+    gemma = transformers.Gemma2Config(**small, num_key_value_heads=1, head_dim=8, vocab_size=300)
     transformers.Gemma2ForCausalLM(gemma).save_pretrained(root / "gemma")
     return {"llama": root / "llama", "gemma": root / "gemma"}
 
@@ -98,6 +99,57 @@ def test_a_model_that_changes_its_logits_keeps_them(tmp_path: Path, monkeypatch:
         prepare_model(config_in(tmp_path, model=model, **CHUNKED))
 
 
+@pytest.mark.parametrize(
+    ("family", "loss", "more"),
+    [
+        ("llama", "chunked", {}),
+        ("qwen3", "chunked", {"head_dim": 8}),
+        ("mixtral", "chunked", {"num_local_experts": 4}),
+        ("qwen3_moe", "chunked", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}),
+        ("gemma2", "full", {"head_dim": 8}),
+        ("cohere", "full", {}),
+        ("granite", "full", {}),
+        ("phi", "full", {}),
+        ("gptj", "full", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+    ],
+)
+def test_the_planner_reckons_with_the_loss_that_the_run_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, loss: str, more: dict[str, int]
+) -> None:
+    """Gemma 2 caps its logits, Cohere and Granite scale them, and heads of Phi and GPT-J have a bias."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(head_loss, "MANY_LOGITS", 1)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 2, "vocab_size": 64} | more
+    transformers.AutoConfig.for_model(family, **small).save_pretrained(tmp_path)
+    config = config_in(tmp_path, model={"kind": "huggingface", "path": str(tmp_path)})
+    assert setup_of(config, 1).loss == loss
+    why = why_all_logits(prepare_model(config))
+    assert why is None if loss == "chunked" else "does not return what one matrix without a bias makes" in str(why)
+
+
+def test_a_model_that_cannot_be_run_without_values_is_refused_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looks(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("the sum is\nnot one")
+
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", looks)
+    config = config_in(tmp_path, model={"kind": "huggingface", "path": str(models()["llama"])}, **CHUNKED)
+    with pytest.raises(BadInput, match=r"cannot be run without values.*\(ValueError: the sum is not one\): set obj"):
+        check(config, 1)
+
+
+def test_a_run_says_why_it_computes_all_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(head_loss, "MANY_LOGITS", 1)
+    model = {"kind": "huggingface", "path": str(models()["gemma"])}
+    trained(config_in(tmp_path, model=model, batch={"sequence_length": 8}))
+    assert "\nloss      of all logits, as a Gemma2ForCausalLM does not return" in capsys.readouterr().out
+
+
 def test_a_head_with_a_bias_keeps_its_logits(tmp_path: Path) -> None:
     built = prepare_model(config_in(tmp_path))
     built.head = nn.Linear(16, 257, device="meta")
@@ -112,7 +164,7 @@ def test_a_head_with_a_bias_keeps_its_logits(tmp_path: Path) -> None:
 def test_what_needs_logits_has_them_and_says_so_before_it_starts(
     tmp_path: Path, more: dict[str, Any], message: str
 ) -> None:
-    assert not has_loss_without_logits(config_in(tmp_path, **more), 10**9)
+    assert not wants_loss_without_logits(config_in(tmp_path, **more), 10**9)
     more = {**more, "objective": more.get("objective", {}) | CHUNKED["objective"]}
     with pytest.raises(BadInput, match=rf"objective\.loss is 'chunked', but .*{message}.*'auto' or 'full'"):
         check(config_in(tmp_path, **more), 1)
@@ -120,8 +172,8 @@ def test_what_needs_logits_has_them_and_says_so_before_it_starts(
 
 def test_many_logits_are_what_a_rank_would_have_of_a_micro_batch(tmp_path: Path) -> None:
     values = {"batch": {"micro_batch": 2, "sequence_length": 4096}}
-    assert has_loss_without_logits(config_in(tmp_path, **values), 2048)
-    assert not has_loss_without_logits(config_in(tmp_path, **values), 2047)
-    assert not has_loss_without_logits(config_in(tmp_path, **values, plan={"mesh": {"tp": 2}}), 2048)
-    assert not has_loss_without_logits(config_in(tmp_path, **values, objective={"loss": "full"}), 10**6)
+    assert wants_loss_without_logits(config_in(tmp_path, **values), 2048)
+    assert not wants_loss_without_logits(config_in(tmp_path, **values), 2047)
+    assert not wants_loss_without_logits(config_in(tmp_path, **values, plan={"mesh": {"tp": 2}}), 2048)
+    assert not wants_loss_without_logits(config_in(tmp_path, **values, objective={"loss": "full"}), 10**6)
     assert config_from_dict({"data": {"source": "x"}}).objective.loss == "auto"

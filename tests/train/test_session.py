@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -21,7 +22,7 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config, without_passwords
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
-from terrazzo.telemetry import rows_of, run_lines
+from terrazzo.telemetry import JsonLines, rows_of, run_lines
 from terrazzo.train import loop
 from terrazzo.train.checkpoints.resume import data_changes
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
@@ -640,6 +641,20 @@ def test_a_folder_that_goes_away_while_training_is_named(
     assert len(calls) == 2
     left = {"renamed": [], "removed": [], "replaced": [tmp_path / what]}[how]
     assert [path for path in (tmp_path / what,) if path.exists()] == left, "nothing was made in its place"
+
+
+def test_a_run_whose_log_has_no_room_at_all_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: JsonLines, *line: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(JsonLines, "_log", full)
+    config = config_in(tmp_path)
+    assert trained(config) == 0
+    said = capsys.readouterr()
+    assert "No space left on device" in said.err
+    assert f"done      step {config.train.steps} of {config.train.steps}" in said.out
 
 
 @pytest.mark.parametrize("key", ["log", "checkpoint"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
@@ -24,7 +25,7 @@ from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.parallel import name_of_head
 from terrazzo.train.settings.plan import build_precision
 
-__all__ = ["TARGETS", "gives_loss", "has_loss_without_logits", "take_targets"]
+__all__ = ["TARGETS", "gives_loss", "take_targets", "wants_loss_without_logits", "why_all_logits"]
 
 TARGETS = "targets"
 """The name of the targets among the model's keyword arguments: int64, of the shape of the tokens."""
@@ -52,10 +53,12 @@ class _CalledWith:
 
 
 _CALLED_WITH = Mark[_CalledWith]("terrazzo_targets")
+_ALL_LOGITS = Mark[str]("terrazzo_all_logits")
+"""On a model that has to compute all its logits though the run would rather have none: why."""
 
 
-def has_loss_without_logits(config: Config, vocabulary: int) -> bool:
-    """Whether a run's loss is computed without logits, as far as the configuration tells.
+def wants_loss_without_logits(config: Config, vocabulary: int) -> bool:
+    """Whether a run's loss is to be computed without logits, if its model can: `gives_loss` of the model says that.
 
     Args:
         vocabulary: the number of logits of a token.
@@ -84,18 +87,18 @@ def take_targets(model: nn.Module, config: Config) -> None:
     """Have `model`, on the meta device and not cut yet, take `targets` if the run's loss is computed without logits.
 
     Raises:
-        BadInput: the configuration asks for that, and the model changes its logits, or has no plain head.
+        BadInput: the configuration asks for that, and the model changes its logits, or has no plain head. A run that
+            only prefers it goes on, and `why_all_logits` tells why it has them.
     """
     name = name_of_head(model)
     head = model.get_submodule(name) if name else None
-    if not has_loss_without_logits(config, _vocabulary(model, head)):
+    if not wants_loss_without_logits(config, _vocabulary(model, head)):
         return
-    if head is None or not _is_plain(model, head):
+    if head is None or (obstacle := _unlike_plain(model, head)):
+        why = f"a {type(model).__name__} {_CHANGED if head is None else obstacle}"
         if config.objective.loss == "chunked":
-            raise BadInput(
-                f"objective.loss is 'chunked', but a {type(model).__name__} does not return what one matrix without a "
-                "bias makes of its last hidden states: set objective.loss to 'auto' or 'full'."
-            )
+            raise BadInput(f"objective.loss is 'chunked', but {why}: set objective.loss to 'auto' or 'full'.")
+        _ALL_LOGITS.leave(model, why)
         return
     passed = _CalledWith(model)
     for module in (model, head):
@@ -110,29 +113,43 @@ def gives_loss(model: nn.Module) -> bool:
     return _CALLED_WITH.find(model) is not None
 
 
+def why_all_logits(model: nn.Module) -> str | None:
+    """Why `model` computes all its logits though a loss without them would take less memory; None if it would not."""
+    return _ALL_LOGITS.find(model)
+
+
 def _vocabulary(model: nn.Module, head: nn.Module | None) -> int:
     return model.config.vocab_size if isinstance(model, Decoder) else int(getattr(head, "out_features", 0))
 
 
-def _is_plain(model: nn.Module, head: nn.Module) -> bool:
-    """Whether the model's logits are the output of its head, a product with one matrix. Runs the model on meta."""
+_CHANGED = "does not return what one matrix without a bias makes of its last hidden states"
+
+
+def _unlike_plain(model: nn.Module, head: nn.Module) -> str:
+    """Why the model's logits are not the output of its head, a product with one matrix; empty if they are.
+
+    Runs the model on meta, in bf16: kernels for the experts of a mixture take nothing wider.
+    """
     if isinstance(head, TiedHead):
-        return True
+        return ""
     matrix: Any = head
     if not isinstance(head, nn.Linear) or matrix.bias is not None or type(matrix).forward is not nn.Linear.forward:
-        return False
+        return _CHANGED
     if isinstance(model, Decoder):
-        return True
+        return ""
     outputs: list[Any] = []
     handle = head.register_forward_hook(lambda module, args, output: outputs.append(output))
+    weights = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), one_sequence_per_row():
-            logits = logits_of(model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta")))
-    except Exception:  # anything: a stranger's forward has been given tensors without values
-        return False
+            logits = logits_of(functional_call(model, weights, kwargs={"input_ids": tokens}))
+    except Exception as error:  # anything: a stranger's forward has been given tensors without values
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return f"cannot be run without values, to see what it does to its logits ({reason})"
     finally:
         handle.remove()
-    return len(outputs) == 1 and logits is outputs[0]
+    return "" if len(outputs) == 1 and logits is outputs[0] else _CHANGED
 
 
 def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:

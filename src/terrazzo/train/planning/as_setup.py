@@ -20,7 +20,7 @@ from terrazzo.planner.setup.setup import Loss, UpdateKernel
 from terrazzo.planner.timing.compute import repeated_flops_per_token
 from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
-from terrazzo.train.model.head_loss import has_loss_without_logits
+from terrazzo.train.model.head_loss import gives_loss, wants_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import leaves_logits_apart
@@ -95,7 +95,8 @@ def _kernel(options: Mapping[str, Any]) -> UpdateKernel | None:
 
 def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
     """How the loss is computed: without logits, on parts of the vocabulary, or on all logits."""
-    if has_loss_without_logits(config, shape.logits):
+    wants = wants_loss_without_logits(config, shape.logits)
+    if wants and (config.model.kind == "decoder" or gives_loss(ModelOnPaper(config).model)):
         return "chunked"
     return "parts" if leaves_logits_apart(config) else "full"
 

@@ -12,7 +12,7 @@ from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.load import check_too_long
 from terrazzo.train.data.sources import find_files, without_records
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
-from terrazzo.train.model.head_loss import has_loss_without_logits
+from terrazzo.train.model.head_loss import wants_loss_without_logits
 from terrazzo.train.model.huggingface import check_cuts_attention, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import ModelOnPaper, decoder_config
@@ -59,7 +59,8 @@ def check(config: Config, world_size: int) -> list[str]:
     if config.plan.mesh.pp > 1:
         settings = config.parallel.pipeline
         actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)
-    has_loss_without_logits(config, 1)
+    if wants_loss_without_logits(config, 1) and config.model.kind == "huggingface":
+        _ = whole.model  # refuses one that cannot do without logits
     check_settings(config.optimizer)
     check_narrow([optimizer_class(config.optimizer)], precision)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)

@@ -14,12 +14,13 @@ from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import counted
+from terrazzo.errors import BadInput, counted
 from terrazzo.shell_command import terrazzo_command
-from terrazzo.telemetry import StepMetrics, duration, restart_text
+from terrazzo.telemetry import StepMetrics, Verdict, duration, restart_text
 from terrazzo.telemetry.log.records import validation_text
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.data.tokenizer import BYTES
+from terrazzo.train.model.head_loss import why_all_logits
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.planning.run_review import RunReview
 from terrazzo.train.planning.summary import bytes_line, summarize
@@ -153,7 +154,7 @@ class RunReport:
             self._say_nothing_left()
             return
         session, pace = self._session, self._window.pace
-        verdict = RunReview(session.config.log.folder).verdict()
+        verdict = self._verdict()
         if verdict is not None:
             self._files.log("verdict", verdict.as_dict())
         summary = summarize(session, self._traffic, pace, self._window.peak_bytes, self._window.peak_flops)
@@ -172,6 +173,14 @@ class RunReport:
             self._screen.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", terrazzo_command()))
         self.leave()
         self._say_how_to_go_on(finished=not stopped)
+
+    def _verdict(self) -> Verdict | None:
+        """What bounds the run's step; None if a full disk has left no line of it, which the log has said on stderr."""
+        try:
+            review = RunReview(self._session.config.log.folder)
+        except BadInput:
+            return None
+        return review.verdict()
 
     def _loss_change(self) -> str:
         if self._first_validation is None or self._last_validation is None:
@@ -221,6 +230,8 @@ def _header(session: Session) -> list[tuple[str, str]]:
     count, engine = session.micro_batches, engine_of(session.model)
     rows = [("model", _model(session)), ("data", f"{data.train.tokens_numel:,} training tokens")]
     rows += [("loss", _loss_unit(session))]
+    if (why := why_all_logits(session.model)) is not None:
+        rows.append(("loss", f"of all logits, as {why}"))
     rows += [("data", str(data.skipped))] if data.skipped.names else []
     rows += [("data", note) for note in data.notes]
     ranks = counted(size, f"{session.ranks.device.type.upper()} rank")
