@@ -17,6 +17,7 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import ModelState, engine_of
 from terrazzo.engine.states.optimizer_states import OptimizerStates
+from terrazzo.engine.states.restore import FullStates
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS, held_back
 from tests.engine.test_lifecycle import Fault, Fragile
 from tests.engine.toys import (
@@ -31,6 +32,7 @@ from tests.engine.toys import (
     on_ranks,
     sharded,
     train,
+    train_alone,
 )
 from tests.helpers.cover import in_turns
 
@@ -255,8 +257,8 @@ def test_an_exception_while_updates_are_under_way(
 BASE = Net()
 
 
-def in_backward(base: Any = BASE) -> tuple[Any, Any]:
-    return Job(base, "cpu", "backward", "zero3").built()
+def in_backward(base: Any = BASE, plan: str = "zero3") -> tuple[Any, Any]:
+    return Job(base, "cpu", "backward", plan).built()
 
 
 def test_clipping_is_refused_and_measuring_is_not() -> None:
@@ -300,6 +302,105 @@ def test_a_step_that_is_left_out_after_units_were_updated_is_not_gone_on_from() 
         loss_of(model, batch(0, rank)).backward()
         optimizer.zero_grad()
         with pytest.raises(tz.Misuse, match="one that was to be left out"):
+            a_step(model, optimizer, rank)
+
+    on_ranks(2, body)
+
+
+def write_weights(model: Any) -> None:
+    with tz.gathered(model, write=True):
+        pytest.fail("it was entered")
+
+
+def swap(ema: tz.EMA) -> None:
+    with ema.swapped():
+        pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_half_a_step_is_neither_seen_nor_changed(plan: str, tmp_path: Path) -> None:
+    """Between backward and the step; afterwards all is as in one process."""
+    base = Net()
+    alone = copy.deepcopy(base)
+    states = adamw(alone.parameters())
+    train_alone(alone, states, 3, 2)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = in_backward(base, plan)
+        a_step(model, optimizer, rank)
+        ema, path = tz.EMA(model), str(tmp_path / "half")
+        acts: list[Callable[[], object]] = [
+            lambda: checkpoint.save(path, model, optimizer, {}),
+            lambda: checkpoint.load_weights(model, base.state_dict()),
+            lambda: [*ModelState(model).pieces(with_optimizer=False)],
+            lambda: ModelState(model).restore(FullStates({}), with_optimizer=False),
+            lambda: model.state_dict(),
+            lambda: model.load_state_dict(base.state_dict()),
+            lambda: optimizer.state_dict(),
+            lambda: optimizer.load_state_dict(states.state_dict()),
+            lambda: tz.full_state_dict(model),
+            lambda: write_weights(model),
+            lambda: ema.update(),
+            lambda: swap(ema),
+        ]
+        loss_of(model, batch(1, rank)).backward()
+        for act in acts:
+            with pytest.raises(tz.Misuse, match=r"between backward and optimizer\.step\(\).*step='overlapped'"):
+                act()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        checkpoint.save(path, model, optimizer, {})
+        a_step(model, optimizer, rank, 2)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_both_halves_of_a_restore_end_half_a_step(forgotten: bool, tmp_path: Path) -> None:
+    """What is loaded goes on as in one process; weights or states alone are the other's half step still."""
+    base = Net()
+    alone = copy.deepcopy(base)
+    states = adamw(alone.parameters())
+    train_alone(alone, states, 1, 2)
+    saved = copy.deepcopy((alone.state_dict(), states.state_dict()))
+    train_alone(alone, states, 1, 2, first=1)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = in_backward(base)
+        a_step(model, optimizer, rank)
+        checkpoint.save(str(tmp_path / "saved"), model, optimizer, {})
+        loss_of(model, batch(5, rank)).backward()
+        if forgotten:
+            halves = [
+                lambda: optimizer.load_state_dict(saved[1]),
+                lambda: model.load_state_dict({"head.bias": saved[0]["head.bias"]}, strict=False),
+                lambda: model.load_state_dict(saved[0]),
+            ]
+            for half in halves:
+                optimizer.zero_grad()
+                with pytest.raises(tz.Misuse, match="half a step"):
+                    a_step(model, optimizer, rank)
+                half()
+        else:
+            checkpoint.load(str(tmp_path / "saved"), model, optimizer)
+        optimizer.zero_grad()
+        a_step(model, optimizer, rank, 1)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+def test_weights_alone_do_not_end_half_a_step() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = in_backward()
+        loss_of(model, batch(0, rank)).backward()
+        optimizer.zero_grad()
+        model.load_state_dict(BASE.state_dict())
+        with pytest.raises(tz.Misuse, match="half a step"):
             a_step(model, optimizer, rank)
 
     on_ranks(2, body)

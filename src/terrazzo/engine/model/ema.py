@@ -33,13 +33,15 @@ class EMA:
     Raises:
         BadInput: a decay that is not from 0 to 1, or 16-bit master weights, whose average would stand still; on every
             rank, where ranks give different ones.
-        Misuse: a model that is not sharded, or has an average, or whose replicas train by themselves.
+        Misuse: a model that is not sharded, or has an average, or whose replicas train by themselves; this and what
+            follows while units are ahead of an `optimizer.step()` that is still to come.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         self._engine = engine = engine_of(model)
 
         def made() -> Average:
+            engine.require_step_taken("tz.EMA(model)")
             if engine.average is not None:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
             if engine.outer is not None:
@@ -70,7 +72,7 @@ class EMA:
         Raises:
             Misuse: inside `swapped`.
         """
-        self._engine.require_own_weights("ema.update()")
+        self._engine.require_at_rest("ema.update()")
         self._engine.have_masters()
         self._average.update()
 
@@ -83,7 +85,7 @@ class EMA:
                 with the optimizer raises it, too.
             Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
         """
-        self._engine.require_own_weights("ema.swapped()")
+        self._engine.require_at_rest("ema.swapped()")
         self._average.compare(self._engine.axes)
         self._swap()
         try:

@@ -159,6 +159,24 @@ class Engine:
                 f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
             )
 
+    def require_step_taken(self, what: str) -> None:
+        """Refuse `what` where units have been updated whose `optimizer.step()` is still to come.
+
+        Raises:
+            Misuse: there.
+        """
+        for driver in self.drivers:
+            driver.off_device.require_step_taken(what)
+
+    def require_at_rest(self, what: str) -> None:
+        """Refuse `what` where weights and states are not those behind a step: averages, or half a step.
+
+        Raises:
+            Misuse: there.
+        """
+        self.require_own_weights(what)
+        self.require_step_taken(what)
+
     def before_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
         self.require_own_weights("optimizer.step()")
@@ -248,6 +266,8 @@ class Engine:
 
     def gathered(self, write: Write) -> AbstractContextManager[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
+        if write:
+            self.require_step_taken(f"tz.gathered(model, {write=})")
         return self.blocks.block(write, self.settle, self.publish)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 from torch.optim import Optimizer
 
@@ -42,7 +43,7 @@ class BackgroundUpdates(OffDeviceUpdates):
         self._off_device = [unit for unit in units if any(bucket.spec.updated_off_device for bucket in unit.buckets)]
         self._early: Stepper | None = None
         self._begun: set[int] = set()
-        self._torn = False
+        self._torn: set[Literal["weights", "states"]] = set()  # which hold half a step
         self._prepared: tuple[Stepper, list[Unit]] | None = None  # within a step
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
@@ -111,14 +112,21 @@ class BackgroundUpdates(OffDeviceUpdates):
             abandoned: whether the step is given up: units that have been updated already are ahead of the others, or
                 all have been stepped though nobody asked for it.
         """
-        self._torn = self._torn or (abandoned and bool(self._begun))
+        if abandoned and self._begun:
+            self._torn = {"weights", "states"}
         self._early = None
         self._begun.clear()
 
-    def begin_restoring(self) -> None:
-        """All states are about to be restored."""
-        self.forget()
-        self._torn = False
+    def require_step_taken(self, what: str) -> None:
+        if self._begun:
+            raise Misuse(
+                f"{what} came between backward and optimizer.step(), but with offload step 'backward' units have been "
+                "updated already, and others have not. Do it after optimizer.step(), or use "
+                "tz.Offload(step='overlapped'), which updates nothing before."
+            )
+
+    def restored(self, what: Literal["weights", "states"]) -> None:
+        self._torn.discard(what)
 
     def _check_whole(self) -> None:
         if self._torn:

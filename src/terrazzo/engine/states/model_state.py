@@ -121,6 +121,7 @@ class ModelState:
         engine = self._engine
         if engine.outer is not None:
             engine.outer.require_round_ended("Saving a checkpoint")
+        engine.require_step_taken("Saving")
         if with_optimizer:
             engine.require_own_weights("Saving the optimizer's state")
             if engine.average is not None:
@@ -164,15 +165,20 @@ class ModelState:
         """Set this rank's own ranges; weights at rest have to follow, on all ranks."""
         engine = self._engine
         engine.require_own_weights("Loading a checkpoint")
+        if not with_optimizer:
+            engine.require_step_taken("Loading weights")
         engine.settle()
         with torch.no_grad():
+            for driver in engine.drivers:
+                driver.off_device.forget(abandoned=True)  # a step that has begun, until all of it is restored
             for saved in [*self._weights(), *(self._beside_weights() if with_optimizer else ())]:
                 restore_state(saved, source)
             engine.restart_round()
             for driver in engine.drivers:
-                driver.off_device.begin_restoring()
+                driver.off_device.restored("weights")
                 if with_optimizer and driver.reference() is not None:
                     restore_optimizer(driver, source)
+                    driver.off_device.restored("states")
 
     @property
     def names(self) -> Sequence[Sequence[str]]:
@@ -198,7 +204,7 @@ class ModelState:
                 which are compared as they are written: a tensor is read once, and each rank has kept its own part.
         """
         engine = self._engine
-        engine.require_own_weights("load_state_dict()")
+        engine.require_at_rest("load_state_dict()")
         named = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
         parameters = [(bucket, slot, name) for bucket, slot, name in named if name is not None]
         named_buffers = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
@@ -209,6 +215,8 @@ class ModelState:
         engine.settle()
         with torch.no_grad():
             hashes = all_or_none(engine.axes, lambda: self._write(state, parameters, named_buffers))
+        for driver in engine.drivers if not self.missing(state) else ():
+            driver.off_device.restored("weights")
         engine.restart_round()
         engine.blocks.show_changed()
         stages, differing = engine.axes.stages, engine.axes.differing(hashes)

@@ -77,7 +77,7 @@ class OptimizerStates:
             keep: what is to be in the place of a tensor, full and only here until the next one comes.
             begun: whether parameters have states before the first step: those that one on zero gradients would leave.
         """
-        self.engine.require_own_weights("optimizer.state_dict()")
+        self.engine.require_at_rest("optimizer.state_dict()")
         shown: dict[str, States] = defaultdict(dict)
         for name, kind, value in self.whole(begun):
             shown[name][kind] = keep(value) if isinstance(value, Tensor) and value.dim() else value
@@ -202,7 +202,7 @@ class OptimizerStates:
                 changed.
             RanksApart: where ranks were given other states; nothing has been changed.
         """
-        self.engine.require_own_weights("optimizer.load_state_dict()")
+        self.engine.require_at_rest("optimizer.load_state_dict()")
         by_name = {name: states.get(name, {}) for name in self._located}
         all_or_none(self.engine.axes, lambda: self._check_kinds(by_name))
         self._compare({name: sorted(kinds) for name, kinds in by_name.items()})
@@ -210,8 +210,8 @@ class OptimizerStates:
         self._compare({f"{name}: {kind}": part.digest for (name, kind), part in taken.items()})
         self.engine.settle()
         with torch.no_grad():
-            self._driver.off_device.begin_restoring()
             restore_optimizer(self._driver, _TakenStates(taken))
+        self._driver.off_device.restored("states")
 
     def _check_kinds(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
         for name, kinds in by_name.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -76,8 +76,15 @@ class OffDeviceUpdates:
     def forget(self, abandoned: bool = False) -> None:
         """Gradients are forgotten; `abandoned`: the step is given up, and units may have been updated already."""
 
-    def begin_restoring(self) -> None:
-        """All states are about to be restored."""
+    def require_step_taken(self, what: str) -> None:
+        """Refuse `what`, which sees or changes weights or states, where some have been updated and others not.
+
+        Raises:
+            Misuse: there.
+        """
+
+    def restored(self, what: Literal["weights", "states"]) -> None:
+        """All weights of the model have been restored, or all states of the optimizer."""
 
     def catch_up(self) -> None:
         """Wait for every update, and bring all weights at rest in line."""
