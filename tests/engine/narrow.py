@@ -40,11 +40,10 @@ def by_exponent(ratio: Tensor, threshold: Tensor, squares: bool) -> Tensor:
 def by_float(ratio: Tensor, threshold: Tensor, squares: bool) -> Tensor:
     """Multiples of an eighth of the power of two below, up to 448, and of 2 ** -9 where that is more."""
     size = ratio.abs().double() * 448
-    unit = torch.exp2(torch.frexp(size).exponent.double() - 4)
+    unit = torch.exp2((torch.frexp(size).exponent.double() - 4).clamp(min=-9))
     size = torch.where(size > 0, torch.floor(size / unit + threshold) * unit, 0.0)
     if squares:
         size = torch.where((ratio > 0) & (size < 2.0**-9), 2.0**-9, size)
-    size = torch.where(size < 2.0**-6, torch.round(size * 2**9) / 2**9, size)
     return ((size / 448) * torch.sign(ratio)).float()
 
 

@@ -297,6 +297,20 @@ def test_what_is_written_between_rounds_is_where_the_next_begins() -> None:
     on_ranks(2, body)
 
 
+def test_what_one_replica_refuses_none_of_them_does() -> None:
+    """Or those that went on would wait for the others in the next outer step."""
+
+    def body(rank: int) -> None:
+        _model, optimizer = tz.shard(Even(), adamw, "zero3", mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
+        given = optimizer.state_dict()
+        if rank == 1:
+            given["param_groups"] = given["param_groups"] * 2
+        with pytest.raises(tz.BadInput, match="param groups" if rank == 1 else "Rank 1 cannot do its part"):
+            optimizer.load_state_dict(given)
+
+    on_ranks(4, body)
+
+
 def test_replicas_that_begin_a_round_with_other_weights_are_refused_on_every_rank() -> None:
     def body(rank: int) -> None:
         model, optimizer = tz.shard(Net(), adamw, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))

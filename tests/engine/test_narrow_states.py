@@ -282,18 +282,22 @@ def test_what_is_not_finite_makes_its_block_so_and_no_other(form: str) -> None:
         assert not kept[1].isfinite().any()
 
 
-@pytest.mark.parametrize("form", mostly_long(["int8", "fp8"], "int8"))
+@pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_an_average_of_squares_follows_gradients_that_become_smaller(form: str) -> None:
-    """By a tenth of a percent in a step: rounding to the nearest code would hold it still."""
+    """By a tenth of a percent in a step: rounding to the nearest code would hold it still. Beside a gradient that is
+    50,000 times as large too, where e4m3 has no normal numbers.
+    """
     generator, sizes = torch.Generator().manual_seed(0), torch.ones(1024)
+    sizes[256:512], sizes[256] = 1e-4, 1.0
     kept = exact = torch.zeros(1024)
     for t in range(3000):
         if t == 500:
-            sizes[::2] = 0.2
+            sizes[::2] *= 0.2
+            sizes[256] = 1.0
         squares = (torch.randn(1024, generator=generator) * sizes).square()
         kept, exact = kept.lerp(squares, 0.001), exact.lerp(squares, 0.001)
         kept = through(kept, form, True)[1]
-    for part in (slice(0, None, 2), slice(1, None, 2)):
+    for part in (slice(512, None, 2), slice(1, 256, 2), slice(257, 512, 2), slice(258, 512, 2)):
         assert abs(kept[part].sqrt().mean() / exact[part].sqrt().mean() - 1) < 0.1
 
 

@@ -64,6 +64,11 @@ def test_data_axes_are_cut_innermost_first() -> None:
     assert Plan.named("zero3").resolve((R, S, "cp")).weight.axes == (S, "cp", R)
 
 
+def test_axes_as_a_text_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"axes are a tuple of names. Write tz.Place.parse\('dp_shard'\)"):
+        Place("dp_shard")  # type: ignore[arg-type]
+
+
 def test_names_ignore_case_and_dashes() -> None:
     assert Plan.named("Full-Shard").weight == Plan.named("full_shard").weight
     assert Plan.named("HYBRID-SHARD").name == "hybrid_shard"

@@ -54,6 +54,22 @@ def test_every_internal_of_torch_is_in_the_table() -> None:
     } == set()
 
 
+FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randperm", "tensor", "zeros"}
+
+
+def test_no_tensor_is_made_where_the_user_makes_theirs() -> None:
+    """`with torch.device("meta")` may be around any call of the engine's: tensors of its own say where they are."""
+    made = [
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
+        and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    ]  # fmt: skip
+    assert made == []
+
+
 def test_what_a_folder_says_of_its_modules_names_each() -> None:
     folders = {name.removesuffix("/__init__"): ast.get_docstring(TREES[name]) for name in TREES if "/__init__" in name}
     for folder, text in folders.items():

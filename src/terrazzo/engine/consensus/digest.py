@@ -7,6 +7,8 @@ import zlib
 import torch
 from torch import Tensor
 
+from terrazzo.engine.runtime.device import HOST
+
 __all__ = ["digest"]
 
 
@@ -17,7 +19,7 @@ def digest(tensor: Tensor) -> Tensor:
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.device.type == "cpu":
-        return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64)
+        return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64, device=HOST)
     return _hashed(raw)
 
 

@@ -2,8 +2,9 @@
 
 Each rank does its part, and where one fails all raise. There are three ways, for three sets of ranks:
 
-    all_or_none                             the ranks of one model's mesh, which may be that of a dry run: a number is
-                                            exchanged, and the others are told which rank's message to read
+    all_or_none                             the ranks of one model's mesh, those of other replicas too; it may be that
+                                            of a dry run: a number is exchanged, and the others are told which rank's
+                                            message to read
     terrazzo.exchange.together              all ranks of the default group: the error itself is exchanged
     terrazzo.parallel.pipeline.failures     ranks in the middle of a step, which wait for each other's messages: word is
                                             left in the store, and connections are broken off
@@ -40,7 +41,7 @@ def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
     except Exception as error:
         problem = error
     failed = torch.tensor([0 if problem is None else dist.get_rank() + 1], device=HOST)
-    axes.maximum(failed, axes.with_stages)
+    axes.maximum(failed, (*axes.replicas, *axes.with_stages))
     if problem is not None:
         raise problem
     if failed.item():

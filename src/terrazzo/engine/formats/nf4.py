@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.formats.block_format import BlockCodes
+from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["NF4_BLOCKS", "NF4_DOUBLE_BLOCKS"]
 
@@ -106,24 +107,24 @@ def _scales(codes: Tensor, highest: Tensor) -> Tensor:
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """The two levels that each byte stands for, fp32 [256, 2]."""
-    levels = torch.tensor(_LEVELS)
+    levels = torch.tensor(_LEVELS, device=HOST)
     return torch.cartesian_prod(levels, levels).to(device)
 
 
 @functools.cache
 def _edges(device: torch.device) -> Tensor:
     """The middle between each two levels, fp32 [15]."""
-    levels = torch.tensor(_LEVELS, dtype=torch.float64)
+    levels = torch.tensor(_LEVELS, dtype=torch.float64, device=HOST)
     return ((levels[1:] + levels[:-1]) / 2).float().to(device)
 
 
 @functools.cache
 def _ratios_of_scales(device: torch.device) -> Tensor:
     """The ratio to the largest scale that each code stands for, fp32 [256]: 0, and powers of two up to 1."""
-    return torch.tensor([0.0, *(math.exp2((code - 255) / _OCTAVE) for code in range(1, 256))]).to(device)
+    return torch.tensor([0.0, *(math.exp2((code - 255) / _OCTAVE) for code in range(1, 256))], device=HOST).to(device)
 
 
 @functools.cache
 def _edges_of_scales(device: torch.device) -> Tensor:
     """Above which ratio each code is behind the first that is not zero, fp32 [254]."""
-    return torch.tensor([math.exp2((code + 0.5 - 255) / _OCTAVE) for code in range(1, 255)]).to(device)
+    return torch.tensor([math.exp2((code + 0.5 - 255) / _OCTAVE) for code in range(1, 255)], device=HOST).to(device)

@@ -35,7 +35,7 @@ class Axes:
 
         of_stage            data axes, tp
         with_experts        the same, and edp
-        with_stages         of_stage, and pp: every rank
+        with_stages         of_stage, and pp: every rank of a replica
         same_data           tp
         summed_over         of the mesh and of dense parameters the data axes; of parameters that ranks along tp share
                             these and tp; of experts edp, and dp_replicate
@@ -170,7 +170,7 @@ class Axes:
         return value
 
     def differing(self, facts: Mapping[str, object], axes: Iterable[str] | None = None) -> list[str]:
-        """Names of the facts that are not the same on all ranks of the axes, by default of all; blocks.
+        """Names of the facts that are not the same on all ranks of the axes, by default those of the stage; blocks.
 
         Args:
             facts: under the same names on every rank. A number that is on a device is an int64 tensor of one element;
@@ -183,7 +183,7 @@ class Axes:
             [
                 fact.to(devices.HOST).reshape(())
                 if isinstance(fact, Tensor)
-                else torch.tensor(_checksum(fact), device=devices.HOST)  # torch's default may be paper
+                else torch.tensor(_checksum(fact), device=devices.HOST)
                 for fact in facts.values()
             ]
         )

@@ -50,6 +50,11 @@ class Place:
     axes: tuple[str, ...] = ()
     tier: str = "device"
 
+    def __post_init__(self) -> None:
+        axes: object = self.axes
+        if isinstance(axes, str):
+            raise BadInput(f"tz.Place({axes!r}): axes are a tuple of names. Write tz.Place.parse({axes!r}).")
+
     @classmethod
     def parse(cls, text: str) -> Place:
         """The place that a text says: `"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`, `"D@cpu:0.7"`."""

@@ -56,7 +56,7 @@ def listing(model: nn.Module) -> list[Listed]:
         if name in primary:
             position, info = own[name]
             numbers = [stage, position, _DTYPES.index(info.dtype), info.group + 1, info.states is not None]
-            row.copy_(torch.tensor(numbers))
+            row.copy_(torch.tensor(numbers, device=HOST))
     agreed = axes.maximum(table, axes.stages).tolist()
     return [
         Listed(

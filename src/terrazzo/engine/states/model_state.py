@@ -280,7 +280,7 @@ class ModelState:
     def _hashed(self, full: Tensor) -> Tensor:
         """Digest that ranks compare of a full tensor, wherever each has it; 0 where there is one rank."""
         axes = self._engine.axes
-        return digest(full.cpu()) if axes.live(axes.of_stage) else torch.zeros((), dtype=torch.int64)
+        return digest(full.cpu()) if axes.live(axes.of_stage) else torch.zeros((), dtype=torch.int64, device=HOST)
 
 
 _GIVE_ALL = (

@@ -235,7 +235,7 @@ class OptimizerStates:
                         f"The state {kind!r} of {name!r} is {tuple(value.shape)} and should be {shape}: load that of "
                         "the same parameters, in the same order."
                     )
-                compared = torch.zeros((), dtype=torch.int64) if alone else digest(value.cpu())
+                compared = torch.zeros((), dtype=torch.int64, device=HOST) if alone else digest(value.cpu())
                 own = box.of(value) if spec.per_element and not box.is_all else value
                 flat = own.reshape(-1)
                 start, stop = ranges.get(name, (0, 0)) if spec.per_element else (0, flat.numel())
@@ -295,7 +295,7 @@ class OptimizerStates:
                 for slot, _ in segment.slots():
                     fixed = self._template_of(slot.name).fixed
                     numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in fixed]
-                    row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
+                    row = torch.cat([torch.zeros(1, dtype=torch.float64, device=HOST), *numbers])
                     rows[slot.name][: len(row)] = row
         agreed = self.engine.axes.maximum(table)
         rows_agreed = zip(self._located, agreed, strict=True)
@@ -366,7 +366,7 @@ def _described(value: Any) -> str:
 
 
 def _filled(shape: tuple[int, ...], start: Any) -> Tensor:
-    return torch.full(shape, start[0].item(), dtype=start.dtype)
+    return torch.full(shape, start[0].item(), dtype=start.dtype, device=HOST)
 
 
 def _unpacked(template: Template, numbers: Tensor) -> Iterator[tuple[str, Any]]:

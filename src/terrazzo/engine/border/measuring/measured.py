@@ -27,6 +27,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.parameters.placeholder import Placeholder
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.overrides import arguments_text, by_torch_names, function_name
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse
@@ -82,7 +83,7 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
             "zero_grad()."
         )
     part = bucket.gradient.finished.contribution(index)
-    part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
+    part = torch.empty(0, dtype=finished.data.dtype, device=HOST) if part is None else part
     spread = Spread(axes, engine.sharding.contributed_over, math.prod(member.shape))
     values = SplitValues(name, name, len(member.shape), part.to(axes.device), spread, _GRADIENTS_ARE_READ)
     measured = Measured.of(values, member.parameter)
@@ -151,7 +152,7 @@ def _without_gradient(number: Tensor, name: str) -> Tensor:
     """`number`, through which no backward may go where plain torch would have one."""
     if not (torch.is_grad_enabled() and number.is_floating_point()):
         return number
-    made: Tensor = _NoGradient.apply(torch.zeros((), requires_grad=True), number, name)  # type: ignore[no-untyped-call]
+    made: Tensor = _NoGradient.apply(torch.zeros((), requires_grad=True, device=HOST), number, name)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour
 from terrazzo.engine.comm.label import Label, Stamp
+from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["MANY_FAR", "ROUNDS", "Columns", "columns_of"]
 
@@ -111,7 +112,7 @@ class Columns:
             incoming: of the row that it comes from.
         """
         count = len(self.rows)
-        own = torch.tensor([stamp.label.code])
+        own = torch.tensor([stamp.label.code], device=HOST)
         under_way: deque[_Round] = deque()
         for turn in range(1, count):
             if len(under_way) == self._slots:
@@ -167,7 +168,7 @@ def columns_of(rank: int, size: int, near: Collection[int], all_gather: Callable
     """
     together = sorted([rank, *near])
     checksum = int.from_bytes(hashlib.sha256(repr(together).encode()).digest()[:7])
-    rows_of_ranks = all_gather(torch.tensor([checksum, len(together)])).tolist()
+    rows_of_ranks = all_gather(torch.tensor([checksum, len(together)], device=HOST)).tolist()
     if size - min(count for _, count in rows_of_ranks) <= MANY_FAR:
         return None
     rows: dict[int, list[int]] = {}

@@ -168,7 +168,7 @@ class GlooCollectives(Collectives):
             sizes: bytes that each rank offers; by default as many as this one keeps.
         """
         label, first, then = self._stamp(kind)
-        own = torch.tensor([label.code])
+        own = torch.tensor([label.code], device=HOST)
         codes = {rank: torch.empty_like(own) for rank in self._far}
         announcements = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
         coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
@@ -240,4 +240,4 @@ def _break_off(near: Mapping[int, Neighbour], group: dist.ProcessGroup) -> None:
     for other in range(group.size()):  # from one that has ended it comes as an error, which nobody else is told of
         if other != group.rank():
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device=HOST)], other, NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -28,6 +28,7 @@ from torch import Tensor
 from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.comm.label import RUN_THE_SAME, Label
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.system import boot_id, is_stopped
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
@@ -241,10 +242,10 @@ def find_neighbours(
     listener = _listen() if machine else None
     with contextlib.nullcontext() if listener is None else _permission.granted():
         address = listener.address if listener is not None else (0, 0)
-        rows = all_gather(torch.tensor([machine if listener else 0, *address])).tolist()
+        rows = all_gather(torch.tensor([machine if listener else 0, *address], device=HOST)).tolist()
         on_machine = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]
         met: dict[int, Met] = {}
-        secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
+        secret = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=HOST)
         if listener is not None:
             others = {other: Address(*rows[other][1:]) for other in on_machine if other != rank}
             probe = secret.data_ptr(), int(secret)
@@ -283,7 +284,7 @@ def _readers(
     words = [0] * -(-longest // _WORD_BITS)
     for position, other in enumerate(same_machine):
         words[position // _WORD_BITS] |= (other in reads) << position % _WORD_BITS
-    words_of_ranks = all_gather(torch.tensor(words)).tolist()
+    words_of_ranks = all_gather(torch.tensor(words, device=HOST)).tolist()
     word, bit = divmod(same_machine.index(rank), _WORD_BITS) if same_machine else (0, 0)
     return {other for other in same_machine if words_of_ranks[other][word] >> bit & 1}
 
@@ -297,7 +298,7 @@ def _listen() -> Listener | None:
 
 def _reads(memory: Memory, expected: int) -> bool:
     try:
-        return int(memory.read(0, torch.zeros(1, dtype=torch.int64))) == expected
+        return int(memory.read(0, torch.zeros(1, dtype=torch.int64, device=HOST))) == expected
     except ConnectionError:
         return False
 

@@ -27,6 +27,7 @@ from terrazzo.engine.offload.nvme.swap_file import SwapFile, lost, sweep
 from terrazzo.engine.offload.nvme.swap_folder import mount_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job, Worker, again
 from terrazzo.errors import Misuse, SwapChanged, warn
@@ -280,7 +281,7 @@ def page_aligned(count_bytes: int) -> Tensor:
     pieces of memory instead of one for each 4 KiB.
     """
     if not count_bytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=HOST)
     memory = mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no large pages
     return use_large_pages(torch.frombuffer(memory, dtype=torch.uint8))
 
