@@ -244,6 +244,19 @@ def test_ranks_that_share_other_sequences_are_told_as_the_first_attention_begins
     assert all("other sequences" in said and "by data rank" in said for said in run_in_threads(2, on_rank))
 
 
+def test_ranks_that_share_other_sequences_are_told_by_a_mask_made_outside_of_a_compiled_graph() -> None:
+    """An attention that is compiled compares nothing."""
+
+    def on_rank(rank: int) -> None:
+        context = Context(dist.group.WORLD)
+        tokens = torch.full((1, 24), rank)
+        context.split(tokens)
+        with pytest.raises(RanksApart, match="other sequences"):
+            context.mask(context.positions(tokens), 12)
+
+    run_in_threads(2, on_rank)
+
+
 def test_a_model_must_be_told_which_part_it_is_given() -> None:
     def without_positions(context: Context) -> object:
         with exclusive():

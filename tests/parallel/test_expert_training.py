@@ -84,7 +84,7 @@ def trained(case: Mesh, checkpointing: str, precision: str, rank: int, chunks: i
     axes = {"pp": case.pp} if case.pp > 1 else {}
     axes |= {"dp_replicate": replicas} if case.plan in GROUPED else {}
     mesh = tz.mesh(tp=case.tp, cp=case.cp, ep=case.ep, **axes)
-    context = context_of(tz.parallelize(model, mesh, pipeline=tz.Pipeline(chunks=chunks)))
+    context = context_of(tz.parallelize(model, mesh, pipeline=tz.Pipeline(chunks=chunks) if case.pp > 1 else None))
     dtypes = never_skipping(precision)
     model, optimizer = tz.shard(model, optimizer_of(model), case.plan, units=[Block], precision=dtypes, mesh=mesh)
     rows = range(rank // (case.tp * case.cp) % case.readers, ROWS, case.readers)

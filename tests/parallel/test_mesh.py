@@ -84,3 +84,23 @@ def test_a_model_of_whole_sequences_is_refused_where_ranks_share_them():
 
     with pytest.raises(tz.BadInput, match=r"The mesh has cp 2, .* tz.parallelize was not given this model"):
         run_in_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"pipeline": tz.Pipeline(chunks=2)}, "given pipeline=Pipeline.*or leave 'pipeline' out"),
+        ({"context": "rign"}, "'rign' is no context mode. Did you mean 'ring'"),
+        ({"context": ""}, "'' is no context mode"),
+        ({"balance": "x"}, "'x' is no context balance"),
+        ({"tensor": {"0": "colwise"}}, "or leave 'tensor' out"),
+    ],
+)
+def test_arguments_are_checked_where_the_mesh_needs_none(given, match):
+    def body(rank):
+        model = torch.nn.Linear(4, 4)
+        assert tz.parallelize(model, tz.mesh(device="cpu"), context=None) is model
+        with pytest.raises(tz.BadInput, match=match):
+            tz.parallelize(model, tz.mesh(device="cpu"), **given)
+
+    run_in_threads(1, body)

@@ -439,6 +439,26 @@ def test_without_stages_a_step_is_a_loop_over_micro_batches():
         torch.testing.assert_close(grad.view(4, 4), plain[0].weight.grad)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_losses_in_fp64_stay_so_and_a_frozen_auxiliary_loss_is_not_trained(pp: int) -> None:
+    batches = [(torch.full((2, 4), float(n)), torch.ones(2, 4)) for n in range(3)]
+    base = layers()
+
+    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output.double(), targets.double())
+
+    with torch.no_grad():
+        expected = sum(loss_fn(base(inputs), targets) for inputs, targets in batches)
+
+    def body(rank: int) -> Tensor:
+        model, _ = sharded(copy.deepcopy(base), pp=pp)
+        return tz.step(model, batches, loss_fn, auxiliary=lambda module: torch.ones(()))
+
+    for loss in run_in_threads(2, body):
+        assert loss.dtype == torch.float64
+        torch.testing.assert_close(loss, expected, rtol=1e-15, atol=0)  # of fp32 activations with the same bits
+
+
 @pytest.mark.parametrize("attaches", [False, True])
 def test_stages_that_are_trained_otherwise(attaches):
     """Ranks of one stage agree with each other here, and those of two stages do not."""

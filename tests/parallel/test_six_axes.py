@@ -88,7 +88,8 @@ def steps(mesh: Mesh, rank: int, root: Path, first: int, last: int) -> list[tupl
     """Steps from `first` on, where another run has saved; what ends the first steps is saved."""
     model: Any = copy.deepcopy(base())
     axes = tz.mesh(**mesh.sizes)  # type: ignore[arg-type]
-    context = context_of(tz.parallelize(model, axes, pipeline=tz.Pipeline(chunks=mesh.chunks)))
+    pipeline = tz.Pipeline(chunks=mesh.chunks) if "pp" in mesh.sizes else None
+    context = context_of(tz.parallelize(model, axes, pipeline=pipeline))
     offload = tz.Offload(path=str(root)) if "nvme" in mesh.plan else None
     model, optimizer = tz.shard(model, optimizer_of(model), mesh.plan, units=[Block], mesh=axes, offload=offload)
     if first:

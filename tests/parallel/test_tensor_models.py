@@ -234,6 +234,7 @@ def refused(base, match, tp=2, error=tz.BadInput, **options):
         ({**PLAN, "layers.0.inner.both": "colwise"}, "two styles"),
         ({**PLAN, "layers.*.inner.both": Colwise(heads=3)}, "has 3 heads in 24 outputs, which tp 2 does not divide"),
         ({**PLAN, "layers.*.inner.both": Colwise(parts=(12, 13))}, "parts that add up to 24"),
+        ({**PLAN, "layers.*.inner.both": Colwise(1, gathered=True)}, "1 heads, fewer than tp 2, and the plan gathers"),
         ({"layers.*": "sequence"}, "is neither cut nor inside of a module of style 'enter'"),
         (
             {
@@ -521,6 +522,14 @@ def test_numbers_of_tokens_are_compared_exactly() -> None:
         tz.parallel.check(wrong, mesh, [x], tensor=MIXING, sequence=False)
 
     run_in_threads(2, body)
+
+
+def test_a_plan_is_not_checked_without_tp() -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(tz.BadInput, match=r"the mesh has the axes dp_shard: make it with tz.mesh\(tp=2\)"):
+            tz.parallel.check(nn.Linear(2, 2), tz.mesh(device="cpu"), [torch.ones(1, 2)])
+
+    run_in_threads(1, body)
 
 
 def test_a_plan_is_checked_by_what_the_model_returns() -> None:

@@ -172,7 +172,7 @@ def trained(case: Case, rank: int) -> list[Step]:
     shared, readers = case.mesh, case.mesh.readers
     axes = {"pp": shared.pp} if shared.pp > 1 else {}
     mesh = tz.mesh(tp=shared.tp, cp=shared.cp, **axes, **({"dp_replicate": readers} if shared.plan in GROUPED else {}))
-    pipeline = tz.Pipeline(chunks=case.chunks)
+    pipeline = tz.Pipeline(chunks=case.chunks) if shared.pp > 1 else None
     context = context_of(tz.parallelize(model, mesh, context=case.mode, pipeline=pipeline))  # type: ignore[arg-type]
     precision = never_skipping(case.precision)
     model, optimizer = tz.shard(model, optimizer_of(model), shared.plan, units=[Block], precision=precision, mesh=mesh)

@@ -17,7 +17,7 @@ from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.sharding.mesh_checks import check_uncut
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
-from terrazzo.parallel.context.context import Context, Mode
+from terrazzo.parallel.context.context import Context, Mode, check_names
 from terrazzo.parallel.context.share_sequences import share_sequences
 from terrazzo.parallel.expert.share_experts import check_experts, experts_of, share_experts
 from terrazzo.parallel.mesh import once_for
@@ -80,13 +80,15 @@ def parallelize(  # structure: signature fixed by the design
             `tp`: the plan is unknown, matches nothing or does not fit the model; tp does not divide the heads; the
             model is cut already; a parameter to be cut has a hook or a gradient. Along `cp`: attention cannot be
             shared, or `context` is None. Along `ep`: there are no experts, or ep does not divide their number. Along
-            `pp`: the model cannot be cut into so many stages, or `pipeline` is None.
+            `pp`: the model cannot be cut into so many stages, or `pipeline` is None. On any mesh: an unknown `context`
+            or `balance`; a plan without an axis `tp`, or `pipeline` without `pp`.
     """
-    if all(size == 1 for size in _sizes(mesh).values()) and tensor in (None, "auto"):
+    arguments, sizes = _Arguments(tensor, sequence, context, balance, pipeline), _sizes(mesh)
+    if all(size == 1 for size in sizes.values()):
+        _check_arguments(mesh, sizes, arguments)
         return model
     axes = once_for(mesh, _all_axes)
-    ranks = tensor_ranks(mesh) if _sizes(mesh)["tp"] > 1 else None
-    arguments = _Arguments(tensor, sequence, context, balance, pipeline)
+    ranks = tensor_ranks(mesh) if sizes["tp"] > 1 else None
     changes, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, arguments))
     check_alike(axes, facts, along=axes.with_stages)
     if changes.context is not None:
@@ -171,6 +173,12 @@ def _read(
 
 
 def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arguments) -> None:
+    """Refuse what is wrong for any model, also where the mesh does not need it.
+
+    Raises:
+        BadInput: there.
+    """
+    check_names(arguments.context, arguments.balance)
     if sizes[STAGES] > 1 and arguments.pipeline is None:
         raise BadInput(
             f"The mesh has pp {sizes[STAGES]}, and nothing says how its ranks share the model: give tz.parallelize "
@@ -186,6 +194,11 @@ def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arg
         raise BadInput(
             f"tz.parallelize was given a plan of tensor parallelism, but the mesh has the axes {', '.join(dims)}: make "
             "it with tz.mesh(tp=2), or leave 'tensor' out."
+        )
+    if arguments.pipeline is not None and STAGES not in dims:
+        raise BadInput(
+            f"tz.parallelize was given pipeline={arguments.pipeline!r}, but the mesh has the axes {', '.join(dims)}: "
+            "make it with tz.mesh(pp=2), or leave 'pipeline' out."
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,13 @@ from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention
-from terrazzo.parallel.context.chunks import BALANCES, Chunks, TokenRun
+from terrazzo.parallel.context.chunks import BALANCES, Balance, Chunks, TokenRun
 from terrazzo.parallel.context.tensor_memo import TensorMemo
 from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 
-__all__ = ["MODES", "Context", "Mode"]
+__all__ = ["MODES", "Context", "Mode", "check_names"]
 
 Mode = Literal["gather", "ulysses", "ring"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -64,8 +64,9 @@ class Context:
         tp: int = 1,
     ) -> None:
         self._ranks = group if isinstance(group, AxisRanks) else AxisRanks(group)
-        self.mode: Mode = _one_of("context mode", mode, MODES)
-        self.chunks = Chunks(self._ranks.size, _one_of("context balance", balance, BALANCES))
+        check_names(mode, balance)
+        self.mode: Mode = cast(Mode, mode)
+        self.chunks = Chunks(self._ranks.size, cast(Balance, balance))
         self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp
         self._is_split = True
         self._masks = TensorMemo[dict[tuple[object, ...], AttentionMask]]()  # of the last positions
@@ -81,7 +82,9 @@ class Context:
         """This rank's part of each tensor, `[B, T, ...]`: `[B, T / ranks, ...]`.
 
         Shift targets before the split: the token after the last one of a chunk is another rank's. What the ranks give
-        in the first call is compared as the first attention begins, which raises `RanksApart` where it differs.
+        in the first call is compared as the first mask is made, or the first attention begins, which raise
+        `RanksApart` where it differs. In graphs of a compiler nothing is compared: of blocks that are compiled, their
+        masks are made outside; compiled as a whole, the model is given what the caller has compared.
 
         Raises:
             BadInput: T does not divide into chunks.
@@ -138,7 +141,7 @@ class Context:
     def mask(
         self, positions: Tensor | None, tokens: int, window: int | None = None, stride: int | None = None
     ) -> AttentionMask:
-        """What this rank's tokens see. Collective under `ulysses`.
+        """What this rank's tokens see. Collective the first time, and under `ulysses`.
 
         The host reads the positions once, and waits for their device unless they are from `place`. The mask of the last
         positions is kept; under `ulysses` ranks use it where all of them were given these again, as the positions of
@@ -153,6 +156,7 @@ class Context:
         Raises:
             Misuse: no positions, or impossible ones, of parts of sequences.
             BadInput: the tokens are no whole chunks; a window under `ring`; a stride without a window.
+            RanksApart: on every rank, the first time, where `split` was given other sequences on some.
         """
         if stride is not None and window is None:
             raise BadInput(
@@ -160,13 +164,13 @@ class Context:
             )
         if positions is None:
             return self._mask(None, tokens, window, stride)
+        if self.is_split:
+            self._compare_first(positions.device)
         key = (tokens, window, stride, self.is_split)
         masks = self._masks_of(positions)
         kept = masks.get(key)
-        if self._gathers_positions:
-            self._compare_first(positions.device)
-            if not self._ranks.agree_on(int(kept is not None), positions.device):
-                kept = None
+        if self._gathers_positions and not self._ranks.agree_on(int(kept is not None), positions.device):
+            kept = None
         masks[key] = self._mask(positions, tokens, window, stride) if kept is None else kept
         return masks[key]
 
@@ -217,7 +221,7 @@ class Context:
         return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
 
     def _compare_first(self, device: torch.device) -> None:
-        """Refuse other sequences on some of the ranks, as the first collective begins."""
+        """Refuse other sequences on some of the ranks, as the first mask or the first attention of them begins."""
         if torch.compiler.is_compiling() or self._is_compared:
             return
         number, words = self._first_inputs or (0, "none by context.split")
@@ -301,7 +305,15 @@ def _places(runs: list[TokenRun], device: torch.device | None = None) -> Tensor:
     return torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
 
 
-def _one_of(what: str, value: str, known: tuple[Any, ...]) -> Any:
-    if value not in known:
-        raise BadInput(f"'{value}' is no {what}.{did_you_mean(str(value), known)} Use one of: {', '.join(known)}.")
-    return value
+def check_names(mode: str | None, balance: str) -> None:
+    """Refuse a mode that is neither None nor one of `MODES`, and a balance that is not of `BALANCES`.
+
+    Raises:
+        BadInput: there.
+    """
+    for what, value, known in (
+        ("context mode", MODES[0] if mode is None else mode, MODES),
+        ("context balance", balance, BALANCES),
+    ):
+        if value not in known:
+            raise BadInput(f"'{value}' is no {what}.{did_you_mean(str(value), known)} Use one of: {', '.join(known)}.")

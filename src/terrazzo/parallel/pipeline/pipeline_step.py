@@ -93,7 +93,7 @@ class PipelineStep:
         self._patience_s: float | None = None
 
     def run(self) -> Tensor:
-        """Run the step. Returns the sum of the losses, 0-d, the same on all ranks along `pp`."""
+        """Run the step. Returns the sum of the losses, 0-d, fp32 or fp64, the same on all ranks along `pp`."""
         engine, schedule = self.engine, self.engine.schedule
         assert isinstance(schedule, PipelineSchedule)
         actions = self._actions()
@@ -169,13 +169,16 @@ class PipelineStep:
         self.messages.finish(patience_s)
 
     def _meet(self, problem: Exception | None) -> None:
-        """Meet all ranks at the end of the step.
+        """Meet all ranks at the end of the step, and take the dtype of the last stage's losses.
 
         Raises:
             Exception: `problem`, or the error of the first rank that has failed.
             Misuse: no micro-batch has sent a gradient back through one of the stages.
         """
-        returns = self.failures.meet(self._returns, problem, self._patience_s)
+        is_wide = self._losses.dtype == torch.float64
+        *returns, any_wide = self.failures.meet([*self._returns, is_wide], problem, self._patience_s)
+        if any_wide:
+            self._losses = self._losses.double()  # all ranks add up one dtype
         if self.trains and (cut_off := [stage for stage, count in enumerate(returns) if stage and not count]):
             first, _ = self.line.bounds[cut_off[0]]
             raise Misuse(
@@ -223,7 +226,7 @@ class PipelineStep:
             self.line.leave()
         if (successor := self._successor(action)) is None:
             result = one_loss(self.loss_fn(result, targets))
-            self._losses += result.detach()
+            self._losses = self._losses + result.detach()
         else:
             self._send(successor, result.detach(), self.forms[action.micro_batch])
         if self.trains:
@@ -237,12 +240,12 @@ class PipelineStep:
             )
 
     def _auxiliary_losses(self, stage: int) -> tuple[Tensor, ...]:
-        """The losses that modules of the stage have computed in the forward that has just ended."""
+        """The losses to be trained on that modules of the stage have computed in the forward that has just ended."""
         if self.auxiliary is None:
             return ()
         begin, end = self.line.bounds[stage]
         losses = (self.auxiliary(self.model.get_submodule(name)) for name in self.line.names[begin:end])
-        return tuple(each for each in losses if each is not None)
+        return tuple(each for each in losses if each is not None and each.requires_grad)
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
         received, grads, result, auxiliary = self._forwards.pop((action.stage, action.micro_batch))

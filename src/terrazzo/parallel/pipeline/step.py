@@ -42,8 +42,8 @@ def step(
             run: what modules inside it have put aside to be trained on, as a sum like the loss; None for nothing.
 
     Returns:
-        The sum of the losses of `loss_fn`, 0-d, detached and the same on all ranks along `pp`. Without gradients
-        enabled, nothing else is done.
+        The sum of the losses of `loss_fn`, 0-d, fp64 where they are and else fp32, detached and the same on all ranks
+        along `pp`. Without gradients enabled, nothing else is done.
 
     Raises:
         BadInput: no micro-batch, other things than pairs, or too few for the pipeline; a loss that is not 0-d.
@@ -82,7 +82,7 @@ def step(
             if torch.is_grad_enabled():
                 aside = None if auxiliary is None else auxiliary(model)
                 (loss if aside is None else loss + aside).backward()
-        total += loss.detach()
+        total = total + loss.detach()  # fp64 where that is
     return total
 
 

@@ -54,6 +54,11 @@ def check(
             `tz.parallelize`.
         Misuse: where an operation mixes parts of a gradient with all of it.
     """
+    if "tp" not in (dims := mesh.mesh_dim_names or ()):
+        raise BadInput(
+            f"tz.parallel.check compares a model that is cut along tp, and the mesh has the axes {', '.join(dims)}: "
+            "make it with tz.mesh(tp=2)."
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise BadInput(
             "tz.parallel.check runs the model, whose weights are on the meta device: build a small one of the same "

@@ -150,6 +150,12 @@ def _read_column(cuts: TensorCuts, name: str, module: Any, style: Colwise) -> No
                     " a rank would compute the heads that it needs by a forward in its place. Choose tp so that it "
                     f"divides {count}, or leave the layer its own forward."
                 )
+            if style.gathered:
+                raise BadInput(
+                    f"{name!r} has {count} heads, fewer than tp {size}, and the plan gathers its outputs, of which a "
+                    f"rank would compute only the head that it needs. Choose tp so that it divides {count}, or take "
+                    "'colwise', which gathers nothing."
+                )
             first = cuts.ranks.rank * count // size * (part // count)
             cuts.rows[name] = (first, first + part // count)
             return

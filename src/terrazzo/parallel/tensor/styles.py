@@ -64,7 +64,7 @@ class Colwise(Style):
             rank has all weights, and computes the one head that its query heads look at.
         parts: the numbers of outputs of several matrices that are fused into this one, such as a gate and an up
             projection. A rank has a part of each; `heads` has one number for each then.
-        gathered: all outputs are gathered, and every rank uses them in the same way.
+        gathered: all outputs are gathered, and every rank uses them in the same way; not of fewer heads than ranks.
     """
 
     heads: int | tuple[int, ...] | None = None
