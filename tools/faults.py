@@ -310,7 +310,7 @@ MUTATIONS = [
     Mutation(
         "the reported loss is that of the last micro-batch",
         "parallel/pipeline/step.py",
-        "total += loss.detach()",
+        "total = total + loss.detach()",
         "total = loss.detach()",
         "train/test_sft.py",
     ),
