@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from terrazzo import cli
@@ -298,3 +299,28 @@ def test_a_script_of_too_few_steps_keeps_its_exit_code(
     assert ended.exit_code == code
     assert f"3 steps seen, and no record of one was written in {own}" in ended.stderr
     assert "None" not in ended.stderr
+
+
+def test_a_file_that_is_no_program_is_refused_and_leaves_its_folder_free(tmp_path: Path) -> None:
+    script = tmp_path / "train"
+    script.write_text("print(1)\n")
+    script.chmod(0o755)
+    with pytest.raises(BadInput, match=rf"'{script}' cannot be started \(Exec format error\): .*python {script}"):
+        profile([str(script)], tmp_path / "run")
+    assert profile([sys.executable, str(script)], tmp_path / "run").code == 0
+
+
+def test_a_full_disk_leaves_the_scripts_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.json").symlink_to("/dev/full")
+    assert profile([sys.executable, "-c", "raise SystemExit(3)"], tmp_path).code == 3
+    assert f"'{tmp_path}/script.json' cannot be written (No space left on device)" in capfd.readouterr().err
+
+
+def test_works_that_nobody_waits_for_do_not_hide_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_MOST_WORKS", 2)
+    watching, works = probe.ScriptProbe(tmp_path), [dist.Work() for _ in range(4)]
+    for work in works:
+        watching.exchange("all_reduce", lambda work=work: work, (), {})
+    for work in works:
+        watching.wait(work, lambda work: None, (), {})
+    assert [ordinal for _, ordinal, *_ in watching._waits] == [3, 4]

@@ -21,7 +21,7 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.comm.counts.times import Moments, Times
 from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.exit_codes import STALLED
-from terrazzo.telemetry import StepRecorder, lines_of
+from terrazzo.telemetry import StepRecorder, has_ended, lines_of
 from terrazzo.telemetry.log.exit_note import ExitNote, exit_of, leave_exit
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
@@ -95,7 +95,7 @@ def trained(plan: str, folder: str | None, late_at: str = "", make: Any = net, s
 
 
 def record_in(folder: Path) -> dict[str, Any]:
-    (line,) = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    line, _ = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     assert (line["kind"], line["step"], line["steps"], line["clock"]) == ("step", 3, 3, "all")
     return dict(line)
 
@@ -198,6 +198,8 @@ def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:
             tz.telemetry.attach(model, tmp_path, every=0)
         with pytest.raises(tz.BadInput, match="every=True: use 1 or more"):
             tz.telemetry.attach(model, tmp_path, every=True)
+        with pytest.raises(tz.BadInput, match="first_step=-1: use 0 or more"):  # on all ranks, of one of them
+            tz.telemetry.attach(model, tmp_path, first_step=-rank)
         with pytest.raises(tz.BadInput) as folder:
             tz.telemetry.attach(model, tmp_path / "file" / "run")
         with pytest.raises(tz.BadInput) as earlier:
@@ -229,7 +231,8 @@ def test_a_loop_that_goes_on_keeps_the_records_of_its_earlier_steps(tmp_path: Pa
         assert exit_of(tmp_path) is None, "of a run that goes on, `terrazzo watch` would say that it has ended"
         leave_exit(tmp_path, ExitNote(STALLED, "stuck", "rank 1 does nothing"))
     found = [(line["kind"], line["step"]) for line in lines_of(tmp_path / "metrics.jsonl")]
-    assert found == [("step", 2), ("begin", 2), ("step", 4), ("step", 6)]
+    assert found == [("step", 2), ("begin", 2), ("step", 4), ("step", 6), ("end", 6)]
+    assert has_ended(lines_of(tmp_path / "metrics.jsonl"))
 
 
 def test_of_ranks_that_fail_at_once_the_first_note_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

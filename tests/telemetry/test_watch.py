@@ -18,6 +18,7 @@ from terrazzo import cli
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, rows_of, screen_of
+from terrazzo.telemetry.log.records import GrowingLines
 from terrazzo.telemetry.steps.metrics import StepMetrics
 from tests.telemetry.test_verdict import record, settings, write_run
 
@@ -156,6 +157,57 @@ def test_where_ranks_are_now_is_read_from_what_they_record(tmp_path: Path) -> No
     assert "\nnow\n  rank 1    step 8  backward  waits for" in text
     recorder.events.phase("end")
     assert ranks.lines() == [], "it has ended in order"
+
+
+def test_ranks_that_come_later_are_seen_and_those_of_an_earlier_start_are_not(tmp_path: Path) -> None:
+    (tmp_path / "flight").mkdir()
+
+    def live(rank: int, step: int) -> FlightRecorder:
+        recorder = FlightRecorder(rank, 2)
+        recorder.events.extend_table(folder=str(tmp_path), units=[""])
+        recorder.events.step_done(step)
+        recorder.events.phase("forward")
+        told = {"pid": os.getpid(), "descriptor": recorder.descriptor, "boot": boot_id()}
+        (tmp_path / f"flight/rank-{rank:05}.live").write_text(json.dumps(told))
+        return recorder
+
+    ranks, first = LiveRanks(tmp_path), live(0, 7)
+    assert ranks.lines() == ["rank 0    step 8  forward"]
+    second = live(1, 7)
+    assert ranks.lines() == ["rank 0    step 8  forward", "rank 1    step 8  forward"]
+    again = live(0, 3)  # in the place of the first, which is gone
+    assert ranks.lines() == ["rank 0    step 4  forward", "rank 1    step 8  forward"]
+    (tmp_path / "flight/rank-00001.live").unlink()
+    assert ranks.lines() == ["rank 0    step 4  forward"]
+    for recorder in (first, second, again):
+        recorder.close()
+
+
+def test_lines_are_parsed_once_and_anew_only_in_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    texts = [json.dumps(line) + "\n" for line in LINES]
+    path.write_text(texts[0] + texts[1][:20])
+    growing = GrowingLines(path)
+    before = growing.read()
+    assert before == LINES[:1]
+    path.write_text(texts[0] + texts[1] + texts[2])
+    found = growing.read()
+    assert found == LINES[:3]
+    assert found[0] is before[0]
+    assert growing.read() is found
+    path.write_text(texts[0])
+    assert growing.read() == LINES[:1]
+    (tmp_path / "beside").write_text(texts[3] + texts[4])
+    (tmp_path / "beside").replace(path)
+    assert growing.read() == LINES[3:]
+
+
+def test_a_part_of_the_rows_has_the_columns_of_all() -> None:
+    lines = [*LINES, logged(30, 4.0) | {"mfu": 0.5}, logged(40, 3.5)]
+    header, *rows = rows_of(lines, 40, 80)
+    assert rows_of(lines, 40, 80, first=3) == [header, *rows[2:]]
+    assert rows_of(lines, 40, 80, first=len(lines)) == [header]
+    assert rows_of(lines, 40, 80, most=2) == [header, *rows[-2:]]
 
 
 @pytest.mark.parametrize("age_s", [60, 0])

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from terrazzo.errors import BadInput
+from terrazzo.train.launch.machine import cuda_index
 from terrazzo.train.launch.rank import rendezvous
 from terrazzo.train.launch.rank.rendezvous import meet
 
@@ -110,3 +111,13 @@ def test_what_the_earlier_ones_have_stored_is_not_found(agents: dist.Store) -> N
         store = meet(0, 1, 120.0)
         assert not store.check(["key"])
         store.set("key", "value")
+
+
+def test_no_two_ranks_get_one_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torchrun --nproc-per-node 8` starts them on 4 GPUs. Slurm may show each of 8 tasks a single one."""
+    monkeypatch.setattr("terrazzo.engine.runtime.device.count", lambda: 4)
+    assert [cuda_index(rank) for rank in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(BadInput, match=r"Rank 4 .* has 4 CUDA devices and each rank needs its own: start 4 ranks"):
+        cuda_index(4)
+    monkeypatch.setattr("terrazzo.engine.runtime.device.count", lambda: 1)
+    assert cuda_index(7) == 0

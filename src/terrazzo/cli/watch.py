@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,21 +56,22 @@ class _WatchedRun:
 
     def __init__(self, folder: Path) -> None:
         from terrazzo.telemetry import LiveRanks
+        from terrazzo.telemetry.log.records import GrowingLines
 
-        self._files, self._ranks = RunFolder(folder), LiveRanks(folder)
+        self._files = RunFolder.of(folder)
+        self._ranks, self._growing = LiveRanks(self._files.path), GrowingLines(self._files.metrics)
 
     def lines(self, waits: bool = False) -> Lines:
         """The lines of `metrics.jsonl`; with `waits`, none while a run may still begin in the folder."""
-        from terrazzo.errors import BadInput
         from terrazzo.telemetry import run_lines
 
         folder, metrics = self._files.path, self._files.metrics
-        try:
-            return run_lines(folder)
-        except BadInput:
-            if waits and folder.is_dir() and (not metrics.exists() or metrics.is_file()):
-                return []
-            raise
+        with suppress(OSError):
+            if lines := self._growing.read():
+                return lines
+        if waits and folder.is_dir() and (not metrics.exists() or metrics.is_file()):
+            return []
+        return run_lines(folder)  # which says why there is none
 
     def stamp(self) -> tuple[int, int] | None:
         """A value that changes when the file has new lines."""
@@ -144,18 +146,23 @@ def _as_lines(run: _WatchedRun, width: int) -> None:
     from terrazzo.telemetry import has_ended, rows_of
 
     lines: Lines = []
-    told, before = 0, list[str]()
+    told: Lines = []
+    has_header = False
     failed: str | None = None
     while not (has_ended(lines) or failed):
         lines = run.lines(waits=True)
         failed = run.failed(lines)
-        rows, texts = rows_of(lines, run.steps(), width) if lines else [], [str(line) for line in lines]
-        if rows and texts[: len(before)] != before:  # the run went back to a checkpoint, and so did its file
-            kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, texts, strict=False)))
-            told = min(told, max(1, len(rows_of(lines[:kept], run.steps(), width)) if kept else 0))
-        for row in rows[told:]:
-            say(row)
-        told, before = max(told, len(rows)), texts or before
+        if lines is not told:
+            same = sum(1 for _ in takewhile(_alike, zip(told, lines, strict=False)))  # a run may go back, and its file
+            if rows := rows_of(lines, run.steps(), width, first=same) if lines else []:
+                for row in rows[has_header:]:
+                    say(row)
+                has_header, told = True, lines
         time.sleep(0 if has_ended(lines) or failed else _WAIT_S)
     if failed:
         say(failed)
+
+
+def _alike(lines: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
+    one, other = lines
+    return one is other or str(one) == str(other)  # also where a value is not a number

@@ -82,6 +82,7 @@ class Telemetry:
             self._handle.remove()
             self._handle = None
         for sink in self._sinks:
+            sink.log("end", self._step, {})
             sink.close()
         self._sinks = []
         if self._stop_looking is not None:
@@ -135,15 +136,9 @@ def attach(  # structure: signature fixed by what the records of a run have
             "tz.telemetry.attach needs an optimizer, whose steps it counts: give one to tz.shard, or call tz.attach"
             " before."
         )
-    for name, number in (("every", every), ("micro_batches", micro_batches)):
-        if not is_count(number):
-            raise BadInput(f"tz.telemetry.attach was given {name}={number}: use 1 or more.")
-    if stall_s is not None and not stall_s > 0:
-        raise BadInput(f"tz.telemetry.attach was given stall_s={stall_s}: use seconds above 0, or None for no limit.")
-    if not is_count(first_step, least=0):
-        raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
     there = RunFolder(Path(folder))
     events = there.tensorboard if tensorboard else None
+    together(lambda: _check_numbers(every, micro_batches, first_step, stall_s), BadInput)
     sinks = together(lambda: _sinks(there.metrics, events, first_step) if dist.get_rank() == 0 else [], BadInput)
     flight_recorder = FlightRecorder(dist.get_rank(), dist.get_world_size())
     flight_recorder.follow(engine, Path(folder))
@@ -153,6 +148,16 @@ def attach(  # structure: signature fixed by what the records of a run have
     telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, flight_recorder, stop_looking)
     telemetry.follow(engine.optimizers[-1])
     return telemetry
+
+
+def _check_numbers(every: int, micro_batches: int, first_step: int, stall_s: float | None) -> None:
+    for name, number in (("every", every), ("micro_batches", micro_batches)):
+        if not is_count(number):
+            raise BadInput(f"tz.telemetry.attach was given {name}={number}: use 1 or more.")
+    if stall_s is not None and not stall_s > 0:
+        raise BadInput(f"tz.telemetry.attach was given stall_s={stall_s}: use seconds above 0, or None for no limit.")
+    if not is_count(first_step, least=0):
+        raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
 
 
 def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from terrazzo.telemetry.display.step_table import StepTable, duration
 from terrazzo.telemetry.log.records import restart_text, validation_text
+from terrazzo.telemetry.log.sinks import ENDS_OF_RUNS
 from terrazzo.telemetry.steps.metrics import StepMetrics
 
 __all__ = ["has_ended", "rows_of", "screen_of"]
@@ -23,11 +24,11 @@ _PATIENCE_S = 30.0
 
 
 def has_ended(lines: Lines) -> bool:
-    """Whether the run has ended in order: its last line is the summary."""
-    return bool(lines) and lines[-1]["kind"] == "summary"
+    """Whether the run has ended in order: its last line is the summary, or a loop with `attach` has closed it."""
+    return bool(lines) and lines[-1]["kind"] in ENDS_OF_RUNS
 
 
-def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
+def rows_of(lines: Lines, steps: int | None, width: int, *, first: int = 0, most: int | None = None) -> list[str]:
     """A header and, below it, a row for each log step, evaluation and restart of the run.
 
     Empty before the first log step of a run of `terrazzo train`, which tells which columns there are.
@@ -35,15 +36,19 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
     Args:
         steps: of the whole run; None if that is not known, as for a loop without a configuration.
         width: most characters in a line.
+        first: number of the first line that is shown; those before it only tell which columns there are.
+        most: rows below the header, the newest ones; None for all.
     """
-    parsed = [(line, _metrics(line)) for line in lines]
-    known = {name for _, metrics in parsed if metrics is not None for name in metrics.as_dict()}
+    known = {name for line in lines if _is_log_step(line) for name in line.keys() & _NAMES}
     if not known and steps is not None and not has_ended(lines):
         return []
     table = StepTable(last := steps or int(lines[-1]["step"]), known, width)
-    rows = [table.header() if known else f"{'step':>6}  time"]
-    for line, metrics in parsed:
-        if metrics is not None:
+    rows: list[str] = []  # from the newest on
+    for line in reversed(lines[first:]):
+        if len(rows) == most:
+            break
+        if _is_log_step(line):
+            metrics = _metrics(line)
             rows.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
         elif line["kind"] == "validation" and "loss" in line:
             rows.append(table.remark(line["step"], validation_text(line), f"{line['loss']:.4f}")[:width])
@@ -51,7 +56,7 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
             rows.append(table.remark(line["step"], restart_text(line))[:width])
         elif not known and line["kind"] == "step":  # written by `attach`, which does not know the loss
             rows.append(f"{line['step']:>6}  {line['step_s']:.3g} s a step")
-    return rows
+    return [table.header() if known else f"{'step':>6}  time", *reversed(rows)]
 
 
 def screen_of(  # structure: signature fixed by what a screen shows
@@ -76,8 +81,8 @@ def screen_of(  # structure: signature fixed by what a screen shows
     """
     records = [line for line in lines if line["kind"] == "step" and line.get("step_s")]
     parts = [_heading(name, lines, records, steps, age_s)]
-    if rows := rows_of(lines, steps, width):
-        parts.append("\n".join([rows[0], *rows[1:][-_ROWS:]]))
+    if rows := rows_of(lines, steps, width, most=_ROWS):
+        parts.append("\n".join(rows))
     if records:
         parts.append(_causes(records[-1]))
         if skew := records[-1].get("skew"):
@@ -87,14 +92,18 @@ def screen_of(  # structure: signature fixed by what a screen shows
     return "\n\n".join([*parts, *([verdict] if verdict else [])])
 
 
-def _metrics(line: Mapping[str, Any]) -> StepMetrics | None:
-    """The metrics of a line; None if it is not of a log step, or lacks fields (another version wrote it)."""
-    values = {"loss": math.nan, **line}  # a loss that is not finite is not in the line
-    if line["kind"] != "train" or any(
-        field.default is MISSING and field.name not in values for field in fields(StepMetrics)
-    ):
-        return None
-    return StepMetrics(**{field.name: values[field.name] for field in fields(StepMetrics) if field.name in values})
+_NAMES = frozenset(field.name for field in fields(StepMetrics))
+_REQUIRED = frozenset(field.name for field in fields(StepMetrics) if field.default is MISSING) - {"loss"}
+"""A loss that is not finite is not in the line."""
+
+
+def _is_log_step(line: Mapping[str, Any]) -> bool:
+    """Whether a line has the metrics of a log step, and all fields of them: another version may have written it."""
+    return line["kind"] == "train" and line.keys() >= _REQUIRED
+
+
+def _metrics(line: Mapping[str, Any]) -> StepMetrics:
+    return StepMetrics(**{"loss": math.nan} | {name: line[name] for name in line.keys() & _NAMES})
 
 
 def _heading(name: str, lines: Lines, records: Lines, steps: int | None, age_s: float) -> str:

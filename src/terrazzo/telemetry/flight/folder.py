@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrazzo.ending import Ending
 from terrazzo.engine import Engine
@@ -20,7 +20,7 @@ from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
 from terrazzo.telemetry.log.run_folder import RunFolder, rank_files
 
-__all__ = ["FlightRecorder", "flights_of", "save_flight", "tails_of"]
+__all__ = ["FlightRecorder", "LiveRank", "flights_of", "save_flight", "tails_of"]
 
 
 class FlightRecorder:
@@ -107,17 +107,31 @@ def flights_of(run: Path) -> list[Flight]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def tails_of(run: Path) -> dict[int, Tail]:
-    """The rings of those ranks of a run that are running now on this machine, by rank."""
-    by_rank = {}
-    for path in sorted(RunFolder(run).flight.glob("rank-*.live")):
+class LiveRank(NamedTuple):
+    """A rank of a run that is running now on this machine, and the ring that it writes to, in its process's memory."""
+
+    rank: int
+    memory: Path
+
+
+def tails_of(run: Path, known: Mapping[LiveRank, Tail]) -> dict[LiveRank, Tail]:
+    """The rings of those ranks of a run that are running now on this machine, in the order of ranks.
+
+    Args:
+        known: what an earlier call has returned; those of ranks that are still there are taken from it.
+    """
+    tails = {}
+    for rank, path in rank_files(RunFolder(run).flight):
         with _of_others(), contextlib.suppress(OSError):
-            if (memory := _memory(path)) is not None and memory.is_file():
+            if path.suffix != ".live" or (memory := _memory(path)) is None or not memory.is_file():
+                continue
+            live = LiveRank(rank, memory)
+            if (tail := known.get(live)) is None:
                 with memory.open("rb") as file:
                     tail = Tail(file.fileno())
-                if tail.table.keys() >= FIELDS:
-                    by_rank[int(tail.table["rank"])] = tail
-    return by_rank
+            if tail.table.keys() >= FIELDS:
+                tails[live] = tail
+    return tails
 
 
 def _read_live(path: Path) -> Flight | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from terrazzo.errors import BadInput, counted
 from terrazzo.telemetry.log.run_folder import RunFolder
 
 __all__ = [
+    "GrowingLines",
     "all_steps_of",
     "lines_of",
     "mean_of",
@@ -48,8 +50,12 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The file's lines, without incomplete ones, which a run leaves that is killed or writing."""
+    return _parsed(path.read_bytes())
+
+
+def _parsed(content: bytes) -> list[dict[str, Any]]:
     lines = []
-    for line in path.read_bytes().splitlines():
+    for line in content.splitlines():
         try:
             values = json.loads(line)
         except ValueError:
@@ -57,6 +63,32 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
         if isinstance(values, dict) and "kind" in values and "step" in values:
             lines.append(values)
     return lines
+
+
+class GrowingLines:
+    """The lines of a file that another process writes, each of which is read and parsed once.
+
+    Args:
+        path: of the file. If it is replaced by another one, or cut short, it is read anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._end = path, 0, 0
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines so far that are whole; raises `OSError` if there is no such file."""
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._end:
+                self._inode, self._end, self._lines = status.st_ino, 0, []
+            file.seek(self._end)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._end += len(whole)
+        if whole:
+            self._lines = [*self._lines, *_parsed(whole)]
+        return self._lines
 
 
 def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

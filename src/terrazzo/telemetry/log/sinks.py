@@ -14,7 +14,10 @@ from typing import Any
 
 from terrazzo.files import replacing
 
-__all__ = ["JsonLines", "Sink", "TensorBoard", "warn_on_stderr"]
+__all__ = ["ENDS_OF_RUNS", "JsonLines", "Sink", "TensorBoard", "warn_on_stderr"]
+
+ENDS_OF_RUNS = ("summary", "end")
+"""Kinds of lines that end a run: of `terrazzo train`, and of a loop of the user's."""
 
 
 class Sink(ABC):
@@ -96,7 +99,7 @@ class JsonLines(Sink):
 
 
 def _cut_back(path: Path, last_step: int) -> None:
-    """Keep the lines up to `last_step` of an earlier start, without its verdict and summary."""
+    """Keep the lines up to `last_step` of an earlier start, without its verdict and its end."""
     lines = path.read_bytes().splitlines(keepends=True)
     earlier = [line for line in lines if last_step and _stays(line, last_step)]
     if earlier == lines:
@@ -109,7 +112,7 @@ def _stays(line: bytes, last_step: int) -> bool:
     """Whether a line is kept; one that is cut short or damaged is not."""
     try:
         values = json.loads(line)
-        return line.endswith(b"\n") and values["step"] <= last_step and values["kind"] not in ("summary", "verdict")
+        return line.endswith(b"\n") and values["step"] <= last_step and values["kind"] not in ("verdict", *ENDS_OF_RUNS)
     except (ValueError, TypeError, KeyError):
         return False
 

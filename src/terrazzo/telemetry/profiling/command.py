@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.log.run_folder import RunFolder
-from terrazzo.telemetry.log.sinks import JsonLines
+from terrazzo.telemetry.log.sinks import JsonLines, warn_on_stderr
 
 if TYPE_CHECKING:
     from terrazzo.telemetry.profiling.merging import StepMerger
@@ -53,7 +53,7 @@ def profile(command: Sequence[str], folder: Path) -> ProfiledScript:
         folder: gets `metrics.jsonl`, `script.json` and a file for each rank in `ranks`; must not have records yet.
 
     Raises:
-        BadInput: the folder has records, or cannot be written; the command does not exist.
+        BadInput: the folder has records, or cannot be written; the command does not exist, or is no program.
     """
     if shutil.which(command[0]) is None:
         raise BadInput(f"There is no command '{command[0]}': write what starts the script, such as python train.py.")
@@ -66,10 +66,18 @@ def profile(command: Sequence[str], folder: Path) -> ProfiledScript:
     except OSError as error:
         raise BadInput(f"'{folder}' cannot be written ({error.strerror or error}): name another by --out.") from error
     merging = _LateMerger(ranks, sink)
-    code = _run(command, {"TERRAZZO_PROFILE": str(ranks)}, merging.merge)
+    try:
+        code = _run(command, {"TERRAZZO_PROFILE": str(ranks)}, merging.merge)
+    except BadInput:
+        sink.close()
+        there.metrics.unlink()  # so that the folder can be used for the command as it should be
+        raise
     merging.merge(at_end=True)
     sink.close()
-    there.script.write_text(json.dumps(merging.facts))
+    try:
+        there.script.write_text(json.dumps(merging.facts))
+    except OSError as error:
+        warn_on_stderr(f"'{there.script}' cannot be written ({error.strerror or error}): the advice will be general.")
     own = merging.facts.get("own")
     return ProfiledScript(code, merging.made, Path(own) if own else None)
 
@@ -153,11 +161,7 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
     sys.stdout.flush()
     try:
         with _Sentinel(before) as sentinel:
-            child = subprocess.Popen(
-                command,
-                env=environment,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
-            )
+            child = _started(command, environment, before)
             while child.poll() is None:
                 info = signal.sigtimedwait(_PASSED_ON | {signal.SIGCHLD}, _EVERY_S)
                 if info is None:
@@ -169,3 +173,15 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _started(command: Sequence[str], environment: dict[str, str], mask: Collection[int]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command, env=environment, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        )
+    except OSError as error:  # such as ENOEXEC
+        raise BadInput(
+            f"'{command[0]}' cannot be started ({error.strerror or error}): write the program that runs it too, such as"
+            f" python {command[0]}, or begin the file with a line such as #!/usr/bin/env python."
+        ) from error

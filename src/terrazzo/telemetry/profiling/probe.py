@@ -142,8 +142,10 @@ class ScriptProbe:
             self._inside.exchange = False
         wait = self.begun(group, kind, start)
         if isinstance(result, dist.Work):
-            if len(self._works) < _MOST_WORKS:
-                self._works[id(result)] = wait
+            self._works.pop(id(result), None)  # of another one that is garbage by now
+            self._works[id(result)] = wait
+            if len(self._works) > _MOST_WORKS:  # the oldest are those that nobody waits for
+                del self._works[next(iter(self._works))]
         else:
             self.waited(wait, start)
         return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from terrazzo.telemetry.flight.folder import tails_of
+from terrazzo.telemetry.flight.folder import LiveRank, tails_of
 from terrazzo.telemetry.flight.ring import Tail
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 
@@ -21,17 +21,16 @@ class LiveRanks:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._tails: dict[int, Tail] = {}
-        self._progress_of: dict[int, RankProgress] = {}
+        self._tails: dict[LiveRank, Tail] = {}
+        self._progress_of: dict[LiveRank, RankProgress] = {}
 
     def lines(self) -> list[str]:
         """A line for each rank that runs on this machine: step, phase, unit, and what it waits for."""
-        if not self._tails:
-            self._tails = tails_of(self._run)
-            self._progress_of = {rank: RankProgress() for rank in self._tails}
-        for rank, tail in self._tails.items():
+        self._tails = tails_of(self._run, self._tails)
+        self._progress_of = {live: self._progress_of.get(live, RankProgress()) for live in self._tails}
+        for live, tail in self._tails.items():
             if events := tail.new():
-                self._progress_of[rank].take(tail.table, events)
+                self._progress_of[live].take(tail.table, events)
         now = time.monotonic_ns()
-        there = {rank: progress for rank, progress in self._progress_of.items() if not progress.has_left}
+        there = {live.rank: progress for live, progress in self._progress_of.items() if not progress.has_left}
         return [f"rank {rank:<4} {progress.line(now)}" for rank, progress in there.items()]

@@ -103,8 +103,8 @@ class Loader:
         if len(dataset) < config.batch.global_batch:
             raise BadInput(
                 f"The training data holds {len(dataset)} sequences of {dataset.sequence_length} tokens "
-                f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.batch.global_batch} "
-                f"({world_size} ranks). Give more data, a shorter sequence_length, or a smaller "
+                f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.batch.global_batch}. "
+                "Give more data, a shorter sequence_length, or a smaller "
                 "global batch."
             )
         self.dataset, self.batch, self.rank, self.world_size = dataset, config.batch, rank, world_size

@@ -9,7 +9,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
 
-__all__ = ["ranks_here", "ranks_to_start", "resolve_device", "set_threads"]
+__all__ = ["cuda_index", "ranks_here", "ranks_to_start", "resolve_device", "set_threads"]
 
 
 def ranks_here(world_size: int) -> int:
@@ -27,6 +27,22 @@ def resolve_device(config: LaunchConfig) -> str:
     if config.device == "auto":
         return "cuda" if devices.count() else "cpu"
     return config.device
+
+
+def cuda_index(local_rank: int) -> int:
+    """The number of the CUDA device of this machine's rank `local_rank`. A single one is every rank's: Slurm may show
+    each task only its own.
+
+    Raises:
+        BadInput: others have started more ranks than there are devices.
+    """
+    count = devices.count()
+    if count > 1 and local_rank >= count:
+        raise BadInput(
+            f"Rank {local_rank} of this machine was started, but this machine has {count} CUDA devices and each rank"
+            f" needs its own: start {count} ranks on it (torchrun --nproc-per-node {count}), or use launch.device=cpu."
+        )
+    return local_rank % count
 
 
 def set_threads(config: LaunchConfig, ranks: int) -> None:

@@ -47,14 +47,14 @@ def join(launch: LaunchConfig) -> Ranks:
 
     Raises:
         BadInput: this rank was not told where it is, the ranks cannot meet at the address that they were given, or
-            some do not come, or with another kind of device.
+            some do not come, or with another kind of device; there are fewer CUDA devices here than ranks.
     """
     environment.require_environment()
     rank, world_size, local_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), environment.local_rank()
     device = torch.device(machine.resolve_device(launch))
     machine.set_threads(launch, machine.ranks_here(world_size))
     if devices.is_cuda(device):
-        device = torch.device("cuda", local_rank % devices.count())  # Slurm may show each task only its own
+        device = torch.device("cuda", machine.cuda_index(local_rank))
         devices.set_current(device)
     store = meet(rank, world_size, launch.timeout_s)
     timeout = timedelta(seconds=launch.timeout_s)
