@@ -104,8 +104,7 @@ class Loader:
             raise BadInput(
                 f"The training data holds {len(dataset)} sequences of {dataset.sequence_length} tokens "
                 f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.batch.global_batch}. "
-                "Give more data, a shorter sequence_length, or a smaller "
-                "global batch."
+                "Give more data, a shorter sequence_length, or a smaller global batch."
             )
         self.dataset, self.batch, self.rank, self.world_size = dataset, config.batch, rank, world_size
         self.part = part
