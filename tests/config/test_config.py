@@ -307,6 +307,16 @@ def test_another_name_leaves_the_rest_of_a_files_section(tmp_path: Path) -> None
     assert load_config(path, ["plan=zero1"]).plan.name == "zero1"
 
 
+def test_a_name_that_is_a_number_is_a_name_in_overrides_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    for text, override in (("{name: bf16, moments: bf16}", "precision=32"), ("32", "precision.moments=bf16")):
+        path.write_text(f"precision: {text}\n")
+        precision = load_config(path, [override]).precision
+        assert (precision.name, precision.moments) == ("fp32", "bf16")
+    with pytest.raises(BadInput, match="precision is True, expected a section of keys"):
+        load_config(path, ["precision=true"])
+
+
 @pytest.mark.parametrize(
     "override",
     [

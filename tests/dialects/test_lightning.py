@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.formats.lightning.keys import (
     ARGUMENTS,
@@ -451,9 +453,40 @@ def test_lightning_takes_what_is_written(strategies: Any, source: str, document:
         assert made.config["zero_optimization"]["stage"] == stage
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "Rprop"])
+def test_the_written_optimizer_starts(name: str) -> None:
+    """LightningCLI calls the class with all parameters and `init_args`."""
+    arguments = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.1, "options": {"maximize": True}}
+    arguments["options"] |= {"muon.lr": 1.0}
+    told = {"name": name, **arguments}
+    description = build("other", {f"optimizer.{key}": Setting(value, "file", key) for key, value in told.items()})
+    writing = dialect("lightning").write(description)
+    weights = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
+    written = writing.document["optimizer"]
+    optimizer = getattr(torch.optim, name)(weights, **written["init_args"])
+    lost = {verdict.key.partition(".")[2]: verdict.why for verdict in writing.verdicts if verdict.kind == "lossy"}
+    assert optimizer.defaults["maximize"] and "muon.lr" in lost["options"]
+    for key in ("betas", "eps", "weight_decay"):
+        assert (key in written["init_args"]) == (key in optimizer.defaults) == (key not in lost)
+
+
+def test_muon_cannot_start_there_but_by_deepspeed() -> None:
+    document = {"plan": "zero3", "optimizer": {"name": "Muon", "lr": 0.01, "muon": {"lr": 0.02}}}
+    conversion = converted("terrazzo", "lightning", {**document, "train": {"clip": None}})
+    assert "optimizer" not in conversion.document
+    assert [each.key for each in conversion.refused] == ["optimizer.name"]
+    with pytest.raises(ValueError, match="only supports 2D"):
+        torch.optim.Muon([torch.nn.Parameter(torch.zeros(2))])
+    conversion = converted("terrazzo", "lightning", document)  # which is clipped by norm
+    config = conversion.document["trainer"]["strategy"]["init_args"]["config"]
+    assert "optimizer" not in conversion.document
+    assert config["optimizer"]["type"] == "Muon" and config["optimizer"]["params"]["muon_lr"] == 0.02
+    (verdict,) = [each for each in conversion.verdicts if each.key == "optimizer.name"]
+    assert verdict.target == "trainer.strategy.init_args.config.optimizer.type"
+
+
 def as_lightning(arguments: dict[str, Any]) -> dict[str, Any]:
     """The objects that names stand for."""
-    import torch
     from torch.distributed.fsdp import MixedPrecision
 
     made = dict(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,21 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from terrazzo.config import CONFIG_KEYS, Config, config_from_dict
+from terrazzo.config import CONFIG_KEYS, SHORTHANDS, Config, config_from_dict
 from terrazzo.dialects.core.description import Description, Setting, build
-from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.dialect import Finding, ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
+from terrazzo.dialects.formats.torchtitan.dialect import DIALECT as TORCHTITAN
 from terrazzo.dialects.verbs.check import check
+from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.documents import Loaded, load
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput
 from terrazzo.train.settings.plan import build_plan, build_precision
-from tests.dialects.peers import assert_agrees_or_says
+from tests.dialects.peers import assert_agrees_or_says, converted
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
@@ -267,6 +270,19 @@ def test_examples_survive(path: Path) -> None:
 def test_each_key_survives() -> None:
     for key, value in OTHER.items():
         assert_the_same_run(nested({**WITH.get(key, {}), key: value}))
+
+
+@pytest.mark.parametrize("section", SHORTHANDS)
+def test_a_section_by_its_name_alone_survives(section: str) -> None:
+    document = {section: OTHER[f"{section}.name"]}
+    assert OURS.recognises(document)
+    assert_the_same_run(document)
+    conversion = convert_reading(OURS, OURS.read(document), OURS, ReadingContext())
+    assert conversion.document == document
+    by_name = {section: {"name": document[section]}}
+    kinds = [convert_reading(OURS, OURS.read(each), TORCHTITAN, ReadingContext()) for each in (document, by_name)]
+    assert [each.kind for each in kinds[0].verdicts] == [each.kind for each in kinds[1].verdicts]
+    assert [verdict.kind for verdict in OURS.read({section: "nonesuch"}).verdicts] == ["refused"]
 
 
 def test_all_keys_at_once_survive() -> None:
@@ -644,6 +660,52 @@ def test_the_global_batch_follows_from_the_ranks() -> None:
     assert "--world" in verdicts["batch.accumulation"].why
     document, verdicts = written({**settings, "batch.global_batch": 60}, ReadingContext(world=8))
     assert verdicts["batch.accumulation"].kind == "lossy"
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "left"), [(200, 900, 800), (100, 900, 900), (1000, 200, None), (1100, 200, None)]
+)
+def test_a_decay_is_no_longer_than_warm_up_leaves(warmup: int, decay: int, left: int | None) -> None:
+    settings = {"name": "wsd", "warmup_steps": warmup, "decay_steps": decay, "total_steps": 1000}
+    document, verdicts = written({f"schedule.{name}": value for name, value in settings.items()})
+    assert document["schedule"].get("decay_steps") == left
+    assert verdicts["schedule.decay_steps"].kind == ("applied" if left == decay else "lossy")
+
+
+TOO_LONG: dict[str, dict[str, Any]] = {
+    "torchtitan": {"lr_scheduler": {"decay_ratio": 0.9, "warmup_steps": 200}, "training": {"steps": 1000}},
+    "trainer": {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 90},
+        "warmup_steps": 50,
+        "max_steps": 100,
+    },
+    "megatron": {
+        "lr-decay-style": "WSD",
+        "lr-wsd-decay-iters": 90,
+        "lr-warmup-iters": 50,
+        "train-iters": 100,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_what_train_would_refuse_of_keys_together_has_a_verdict(name: str) -> None:
+    conversion = converted(name, "terrazzo", TOO_LONG[name])
+    config_from_dict(conversion.document)
+    assert any("longer than" in verdict.why for verdict in conversion.verdicts if verdict.kind == "lossy")
+
+
+@pytest.mark.parametrize("key", ["schedule.warmup_steps", "train.steps", "guard.spike"])
+def test_what_the_target_finds_wrong_is_said_of_the_key_that_wrote_it_or_of_none(key: str) -> None:
+    document = {"training": {"steps": 50}, "lr_scheduler": {"warmup_steps": 40}}
+    target = replace(OURS, findings=lambda *_: [Finding.error(key, "too much"), Finding.warning(key, "meant")])
+    conversion = convert_reading(TORCHTITAN, TORCHTITAN.read(document), target, ReadingContext())
+    told = [*conversion.verdicts, *conversion.unsaid]
+    said = [each for each in told if "too much" in each.why]
+    assert [(each.kind, key in each.target) for each in said] == [("lossy", True)]
+    assert not any("meant" in each.why for each in told)
+    assert convert_reading(OURS, OURS.read({}), target, ReadingContext()).unsaid == ()
 
 
 def test_what_is_unset_stays_unsaid() -> None:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
-    from terrazzo.config.keys import CONFIG_KEYS, keys_meant
+    from terrazzo.config.keys import CONFIG_KEYS, SHORTHANDS, keys_meant
     from terrazzo.config.reading import (
         CheckedKeys,
         check_keys,
@@ -60,6 +60,7 @@ else:
 
 __all__ = [
     "CONFIG_KEYS",
+    "SHORTHANDS",
     "BatchConfig",
     "CheckedKeys",
     "Config",

@@ -59,7 +59,7 @@ def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Itera
 CONFIG_KEYS: dict[str, ConfigKey] = dict(_walk(Config(), Config().model_dump(mode="json")))
 """Every leaf of the schema by its dotted key, in the schema's order."""
 
-SHORTHANDS = {name for name in Config.model_fields if isinstance(getattr(Config(), name), Named)}
+SHORTHANDS = tuple(name for name in Config.model_fields if isinstance(getattr(Config(), name), Named))
 """Sections that may be given as just their name."""
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from terrazzo.config.keys import CONFIG_KEYS, SHORTHANDS
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
-from terrazzo.config.section import KEYS_ALONE
+from terrazzo.config.section import KEYS_ALONE, is_name
 from terrazzo.config.sections.launch import is_rank_range
 from terrazzo.config.wording import dotted, placed, sentence, sentences
 from terrazzo.documents import parse_value, read_text
@@ -170,12 +170,12 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             f" would be set: write '{quoted}' with both kinds of quotes, or leave out what begins with '#'."
         )
     *parents, last = key.split(".")
-    if key in SHORTHANDS and isinstance(value, str) and isinstance(raw.get(key), dict):
+    if key in SHORTHANDS and is_name(value) and isinstance(raw.get(key), dict):
         parents, last = [key], "name"  # the rest of the file's section stays
     target = raw
     for depth, name in enumerate(parents):
         inner = target.get(name)
-        if isinstance(inner, str) and depth == 0 and name in SHORTHANDS:
+        if is_name(inner) and depth == 0 and name in SHORTHANDS:
             inner = {"name": inner}
         if inner is None:
             inner = {}

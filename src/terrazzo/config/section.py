@@ -8,7 +8,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-__all__ = ["KEYS_ALONE", "KeysDisagree", "Named", "Section", "whole_number"]
+__all__ = ["KEYS_ALONE", "KeysDisagree", "Named", "Section", "is_name", "whole_number"]
 
 KEYS_ALONE = {"agree": False}
 """The context of a validation that looks at each key by itself."""
@@ -90,4 +90,9 @@ class Named(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str | int) else value
+        return {"name": value} if is_name(value) else value
+
+
+def is_name(value: Any) -> bool:
+    """Whether a value in place of a section is its name; some are numbers, such as precision's 32."""
+    return isinstance(value, str | int) and not isinstance(value, bool)

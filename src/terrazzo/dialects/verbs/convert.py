@@ -2,18 +2,19 @@
 
 In its own dialect a document is what it was, but for the keys that are refused. In another, the target's document is
 read back. A setting whose key is refused there is refused. Whatever then means something else than the source, and has
-not been named by the writer, becomes lossy: no loss goes unnamed, not even one by a writer's mistake.
+not been named by the writer, becomes lossy, and so does what the target finds wrong with keys together: no loss goes
+unnamed, not even one by a writer's mistake.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_effect
 from terrazzo.dialects.core.description import PATHS, Description, Extra, Setting, as_text, asks_for_nothing
-from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import Dialect, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.dotted_keys import flatten, keys_in
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
 from terrazzo.dialects.verbs.understand import Understood, read_document
@@ -28,7 +29,8 @@ class Conversion:
     Attributes:
         document: of the target.
         verdicts: one for every key of the source, in its order.
-        unsaid: settings that the source's defaults decide and the target cannot say; their keys are paths.
+        unsaid: settings that the source's defaults decide and the target cannot say, their keys are paths; and what
+            the target lacks or finds wrong that no setting has written.
         added: what holds in the target by its own defaults: the source leaves it to code, or it was refused; their
             keys are paths.
         before: what the source means.
@@ -60,7 +62,9 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     writing = target.written(before, context)
     read_back = read_document(target, writing.document, context)
     after = read_back.description
-    fates = _Fates(before, read_back, writing, target)
+    found = target.findings(writing.document, read_back, context) if before.dialect != target.name else ()
+    faults = [finding for finding in found if finding.level == "error"]
+    fates = _Fates(before, read_back, writing, target, faults)
     verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
     return Conversion(
         source, target, writing.document, verdicts, tuple(fates.unsaid()), tuple(fates.added()), before, after
@@ -70,14 +74,18 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
 class _Fates:
     """What became of keys and settings."""
 
-    def __init__(self, before: Description, read_back: Reading, writing: Writing, target: Dialect) -> None:
-        self.before, self.after, self.target, self.missing = before, read_back.description, target, writing.missing
+    def __init__(
+        self, before: Description, read_back: Reading, writing: Writing, target: Dialect, faults: list[Finding]
+    ) -> None:
+        self.before, self.after, self.target, self.missing = before, read_back.description, target, [*writing.missing]
         self.unreadable = {each.key: each.why for each in read_back.verdicts if each.kind == "refused"}
         self.extras = extras_by_key(before)
         foreign = before.dialect != target.name
         self.partial = {extra.key: extra for extra in before.extras if foreign and extra.loss != "harmless"}
         self.own = list(flatten(writing.document)) if before.dialect == target.name else []
         self.by_path = {verdict.key: self._read_back(verdict) for verdict in writing.verdicts}
+        for fault in faults:
+            self._blame(fault)
         self.paths: dict[str, list[str]] = {}
         for path, setting in before.items():
             for key in setting.keys:
@@ -100,6 +108,18 @@ class _Fates:
         else:
             why = f"{title} has {now} for {verdict.key}, not {as_text(verdict.value)}"
         return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, why)
+
+    def _blame(self, fault: Finding) -> None:
+        """Have the settings that wrote a key say what the target finds wrong with it, beside other keys."""
+        keys = keys_in(fault.key)
+        written = {path: keys_in(verdict.target) for path, verdict in self.by_path.items() if verdict.kind != "refused"}
+        blamed = [path for path, targets in written.items() if not set(keys).isdisjoint(targets)]
+        for path in blamed:
+            verdict = self.by_path[path]
+            why = "; ".join(_once([verdict.why, fault.text]))
+            self.by_path[path] = replace(verdict, kind="lossy", why=why)
+        if not blamed:
+            self.missing.append(KeyVerdict(fault.key, None, "lossy", fault.key, fault.text))
 
     def of_key(self, read: KeyVerdict) -> KeyVerdict:
         """What became of one key of the source."""

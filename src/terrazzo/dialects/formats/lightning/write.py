@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -25,6 +26,7 @@ _STAGES = ("terrazzo", "deepspeed")
 """Dialects whose zero3 may as well be DeepSpeed's stage 3, which clips by norm where FSDPStrategy raises."""
 _CLASSES = "lightning.pytorch.strategies"
 _STRATEGY, _ARGUMENTS = "trainer.strategy", "trainer.strategy.init_args"
+_OPTIONS = "optimizer.init_args"
 _ADOPTED = ("sharding.", "mesh.", "units.", "offload.", "prefetch.", "loading.broadcast")
 _PLAIN_WORDS = tuple(word for word in WORDS if isinstance(word, str) and "-" in word and "engine" not in word)
 
@@ -38,6 +40,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     clipped = draft.value("training.clip") is not None and description.dialect in _STAGES
     if wants_deepspeed(description) or (row == "zero3" and clipped):
         return _deepspeed(draft, context)
+    _optimizer(draft)
     if row == "zero0":
         _ddp(draft)
     elif row is not None:
@@ -69,7 +72,6 @@ def _loop(draft: Draft) -> None:
         draft.lossy("loading.low_memory", "build the model in configure_model")
     if draft.value("training.device") is not None:
         draft.put("training.device", "trainer.accelerator", "cpu" if draft.value("training.device") == "cpu" else "gpu")
-    _optimizer(draft)
 
 
 def _optimizer(draft: Draft) -> None:
@@ -78,17 +80,26 @@ def _optimizer(draft: Draft) -> None:
     if name is None:
         draft.lossy((*paths, "optimizer.options"), "the optimizer comes from the LightningModule there")
         return
-    if not hasattr(torch.optim, name):
-        draft.refuse("optimizer.name", f"torch.optim has no {name}: return your own from configure_optimizers")
+    kind = getattr(torch.optim, name, None)
+    if name == "Muon" or not isinstance(kind, type):
+        fault = "Muon is for matrices alone, and gets every parameter" if kind else f"torch.optim has no {name}"
+        draft.refuse("optimizer.name", f"{fault}: return your own from configure_optimizers")
         return
     draft.put("optimizer.name", "optimizer.class_path", f"torch.optim.{name}")
+    known = inspect.signature(kind).parameters
     for path in paths:
-        if draft.value(path) is not None:
-            value = draft.value(path)
-            key = f"optimizer.init_args.{path.partition('.')[2]}"
-            draft.put(path, key, list(value) if isinstance(value, tuple) else value)
-    for argument, value in draft.value("optimizer.options", {}).items():
-        draft.put("optimizer.options", f"optimizer.init_args.{argument}", value)
+        field = path.partition(".")[2]
+        if draft.value(path) is not None and field not in known:
+            draft.lossy(path, f"torch.optim.{name} has no {field}")
+        elif draft.value(path) is not None:
+            draft.copy(path, f"{_OPTIONS}.{field}")
+    options = draft.value("optimizer.options", {})
+    for field in (field for field in options if field in known):
+        draft.write(f"{_OPTIONS}.{field}", options[field])
+    if unknown := [field for field in options if field not in known]:
+        draft.lossy("optimizer.options", f"torch.optim.{name} has no {', '.join(unknown)}", _OPTIONS)
+    elif options:
+        draft.implied("optimizer.options", key=_OPTIONS)
 
 
 def _clip(draft: Draft, sharded: bool) -> None:
@@ -229,7 +240,7 @@ def _mixed_precision(draft: Draft, kind: str, row: Mapping[str, Setting[Any]]) -
 
 
 def _deepspeed(draft: Draft, context: ReadingContext) -> Writing:
-    """DeepSpeedStrategy with a whole configuration; accumulation and clipping are the Trainer's."""
+    """DeepSpeedStrategy with a whole configuration, and its optimizer; accumulation and clipping are the Trainer's."""
     inner = DEEPSPEED.written(draft.description, context)
     config = deepcopy(inner.document)
     for key in ("gradient_accumulation_steps", "train_batch_size"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from terrazzo.config import CONFIG_KEYS
+from terrazzo.config import CONFIG_KEYS, SHORTHANDS
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.dialects.formats.terrazzo.findings import findings
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
@@ -15,13 +15,14 @@ __all__ = ["DIALECT"]
 
 
 def recognises(document: ConfigDocument) -> bool:
-    """Whether it has Terrazzo's sections alone, and in them mostly Terrazzo's keys, or a plan by its name."""
+    """Whether it has Terrazzo's sections alone, and in them mostly Terrazzo's keys, or one by its name alone."""
     sections = {key.partition(".")[0] for key in CONFIG_KEYS}
     if not document or not set(document) <= sections:
         return False
     names = [f"{section}.{key}" for section, inner in document.items() if isinstance(inner, Mapping) for key in inner]
     known = [name for name in names if name in CONFIG_KEYS or name == "plan.mesh"]
-    return isinstance(document.get("plan"), str) or 2 * len(known) > len(names) or (bool(known) and len(names) < 4)
+    named = any(isinstance(document.get(section), str) for section in SHORTHANDS)
+    return named or 2 * len(known) > len(names) or (bool(known) and len(names) < 4)
 
 
 DIALECT = Dialect(

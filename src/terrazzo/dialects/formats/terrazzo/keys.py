@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from terrazzo.config import CONFIG_KEYS
+from terrazzo.config import CONFIG_KEYS, SHORTHANDS
 from terrazzo.dialects.core.keys import ANY, Key
 
 __all__ = ["KEYS"]
 
 KEYS = {
-    "plan": Key(ANY, None, ""),
-    "precision": Key(ANY, None, ""),
-    "objective": Key(ANY, None, ""),
+    **{name: Key(ANY, None, "") for name in SHORTHANDS},
     **{name: Key(ANY, key.default, key.meaning) for name, key in CONFIG_KEYS.items()},
     "optimizer.options.*": Key(ANY, None, ""),
 }

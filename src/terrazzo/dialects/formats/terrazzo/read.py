@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.config import CONFIG_KEYS, MuonConfig, check_keys, tier_text
+from terrazzo.config import CONFIG_KEYS, SHORTHANDS, MuonConfig, check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import TEXT
@@ -287,8 +287,9 @@ def _checkpointing(reader: _SchemaReader) -> SettingsByPath:
 def _keep_others(reader: _SchemaReader) -> None:
     """Known keys with no neutral meaning."""
     for key in reader.unread():
-        if not reader.refused(key) and key in CONFIG_KEYS:
+        name = f"{key}.name" if key in SHORTHANDS and reader.raw(key) != {} else key
+        if not reader.refused(key) and not reader.refused(name, key) and name in CONFIG_KEYS:
             section = key.partition(".")[0]
             why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
-            idle = section in _HARMLESS or key in _HARMLESS or reader.raw(key) == CONFIG_KEYS[key].default
+            idle = section in _HARMLESS or key in _HARMLESS or reader.raw(key) == CONFIG_KEYS[name].default
             reader.keep(key, why, loss="harmless" if idle else "lossy")

@@ -236,7 +236,7 @@ def _schedule(draft: TerrazzoDraft) -> None:
         draft.carry("schedule.name")
     draft.carry("schedule.total_steps")
     _warmup(draft)
-    draft.carry("schedule.decay_steps")
+    _decay(draft)
     if name == "constant":
         draft.implied("schedule.final_fraction")
     else:
@@ -259,6 +259,20 @@ def _warmup(draft: TerrazzoDraft) -> None:
         draft.put("schedule.warmup_fraction", "schedule.warmup_steps", round(share * total))
     elif share:
         draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set schedule.warmup_steps")
+
+
+def _decay(draft: TerrazzoDraft) -> None:
+    """The decay as far as the run has room for it beside the warm-up that has been written."""
+    path, total = "schedule.decay_steps", draft.value("schedule.total_steps")
+    decay, warmup = draft.value(path, 0), draft.document.get("schedule", {}).get("warmup_steps", 0)
+    if not total or decay + warmup <= total:
+        draft.carry(path)
+        return
+    why = f"a decay of {decay} steps is longer than the {total - warmup} that warm-up leaves of the run"
+    if total == warmup:
+        draft.lossy(path, f"{why}: there is none")
+    else:
+        draft.put(path, path, total - warmup, f"{why}: it takes all of them", "lossy")
 
 
 # -- the loop ------------------------------------------------------------------------------------------------------
