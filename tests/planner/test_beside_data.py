@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
@@ -296,6 +298,19 @@ def cut_tiny(family: str, size: int) -> tuple[nn.Module, TensorRanks, dict[str, 
     for buffer in model.buffers():
         buffer.zero_()
     return model, ranks, config.to_dict()
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_parts_of_experts_are_cut_along_both_axes(ep: int) -> None:
+    setup = build_setup(Request("mixtral-8x7b", 8, gpu="h100-sxm", tp=4, ep=ep))
+    placement = placement_of(replace(setup, framework=Framework("megatron")), ON_DEVICE)
+    unit = setup.model.blocks[0]
+    experts = [
+        (bucket, each) for bucket in buckets(unit, placement) for each in bucket.tensors if each.role == "expert"
+    ]
+    assert len(experts) > 1
+    for bucket, tensor in experts:
+        assert math.prod(bucket.part(tensor)) == bucket.share(tensor) == tensor.numel // (4 * ep)
 
 
 @pytest.mark.parametrize("family", sorted(CUT_MATRICES))

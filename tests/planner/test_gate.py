@@ -189,7 +189,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "shard groups without MiCS": (
         "deepspeed@0.19.7", {"strategy": "hybrid_shard"}, "deepspeed@0.19.6", {"strategy": "hybrid_shard"},
     ),
-    "ring attention": ("deepspeed", {"cp": 2}, "megatron", {"cp": 2}),
+    "ring attention": ("deepspeed", {"cp": 2}, "deepspeed", {"cp": 2, "context": "ulysses"}),
     "every micro-batch all-reduced": (
         "deepspeed",
         {"strategy": "zero2", "micro_batches": 4},

@@ -446,6 +446,14 @@ def test_a_request_that_no_number_of_gpus_can_use_says_why() -> None:
         min_gpus(request("llama3-8b", "2..4", tp=8, parallel=True))
 
 
+def test_sizing_shows_the_last_number_on_which_something_was_tried() -> None:
+    answer = ask(Request("llama3-70b", "48..64", "l4", pp=3), fewest=True)
+    assert answer.sizing is not None
+    assert answer.sizing.gpus is None
+    assert [step.request.gpus for step in answer.sizing.steps][-1] == 64  # which pp 3 does not divide
+    assert answer.best.setup.cluster.count == 48
+
+
 def test_a_number_on_which_nothing_was_tried_says_so() -> None:
     step = Frontier(request(), (), (), (), 0)
     assert _sizing_row(step).reason == NO_MESH

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,26 @@ def test_a_module_is_read_as_its_config_is(config: dict[str, Any]) -> None:
     assert [unit.block for unit in shape.units] == [unit.block for unit in declared.units]
     for ours, theirs in zip(shape.units, declared.units, strict=True):
         assert set(ours.tensors) == set(theirs.tensors)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "qwen3", "olmo2", "olmo3", "llama"])
+def test_windows_and_norms_of_modules_are_those_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed form's rows beside what modules and their config say where there is none."""
+    config = next(each for each in CONFIGS if each["model_type"] == kind) | {"num_hidden_layers": 8}
+    config.pop("layer_types", None)
+    declared = [(unit.block.window, unit.block.norms) for unit in blocks_of(shape_of_config(config, "test"))]
+    monkeypatch.setattr("terrazzo.planner.model.modules._known_units", lambda _: [])
+    assert [(unit.block.window, unit.block.norms) for unit in blocks_of(model_shape(on_meta(config)))] == declared
+
+
+def test_every_fourth_layer_of_cohere2_sees_the_whole_sequence() -> None:
+    shape = model_shape(on_meta({"model_type": "cohere2", **SMALL, "num_hidden_layers": 8, "sliding_window": 32}))
+    assert Counter(unit.block.window for unit in blocks_of(shape)) == {32: 6, None: 2}
+
+
+def blocks_of(shape: ModelShape) -> list[Any]:
+    """One for each layer."""
+    return [unit for unit in shape.blocks for _ in range(unit.count)]
 
 
 @pytest.mark.parametrize("config", [DECODER, UNTIED], ids=["tied", "untied"])
@@ -221,7 +242,14 @@ def test_a_process_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_process_that_dies_says_nothing_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(BadInput, match="ended with exit code 1"):
+    with pytest.raises(BadInput, match=r"ended with exit code 1\. Correct"):
+        model_shape({"model_type": "cohere", **SMALL})
+
+
+def test_the_last_word_of_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ["sh", "-c", "echo one >&2; echo 'ImportError: no torch' >&2; exit 3"]
+    monkeypatch.setattr("terrazzo.planner.model.transformers.tethered", lambda *_, **__: program)
+    with pytest.raises(BadInput, match=r"exit code 3 \(ImportError: no torch\)\. Correct"):
         model_shape({"model_type": "cohere", **SMALL})
 
 

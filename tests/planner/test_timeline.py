@@ -10,6 +10,7 @@ import pytest
 
 import terrazzo as tz
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg
@@ -92,6 +93,18 @@ def test_a_picture_has_each_pass_of_each_stage() -> None:
     boxes = pictured(4, 8)
     assert len(boxes) == 2 * 4 * 8
     assert all(float(box.attrib["width"]) > 0 and float(box.attrib["x"]) < 1000 for box in boxes)
+
+
+def test_the_picture_goes_at_the_pace_that_was_measured() -> None:
+    found = estimate(engine("1f1b", 2, 1, 4))
+    assert found.time is not None
+    slow = [replace(term, inputs={**term.inputs, "pace": 2.0}) for term in found.time.terms]
+    slower = replace(found, time=replace(found.time, terms=tuple(slow)))
+    plain, drawn = (chart_of([each], each).pipeline for each in (found, slower))
+    assert plain is not None
+    assert drawn is not None
+    assert plain.seconds < drawn.seconds <= 2 * plain.seconds
+    assert drawn.ranks[0][0].end_s == pytest.approx(2 * plain.ranks[0][0].end_s)
 
 
 def test_without_stages_there_is_no_pipeline() -> None:

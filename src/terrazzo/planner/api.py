@@ -52,7 +52,8 @@ def ask(request: Request, *, fewest: bool = False) -> Answer:
         _check_open(request)
         sizing = min_gpus(request)
         _check_steps(request, sizing)
-        found = sizing.answer or sizing.steps[-1]
+        tried = [step for step in sizing.steps if step.best or step.closest] or sizing.steps
+        found = sizing.answer or tried[-1]
         return Answer(found.detailed(), _estimate_here, found, sizing)
     if _names_one(request):
         return Answer(_one(request), _estimate_here)

@@ -166,7 +166,7 @@ OF_DEEPSPEED = (
         name="ring attention",
         scope=DEEPSPEED,
         severity="refuse",
-        applies=lambda setup: setup.mesh.cp > 1,
+        applies=lambda setup: setup.mesh.cp > 1 and setup.context != "ulysses",
         reason="DeepSpeed has no context parallelism by ring attention.",
         alternative="Use Ulysses (sequence_parallel_size), for which heads must divide.",
         source="deepspeedai/DeepSpeed deepspeed/sequence (0.19.8)",

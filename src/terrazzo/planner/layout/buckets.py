@@ -149,20 +149,20 @@ class PlannedBucket(BucketSpec):
 
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it; of uneven parts the largest, the last rank's."""
-        parts = parts_along_tp(tensor, self._block, self.tp, self._whole_experts)
-        if parts == 1 or tensor.role == "expert" or not self.padded:
+        if not self.padded:
+            parts = parts_along_tp(tensor, self._block, self.tp, self._whole_experts)
             return -(-tensor.numel // (parts * self.dealt))
-        whole = tensor.shape[-1 if tensor.split in ("row", "row_splits") else 0]
-        return tensor.numel // whole * -(-whole // self.tp)
+        return math.prod(self.part(tensor))
 
     def part(self, tensor: TensorShape) -> tuple[int, ...]:
         """The shape of a tensor on a rank: of uneven parts the largest."""
-        if tensor.role == "expert" and self.dealt > 1:
-            return (-(-tensor.shape[0] // self.dealt), *tensor.shape[1:])
-        if parts_along_tp(tensor, self._block, self.tp, self._whole_experts) == 1 or tensor.role == "expert":
-            return tensor.shape
-        cut = len(tensor.shape) - 1 if tensor.split in ("row", "row_splits") else 0
-        return tuple(-(-size // self.tp) if dim == cut else size for dim, size in enumerate(tensor.shape))
+        part = list(tensor.shape)
+        part[0] = -(-part[0] // self.dealt)
+        if (parts := parts_along_tp(tensor, self._block, self.tp, self._whole_experts)) > 1:
+            in_stack = self._block is not None and tensor.role == "expert" and tensor.shape[0] == self._block.experts
+            cut = -1 if tensor.split in ("row", "row_splits") else int(in_stack)
+            part[cut] = -(-part[cut] // parts)
+        return tuple(part)
 
     @property
     def updated_numel(self) -> int:

@@ -15,7 +15,8 @@ from terrazzo.engine.plan.unit_choice import find_units
 from terrazzo.errors import BadInput
 from terrazzo.optim import divided
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
-from terrazzo.planner.model.fields import rotary_share
+from terrazzo.planner.model.families import FAMILIES
+from terrazzo.planner.model.fields import Fields, rotary_share
 from terrazzo.planner.model.shapes import BlockShape, MatrixSplit, ModelShape, Role, TensorShape, UnitShape
 
 __all__ = ["shape_of_module"]
@@ -39,6 +40,12 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 _ROWS = ("o_proj", "out_proj", "down_proj", "c_proj", "dense", "wo", "w2", "fc2", "fc_out", "output", "down")
 """Module names of matrices that bring split activations back to the residual stream."""
+
+_OF_WINDOWS = ("sliding_window", "use_sliding_window", "sliding_window_pattern", "layer_types")
+_WINDOWED = replace(FAMILIES["llama"], defaults={"window": None, "use_window": True})
+"""What configs of such models say of windows, and of that the usual meaning."""
+
+_OF_KEYS = re.compile(r"\bk(ey)?_(layer)?norm\b")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -87,10 +94,11 @@ class _Guide:
         """The blocks in order, each with what it computes."""
         known = self.known if len(self.known) == len(specs) else []
         units = []
+        windows = self._windows(len(specs))
         for index, spec in enumerate(specs):
             declared = {tensor.name: tensor for tensor in known[index].tensors} if known else {}
             tensors = tuple(self.tensor(member, spec.name, declared) for member in spec.members)
-            block = known[index].block if known else self._block(spec.module, tensors)
+            block = known[index].block if known else self._block(spec.module, tensors, windows[index])
             units.append(UnitShape(spec.name, tensors, block=block, buffer_bytes=self.buffer_bytes.get(spec.name, 0)))
         return units
 
@@ -126,7 +134,17 @@ class _Guide:
         gates = any(part in member.name for part in ("router", "gate.", "gate_"))
         return "router" if self.experts and gates and shape[0] == self.experts else "matrix"
 
-    def _block(self, module: nn.Module, tensors: Sequence[TensorShape]) -> BlockShape | None:
+    def _windows(self, count: int) -> list[int | None]:
+        """How many tokens each block looks back, by the config's usual names; None for all."""
+        values = {key: value for key, value in _values_of(self.config).items() if key in _OF_WINDOWS}
+        kinds = values.get("layer_types")
+        if kinds is not None and len(kinds) != count:  # of a model with other blocks besides
+            del values["layer_types"]
+        if not _attribute(self.config, "window"):
+            return [None] * count
+        return Fields(values, _WINDOWED, type(self.config).__name__).windows(count)
+
+    def _block(self, module: nn.Module, tensors: Sequence[TensorShape], window: int | None) -> BlockShape | None:
         """What a block of a model without a closed form computes, from its config's usual names."""
         config = self.config
         hidden, heads = _attribute(config, "hidden"), _attribute(config, "heads")
@@ -152,11 +170,23 @@ class _Guide:
             active_experts=min(_attribute(config, "active") or self.experts, self.experts) if routed else 0,
             shared_ffn=shared if routed else 0,
             norm="layer" if any("LayerNorm" in norm for norm in norms) else "rms",
-            norms=len(norms),
-            window=_attribute(config, "window") or None,
+            norms=round(_norm_channels(module, hidden, head_dim, heads, kv_heads) / hidden),
+            window=window,
             torch_norm=any(isinstance(part, nn.RMSNorm) for part in module.modules()),
             plain_gelu=any(type(part).__name__ == "NewGELUActivation" for part in module.modules()),
         )
+
+
+def _norm_channels(block: nn.Module, hidden: int, head_dim: int, heads: int, kv_heads: int) -> int:
+    """Channels that the norms of a block see; one as wide as a head sees those of all query or key heads."""
+    channels = 0
+    for name, part in block.named_modules():
+        if "Norm" in type(part).__name__:
+            weight = getattr(part, "weight", None)
+            width = hidden if weight is None else weight.numel()
+            of_heads = kv_heads if _OF_KEYS.search(name) else heads
+            channels += width * of_heads if width == head_dim != hidden else width
+    return channels
 
 
 def _buffer_bytes(model: nn.Module, units: Collection[str]) -> dict[str, int]:

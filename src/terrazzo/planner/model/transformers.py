@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from terrazzo.errors import BadInput, install
+from terrazzo.errors import BadInput, install, shortened
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.tether import tethered
@@ -97,8 +97,7 @@ def _answer(request: str, name: str) -> dict[str, Any]:
         done = subprocess.run(
             program,
             input=request.encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             env=environment,
             timeout=MAX_SECONDS,
         )
@@ -108,9 +107,11 @@ def _answer(request: str, name: str) -> dict[str, Any]:
             "number of layers or experts."
         ) from None
     if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise BadInput(
-            f"{name}: the process in which transformers builds this model ended with exit code {done.returncode}. "
-            "Correct the config, or the installation of torch and transformers."
+            f"{name}: the process in which transformers builds this model ended with exit code {done.returncode}"
+            f"{f' ({shortened(said[0])})' if said else ''}. Correct the config, or the installation of torch and "
+            "transformers."
         )
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

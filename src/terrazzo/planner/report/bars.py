@@ -123,8 +123,11 @@ def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
 def _pipeline(estimate: Estimate) -> Timeline | None:
     if estimate.setup.mesh.pp == 1 or estimate.time is None:
         return None
+    paces = (term.inputs["pace"] for term in estimate.time.terms if "pace" in term.inputs)
+    if (pace := next(paces, None)) is None:  # a device without known figures, of which a whole step was measured
+        return None
     try:
-        return pipeline_step(estimate.setup)
+        return pipeline_step(estimate.setup, pace)
     except BadInput:  # the engine has no such step; the report's findings say why
         return None
 

@@ -41,13 +41,16 @@ class Timeline:
         return 1 - sum(span.end_s - span.start_s for span in self.ranks[rank]) / self.seconds
 
 
-def pipeline_step(setup: Setup) -> Timeline:
+def pipeline_step(setup: Setup, pace: float = 1.0) -> Timeline:
     """A step of a pipeline whose device and links are known, without data-parallel communication and the update.
+
+    Args:
+        pace: by how much longer computation takes here than the device's figures say.
 
     Raises:
         BadInput: micro-batches that do not fill the pipeline, or do not go round.
     """
-    made = {pp_rank: PipelineRank(setup, pp_rank) for pp_rank in set(stand_ins(setup))}
+    made = {pp_rank: PipelineRank(setup, pp_rank, pace) for pp_rank in set(stand_ins(setup))}
     ranks = [made[pp_rank] for pp_rank in stand_ins(setup)]
     return timeline_of(setup.pipeline, setup.micro_batches, [rank.passes for rank in ranks], ranks[0].send_s)
 
