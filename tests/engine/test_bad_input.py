@@ -353,6 +353,13 @@ def test_where_micro_batches_are_added_is_a_bool(local: Any) -> None:
             pass
 
 
+def test_activations_are_checkpointed_before_sharding() -> None:
+    with fake_group(2):
+        model, _ = tz.shard(Net(), None)
+        with pytest.raises(tz.Misuse, match=r"after tz\.shard: call it before"):
+            checkpoint_activations(model, "full")
+
+
 def test_units_are_compiled_all_or_not_at_all() -> None:
     model = Net()
     checkpoint_activations(model, "full", offload=True)
@@ -512,7 +519,16 @@ def test_a_denominator_in_a_tensor_is_read_when_it_is_set() -> None:
 
 @pytest.mark.parametrize(
     ("max_norm", "norm_type"),
-    [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0), (float("nan"), 2.0), ("1", 2.0), (True, 2.0), (1.0, "inf")],
+    [
+        (0.0, 2.0),
+        (-1.0, 2.0),
+        (1.0, 0.0),
+        (float("nan"), 2.0),
+        ("1", 2.0),
+        (True, 2.0),
+        (1.0, "inf"),
+        (torch.ones(2), 2.0),
+    ],
 )
 def test_clipping_by_what_cannot_be_a_norm(max_norm: Any, norm_type: Any) -> None:
     with fake_group(2):

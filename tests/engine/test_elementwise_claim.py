@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,3 +194,48 @@ def test_states_that_were_made_with_the_optimizer_go_on(plan: str) -> None:
 
     for found in on_ranks(2, body):
         assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+class Keeping(Own):
+    """Keeps what `kept` makes of a gradient, from the first on."""
+
+    def __init__(self, parameters: Any, kept: Callable[[Tensor], Any]) -> None:
+        super().__init__(parameters)
+        self.kept = kept
+
+    def update(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        self.state[parameter]["kept"] = self.kept(parameter.grad)
+        return parameter.grad
+
+
+UNKEPT: dict[str, Callable[[Tensor], Any]] = {
+    "torch.bool for each element": lambda gradient: gradient > 0,
+    "torch.int8 for each element": lambda gradient: gradient.sign().to(torch.int8),
+    "a NoneType as state": lambda gradient: None,
+    "a str as state": lambda gradient: "sgd",
+}
+
+
+@pytest.mark.parametrize("what", UNKEPT)
+def test_states_that_could_not_be_kept_are_refused(what: str) -> None:
+    with fake_group(2):
+        model = Net()
+        with pytest.raises(tz.BadInput, match=f"Keeping keeps {what}.*'kept'"):
+            tz.shard(model, Keeping(model.parameters(), UNKEPT[what]))
+
+
+@pytest.mark.parametrize("kept", [torch.clone, lambda gradient: 1.5, lambda gradient: torch.tensor(3)])
+def test_numbers_and_floating_states_are_saved_as_in_one_process(kept: Callable[[Tensor], Any]) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = Keeping(alone.parameters(), kept)
+    step(alone, optimizer, loss_of(alone, batch()))
+    own = copy.deepcopy(base)
+    with fake_group(1):
+        model, sharded = tz.shard(own, Keeping(own.parameters(), kept))
+        step(model, sharded, loss_of(model, batch()))
+        found, wanted = sharded.state_dict()["state"], optimizer.state_dict()["state"]
+        assert found.keys() == wanted.keys()
+        for key, states in wanted.items():
+            torch.testing.assert_close(found[key], states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -321,3 +322,19 @@ def test_nobody_else_s_weights_are_saved_or_loaded_inside_an_average() -> None:
                     call()
 
     on_ranks(2, body)
+
+
+def test_what_others_have_put_into_a_destination_stays() -> None:
+    """As torch's `state_dict` leaves it; a name that the model has, too, is the model's."""
+    base, theirs = Net(), torch.arange(3.0)
+
+    def body(rank: int) -> dict[str, Any]:
+        model, _ = tz.shard(copy.deepcopy(base), None)
+        found: dict[str, Any] = OrderedDict(theirs=theirs)
+        found["head.bias"] = torch.zeros(1)
+        assert model.state_dict(destination=found) is found
+        return found
+
+    for found in on_ranks(2, body):
+        assert found.pop("theirs") is theirs
+        assert_equal(found, base.state_dict())

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.offload.activations import OffloadedActivations
 from terrazzo.engine.plan.unit_choice import Units, find_units
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput, Misuse, did_you_mean
 from terrazzo.given_numbers import is_count
 from terrazzo.words import CHECKPOINT_MODES
 
@@ -65,7 +66,10 @@ def checkpoint_activations(
     Raises:
         BadInput: an unknown mode, operator or count, an offload without checkpointing, or `ops` in another mode than
             `selective`.
+        Misuse: a model that is sharded.
     """
+    if any(map(is_sharded, model.modules())):
+        raise Misuse("checkpoint_activations came after tz.shard: call it before, on the model that is to be sharded.")
     if mode not in CHECKPOINT_MODES:
         raise BadInput(
             f"activation checkpointing {mode!r} does not exist.{did_you_mean(mode, CHECKPOINT_MODES)} Modes:"

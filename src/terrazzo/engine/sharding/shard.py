@@ -150,7 +150,8 @@ def clip_grad_norm_(
     """
     engine = engine_of(model)
     numbers: list[Any] = [max_norm, norm_type]
-    if not all((isinstance(each, Tensor) or is_number(each)) and float(each) > 0 for each in numbers):
+    single = [each.numel() == 1 if isinstance(each, Tensor) else is_number(each) for each in numbers]
+    if not (all(single) and all(float(each) > 0 for each in numbers)):
         raise BadInput(
             f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
             "float('inf') as norm_type takes the maximum."

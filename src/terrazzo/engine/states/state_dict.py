@@ -53,6 +53,7 @@ def whole_state_dict(
     Raises:
         Misuse: for a model that is not sharded.
     """
+    before = dict(options.get("destination") or {})  # what others have put there stays
     collect_buffers(model)
     with absent_in_place(model):
         state: dict[str, Any] = model.state_dict(**options, keep_vars=True)  # which asks no parameter for its values
@@ -69,6 +70,6 @@ def whole_state_dict(
     for name, value in state.items():
         if isinstance(value, nn.Parameter) and id(value) in whole:
             state[name] = whole[id(value)]
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and value is not before.get(name):
             state[name] = value.detach().to(device, copy=True)
     return state

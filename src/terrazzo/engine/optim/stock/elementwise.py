@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.settings import frozen
 from terrazzo.engine.optim.stock.stepper import Stepper, bare_copy, is_torchs, unhooked_step
+from terrazzo.engine.optim.stock.template import Template
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput
 from terrazzo.optim import Lion, MatrixOptimizer
@@ -103,7 +104,8 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
         device: of the mesh.
 
     Raises:
-        BadInput: what is no optimizer, is not known to be elementwise or says so wrongly, or has states without values.
+        BadInput: what is no optimizer, is not known to be elementwise or says so wrongly, or has states without
+            values, or such as cannot be kept as they are.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -118,6 +120,7 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     if type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, MatrixOptimizer):
         for group in optimizer.param_groups:
             _check_claim(optimizer, group, device)
+            _check_kept(optimizer, OptimizerProbe(optimizer, group, device).template())
 
 
 def drop_meta_states(optimizer: Optimizer) -> None:
@@ -162,6 +165,26 @@ def _check_claim(optimizer: Optimizer, group: dict[str, Any], device: torch.devi
                 f"{type(optimizer).__name__} says that it is elementwise, but {_STEPS} steps of a tensor of "
                 f"{tuple(value.shape)} and of two flat parts of it, each alone, do not agree: {what} differ"
                 f"{'s' if key else ''}. {_CONTRACT}"
+            )
+
+
+def _check_kept(optimizer: Optimizer, template: Template) -> None:
+    """Refuse states that could not be kept, saved and restored as they are: those per element are in one dtype.
+
+    Raises:
+        BadInput: there.
+    """
+    for key, spec in template.items():
+        kept = spec.dtype if spec.kind is Tensor else spec.kind.__name__
+        if spec.per_element and not spec.dtype.is_floating_point:
+            raise BadInput(
+                f"{type(optimizer).__name__} keeps {kept} for each element as state {key!r}, and what is kept for each "
+                "is floating-point numbers, as moments are: keep these values in the dtype of the parameter."
+            )
+        if not issubclass(spec.kind, Tensor | int | float):
+            raise BadInput(
+                f"{type(optimizer).__name__} keeps a {kept} as state {key!r}, which no checkpoint has: keep a tensor "
+                "or a number in self.state[parameter], and all else in the param group or on the optimizer."
             )
 
 
