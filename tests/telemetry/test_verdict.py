@@ -78,6 +78,9 @@ def test_what_a_run_ends_with_is_not_what_bounds_its_steps(cause: str) -> None:
     assert of([record(10), record(20, **{cause: 0.6}), record(30, **{cause: 0.6})]).bound == cause
     few = record(4, **{cause: 0.6}) | {"steps": 4}
     assert of([few]).bound == "compute"
+    for found, step_s in ((of(once), 0.8), (of([few]), 0.4)):
+        assert (found.seconds, found.step_s) == (pytest.approx(step_s), pytest.approx(step_s))
+        assert f", leaving out {'evaluation' if cause == 'evaluate' else 'saving'}, too seldom" in str(found)
 
 
 def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, float]]:

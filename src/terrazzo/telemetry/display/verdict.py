@@ -101,8 +101,9 @@ def verdict_of(
     """What bounds the step, by the newest records with the present number of ranks; None if there are no records.
 
     It is the largest cause other than compute that takes at least 5 % of a step and three times its own median
-    deviation; else compute. Evaluations and saves count unless they only came at the end. One rank is named if it alone
-    explains four fifths of the waits for late ranks and is the last in four of five records.
+    deviation; else compute. Evaluations and saves that only came at the end, or in a few steps, are taken out of the
+    step. One rank is named if it alone explains four fifths of the waits for late ranks and is the last in four of five
+    records.
 
     Args:
         records: of kind `step`, as `steps_of` returns them.
@@ -112,23 +113,23 @@ def verdict_of(
     if not records:
         return None
     records = of_these_ranks(records)
-    step_s = mean_of(records, "step_s")
     knows_causes = "cause_s" in records[-1]
     causes = _causes(records) if knows_causes else _on_the_host(records)
-    causes = [cause for cause in causes if cause.seconds >= LEAST_SHARE * step_s]
+    once = [cause for cause in causes if cause.name in _BETWEEN and not _comes_again(cause, records)]
+    step_s = mean_of(records, "step_s") - sum(cause.seconds for cause in once)
+    causes = [cause for cause in causes if cause not in once and cause.seconds >= LEAST_SHARE * step_s]
     causes = [cause for cause in causes if cause.name != "update" or _has_setting(cause, settings, admits)]
-    causes = [cause for cause in causes if cause.name not in _BETWEEN or _comes_again(cause, records)]
     clear = [cause for cause in causes if _is_steady(cause)]
     uneven = [cause for cause in causes if cause not in clear]
     largest = max(clear, key=lambda cause: cause.seconds, default=None)
     if largest is None:
-        largest = _rest(records, step_s, knows_causes)
+        largest = _rest(records, knows_causes)
     return Verdict(
         bound=largest.name,
         name=_title(largest),
         seconds=largest.seconds,
         step_s=step_s,
-        evidence=_evidence(largest, records, uneven),
+        evidence=_evidence(largest, records, step_s, uneven) + _left_out(once, step_s),
         edit=edit_for(
             "compute" if BOUNDS[largest.name].kind == "rest" else largest.name, largest.axis, settings, admits
         ),
@@ -158,11 +159,11 @@ def _on_the_host(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     return [_of(records, name, "phase_s", name) for name in ("input", *_BETWEEN)]
 
 
-def _rest(records: Sequence[Mapping[str, Any]], step_s: float, knows_causes: bool) -> _Cause:
+def _rest(records: Sequence[Mapping[str, Any]], knows_causes: bool) -> _Cause:
     if knows_causes:
         seconds = mean_of(records, "cause_s", "compute") + mean_of(records, "cause_s", "update")
         return _Cause("compute", seconds, [])
-    rest = step_s - sum(cause.seconds for cause in _on_the_host(records))
+    rest = mean_of(records, "step_s") - sum(cause.seconds for cause in _on_the_host(records))
     return _Cause("host" if mean_of(records, "starved") >= STARVED else "device", rest, [])
 
 
@@ -224,13 +225,13 @@ def _title(cause: _Cause) -> str:
     return BOUNDS[cause.name].title.format(rank=cause.rank) + along
 
 
-def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]], uneven: Sequence[_Cause]) -> str:
+def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]], step_s: float, uneven: Sequence[_Cause]) -> str:
     """What was measured, in words. `uneven`: causes that are large in the mean, but vary too much to be named."""
     words = BOUNDS[cause.name].evidence
     if cause.name == "late_rank":
         return words + _why(records, cause.rank or 0)
     if cause.name == "compute":
-        return f"{words}, and {_beside(uneven, mean_of(records, 'step_s'))}"
+        return f"{words}, and {_beside(uneven, step_s)}"
     return words
 
 
@@ -239,6 +240,12 @@ def _beside(uneven: Sequence[_Cause], step_s: float) -> str:
         return f"nothing else takes {LEAST_SHARE * 100:.0f} %"
     most = max(uneven, key=lambda cause: cause.seconds)
     return f"{_title(most)} takes {most.seconds / step_s:.0%} in the mean, and far more in some records than in others"
+
+
+def _left_out(once: Sequence[_Cause], step_s: float) -> str:
+    """What has been taken out of the step, if it is much."""
+    much = [_title(cause) for cause in once if cause.seconds >= LEAST_SHARE * step_s]
+    return f", leaving out {' and '.join(much)}, too seldom to be counted" if much else ""
 
 
 def _why(records: Sequence[Mapping[str, Any]], rank: int) -> str:
