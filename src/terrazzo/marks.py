@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-__all__ = ["SHARES_EXPERTS", "SHARES_MATRICES", "SHARES_SEQUENCES", "Mark"]
+__all__ = ["SHARES_EXPERTS", "SHARES_MATRICES", "SHARES_SEQUENCES", "Mark", "is_sharded"]
 
 T = TypeVar("T")
 
@@ -45,3 +45,8 @@ class Mark(Generic[T]):
 SHARES_MATRICES, SHARES_SEQUENCES = Mark[Any]("terrazzo_tensor_ranks"), Mark[Any]("terrazzo_context")
 SHARES_EXPERTS = Mark[Any]("terrazzo_experts")
 """On modules that share matrices, sequences or experts: what they exchange through, with the `traffic` of that."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether it is a sharded model: not of one inside of that."""
+    return hasattr(module, "_terrazzo")

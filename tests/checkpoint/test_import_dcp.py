@@ -141,7 +141,7 @@ def test_layouts_that_programs_make_up(tmp_path: Path) -> None:
     source = open_foreign(tmp_path / "0")
     assert_same(source, expected, kinds=["weight"])
     assert source.optimizer is None
-    assert "Open the checkpoint with the model" in source.notes[0]
+    assert "Open the checkpoint with the model" in source.optimizer_notes[0]
 
 
 @pytest.mark.parametrize("copies", [True, False])

@@ -263,7 +263,7 @@ def test_every_layout_gives_the_same_states(tmp_path: Path, states: States, layo
         assert [(group["lr"], group["betas"]) for group in source.optimizer.groups] == [
             (rate, [0.9, 0.95]) for rate in (0.5, 1.0, 1.5)
         ]
-    assert source.notes == notes
+    assert [*source.optimizer_notes, *source.notes] == notes
     patience = 1 if layout.startswith("stage 0") else 2
     scaler = {"scale": 512.0, "skipped_steps": 1, "good_steps": 4, "patience": patience}
     assert source.optimizer.scaler == ({} if layout in ("stage 0", "BF16_Optimizer") else scaler)
@@ -405,7 +405,7 @@ def test_stage_0_that_could_be_of_other_parameters_gives_the_model_alone(
     module = files[MODEL]["module"]
     module["another"] = module["lone"].clone()
     source = DeepSpeedCheckpoint(write(tmp_path, files))
-    assert source.optimizer is None and "Save the checkpoint with ZeRO stage 1" in source.notes[0]
+    assert source.optimizer is None and "Save the checkpoint with ZeRO stage 1" in source.optimizer_notes[0]
     model = {(name, "weight"): value for name, value in module.items() if name not in source.aliases}
     assert_same(
         source, {**{key: value for key, value in model.items() if key[0] != "seen"}, ("seen", "buffer"): module["seen"]}
@@ -426,7 +426,7 @@ def test_state_that_is_not_by_parameter_is_noted(tmp_path: Path, states: States)
     state |= {"weight": torch.ones(24), "errors": torch.ones(2), "unused": None}
     source = DeepSpeedCheckpoint(write(tmp_path, files))
     assert_same(source, states)
-    assert [note.split(",")[0] for note in source.notes][:2] == ["weight", "errors"]
+    assert [note.split(",")[0] for note in source.optimizer_notes][:2] == ["weight", "errors"]
 
 
 def put(tree: Any, where: tuple[Any, ...], value: Any) -> Any:
@@ -490,6 +490,6 @@ def test_anything_in_any_place_is_read_or_refused(tmp_path: Path, states: States
         else:
             for name, info in source.tensors.items():
                 assert all(source.whole(name, kind).numel() == state.numel for kind, state in info.states.items())
-            json.dumps([source.extra, source.optimizer.groups if source.optimizer else [], source.notes])
+            json.dumps([source.extra, source.optimizer.groups if source.optimizer else [], source.all_notes])
         put(files, where, before)
         write(tmp_path, {where[0]: files[where[0]]})

@@ -81,11 +81,11 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path, kind: str, frozen: str) -> 
     assert source.step == 2
     assert source.extra["trainer_state"] == {"global_step": 2, "epoch": 0.5, "max_steps": 9}
     assert source.extra["scheduler"]["last_epoch"] == 2
-    assert sorted(note.split(":")[0] for note in source.notes) == [
+    assert sorted(note.split(":")[0] for note in source.all_notes) == [
         "not read",
         "trainer_state.best_metric is not taken over",
     ]
-    assert "rng_state.pth, training_args.bin" in " ".join(source.notes)
+    assert "rng_state.pth, training_args.bin" in " ".join(source.file_notes)
     assert RunsCode.ran == 0
 
 
@@ -104,7 +104,7 @@ def test_a_folder_of_accelerate(tmp_path: Path) -> None:
     assert source.extra["scheduler"]["step_size"] == 3
     assert source.step == 2
     assert "model_1.safetensors" in source.notes[0]
-    assert "random_states_0.pkl" in source.notes[1]
+    assert "random_states_0.pkl" in source.file_notes[0]
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model_1.safetensors").unlink()
     with pytest.raises(BadInput, match="holds no weights"):
@@ -145,7 +145,7 @@ def test_fsdp_under_accelerate(two_processes: Pool, tmp_path: Path, full: bool) 
     assert source.optimizer is not None
     assert [group["weight_decay"] for group in source.optimizer.groups] == [1e-2, 0.0]
     assert source.step == 2
-    assert ["optimizer_1" in note for note in source.notes] == [True][full:]
+    assert ["optimizer_1" in note for note in source.all_notes] == [True][full:]
 
 
 def test_deepspeed_under_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +207,6 @@ def test_a_scheduler_that_would_run_code_is_left_out(tmp_path: Path) -> None:
     torch.save({"lr_lambdas": [RunsCode()]}, tmp_path / "scheduler.pt")
     source = open_foreign(tmp_path)
     assert source.extra == {"trainer_state": {}}
-    assert "the scheduler's state is not taken over" in source.notes[0]
-    assert "ran_code" in source.notes[0]
+    assert "the scheduler's state is not taken over" in source.file_notes[0]
+    assert "ran_code" in source.file_notes[0]
     assert RunsCode.ran == 0

@@ -83,8 +83,8 @@ def test_without_names_the_weights_come_alone_and_a_note_says_why(tmp_path: Path
     source = imported(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
     assert_same(source, states_of(net))
     assert source.optimizer is None
-    assert len(source.notes) == 1
-    assert "with the model" in source.notes[0]
+    assert len(source.optimizer_notes) == 1
+    assert "with the model" in source.optimizer_notes[0]
 
 
 def test_names_in_the_file_come_first(tmp_path: Path) -> None:
@@ -221,6 +221,21 @@ def test_what_is_not_taken_over_is_named_as_it_is_loaded(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="taken over in part: words of weight, of the optimizer.*no tensor") as caught:
         run_in_threads(2, body)
     assert len(caught) == 1  # of rank 0
+
+
+def test_what_is_left_out_of_the_weights_is_named_without_an_optimizer_too(tmp_path: Path) -> None:
+    net = nn.Linear(2, 3)
+    weights = {**net.state_dict(), "_extra_state": "of another library's"}
+    states = {"state": {0: {"words": "its own"}}, "param_groups": [{"params": [0, 1]}]}
+    torch.save({"model": weights, "optimizer": states}, tmp_path / "file.pt")
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(nn.Linear(2, 3), None, "zero1")
+        load(tmp_path / "file.pt", model, None)
+
+    with pytest.warns(UserWarning, match="taken over in part: _extra_state of the model is not.*") as caught:
+        run_in_threads(1, body)
+    assert "optimizer" not in str(caught[0].message)
 
 
 def endless() -> list[Any]:

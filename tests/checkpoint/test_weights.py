@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.checkpoint.exporters import huggingface, new_folder
+from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.engine import whole_weights
 from terrazzo.engine.buckets.resting.buffer import Buffer, Space
 from tests.engine.toys import EVERY_PLAN, Net, assert_equal, full_parameters, on_ranks, sharded, train
@@ -200,3 +201,14 @@ def test_what_cannot_be_written_is_refused_on_every_rank(tmp_path: Path, monkeyp
     monkeypatch.setattr(huggingface, "new_file", fails)
     refused_on_all(llama(), tmp_path / "e", tz.SaveFailed, "No space left")
     assert {each.name for each in tmp_path.iterdir()} == {"b"} and new_folder.new_file is not fails
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_and_a_live_one_is_not(tmp_path: Path) -> None:
+    dead = tmp_path / ".a.partial-00ff"
+    dead.mkdir()
+    with new_folder.new_folder(tmp_path / "b", 1) as live:
+        assert not dead.exists()
+        assert LocalStore(tmp_path).unfinished() == [live.name]
+        with new_folder.new_folder(tmp_path / "c", 1):
+            assert live.is_dir()
+    assert {each.name for each in tmp_path.iterdir()} == {"b", "c"}

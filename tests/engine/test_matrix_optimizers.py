@@ -465,6 +465,12 @@ def test_hidden_matrices_calls_heads_so_when_the_default_globs_are_given() -> No
     assert tz.optim.hidden_matrices(model, adamw=["lm_head*"]).reasons["lm_head.weight"] == "named by `adamw`"
 
 
+def test_hidden_matrices_refuses_a_glob_that_matches_nothing() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(3, 5), "lm_head": nn.Linear(5, 7, bias=False)})
+    with pytest.raises(tz.BadInput, match=r"adamw has 'lm_haed\*', which no trainable parameter's name matches"):
+        tz.optim.hidden_matrices(model, adamw=["lm_haed*"])
+
+
 def test_hidden_matrices_of_berts_layers_are_muons_whatever_they_are_called() -> None:
     transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
     sizes = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 6}

@@ -287,6 +287,7 @@ def test_weights_come_out_whole_in_master_precision(two_processes: Pool, tmp_pat
 
 def _refusals() -> dict[str, str]:
     from accelerate.local_sgd import LocalSGD
+    from accelerate.utils import DataLoaderConfiguration
 
     fresh_state()
     _, ours = _classes()
@@ -304,6 +305,7 @@ def _refusals() -> dict[str, str]:
         "local": lambda: LocalSGD(accelerator, model, 8),
         "compiled": lambda: accelerator.prepare(torch.compile(other)),
         "keyword": lambda: accelerator.save_state("nowhere", exclude_frozen_parameters=True),
+        "uneven": lambda: ours(cpu=True, plan="zero3", dataloader_config=DataLoaderConfiguration(even_batches=False)),
     }
     found = {}
     for name, call in calls.items():
@@ -328,6 +330,7 @@ def test_what_cannot_be_honoured_is_refused(two_processes: Pool) -> None:
         "local": "every 8 steps; ranks of a sharded model step together",
         "compiled": "dynamo_backend='inductor'",
         "keyword": "exclude_frozen_parameters",
+        "uneven": "Plan zero3 splits weights, and even_batches=False",
     }
     for name, words in expected.items():
         assert words in one[name], one.get(name)

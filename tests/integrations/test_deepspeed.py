@@ -236,7 +236,8 @@ def resumed(folder: str) -> dict[str, Any]:
         assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (2, 2 * MICRO * 2, 2)
         found[f"stage {stage}"] = Path(str(path)).name, state, go_on(engine, 2)
     weights = deepspeed.initialize(model=model(), config=config(2))[0]
-    _, state = weights.load_checkpoint(folder, tag="global_step2", load_module_only=True)
+    tag = "global_step2" if first.global_rank == 0 else "of_no_save"  # the first rank's counts
+    _, state = weights.load_checkpoint(folder, tag=tag, load_module_only=True)
     found["weights"] = weights.global_steps, state, go_on(weights, 2)[0]
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,18 @@ def test_ranks_of_another_launcher_are_never_taken_for_one(monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match=r"SLURM_NTASKS says 2 ranks.*MASTER_ADDR"):
         deepspeed.init_distributed()
+
+
+def test_another_launcher_is_not_asked_where_the_script_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    for name, value in {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    started: list[Any] = []
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: started.append(os.environ["RANK"]))
+    deepspeed.init_distributed(auto_mpi_discovery=False, rank=0, world_size=1)
+    assert (started, os.environ["WORLD_SIZE"]) == (["0"], "1")
 
 
 def test_terrazzo_has_initialize() -> None:

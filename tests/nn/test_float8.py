@@ -393,6 +393,15 @@ def test_a_model_that_is_cut_already_is_refused() -> None:
     run_in_threads(2, cut)
 
 
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(made(), None, "zero1")
+        with pytest.raises(BadInput, match=r"sharded already: call tz\.nn\.float8 before tz\.shard"):
+            tz.nn.float8(model)
+
+    run_in_threads(1, body)
+
+
 def test_a_copy_multiplies_alike() -> None:
     model = made()
     tz.nn.float8(model)

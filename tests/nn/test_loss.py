@@ -183,6 +183,7 @@ def test_a_gradient_with_a_graph_is_refused() -> None:
         ({"weight": torch.zeros(V, D + 1).double()}, r"hidden \(37, 12\) and weight \(51, 13\)"),
         ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets of shape \(3,\)"),
         ({"token_weights": torch.zeros(3)}, r"token_weights of shape \(3,\)"),
+        ({"token_weights": torch.ones(N).requires_grad_()}, r"token_weights\.detach\(\)"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
         ({"z_loss": -1.0}, "z_loss is -1.0"),
         ({"softcap": 0.0}, "softcap is 0.0"),

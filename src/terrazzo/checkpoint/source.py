@@ -100,7 +100,9 @@ class Source(ABC):
         step: finished optimizer steps; 0 where the format does not say.
         extra: plain JSON values that came with it.
         ranks: of each rank that saved, the states of its random generators; empty where the format has none.
-        notes: what of the checkpoint is not taken over and why, a line each.
+        notes: what of the weights, and of plain values, is not taken over and why, a line each.
+        optimizer_notes: likewise of the optimizer.
+        file_notes: likewise of further files, which the library that wrote them reads itself.
         identity: equal for equal contents, where the format tells; ranks compare what they see by it.
         cache: equal for processes whose reads come from the same memory, one kernel's; None where that is not known.
         advance: hears how many bytes more were read, from what reads a whole checkpoint; nobody does unless it is set.
@@ -119,9 +121,16 @@ class Source(ABC):
         self.extra: dict[str, Any] = {}
         self.ranks: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.optimizer_notes: list[str] = []
+        self.file_notes: list[str] = []
         self.identity = ""
         self.cache: list[Any] | None = None
         self.advance: Callable[[int], None] = lambda count_bytes: None
+
+    @property
+    def all_notes(self) -> list[str]:
+        """What of the checkpoint is not taken over and why, a line each."""
+        return [*self.notes, *self.optimizer_notes, *self.file_notes]
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:

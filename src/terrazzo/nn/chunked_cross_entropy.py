@@ -134,7 +134,7 @@ class _Tokens:
         """What each token's loss is multiplied by."""
         if self.weights is None:
             return self.count.to(dtype)
-        return self.weights.detach().flatten().to(dtype).masked_fill(~self.count, 0)
+        return self.weights.flatten().to(dtype).masked_fill(~self.count, 0)
 
 
 @dataclass(frozen=True)
@@ -247,3 +247,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, token_weight
                 f"linear_cross_entropy was given {name} of shape {tuple(each.shape)}: it takes that of hidden "
                 f"without its last dimension, {tuple(hidden.shape[:-1])}."
             )
+    if token_weights is not None and token_weights.requires_grad and torch.is_grad_enabled():
+        raise BadInput(
+            "linear_cross_entropy was given token_weights that require a gradient, and forms none of them: pass "
+            "token_weights.detach(), or compute logits, and torch's cross_entropy of them."
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from terrazzo.errors import BadInput, listed
-from terrazzo.marks import SHARES_MATRICES
+from terrazzo.marks import SHARES_MATRICES, is_sharded
 from terrazzo.nn.float8_linear import FLOAT8, Float8Linear
 from terrazzo.nn.float8_matrices import MULTIPLE, Recipe, check_multiplies, recipe_named
 from terrazzo.nn.float8_products import Float8
@@ -68,7 +68,7 @@ def float8(
 
     Raises:
         BadInput: with nothing changed, an unknown recipe, no layer to convert, a glob that matches none, a model that
-            has been converted or cut already, a device without such products, as CUDA's before capability 8.9.
+            has been converted, cut or sharded already, a device without such products, as CUDA's before capability 8.9.
     """
     chosen = recipe_named(recipe)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -106,6 +106,8 @@ def _check_untouched(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if FLOAT8.find(module) is not None:
             raise BadInput(f"{name!r} multiplies in 8 bits already: call float8 once.")
+        if is_sharded(module):
+            raise BadInput(f"The {type(module).__name__} is sharded already: call tz.nn.float8 before tz.shard.")
         if SHARES_MATRICES.find(module) is not None:
             raise BadInput(
                 f"The {type(model).__name__} has been cut by tz.parallelize, and float8 would scale each rank's part "

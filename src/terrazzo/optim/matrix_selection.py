@@ -115,10 +115,12 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequen
 
     Args:
         adamw: globs over the names of parameters: by default of heads.
-        muon: globs over the names of further matrices, whatever they would be else: of modules of your own.
+        muon: globs over the names of further matrices, whatever they would be else: of modules of your own. Of a model
+            in stages each rank gives globs of its own stage.
 
     Raises:
-        BadInput: for a glob of `muon` that matches no parameter, or one of fewer than two dims.
+        BadInput: for a glob that matches no parameter, but of the default ones; for one of `muon` that matches one of
+            fewer than two dims.
     """
     division = divided(model, adamw, muon)
     if division.unknown:
@@ -130,6 +132,8 @@ def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] 
     """`hidden_matrices` without a warning."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     _check(muon, named)
+    if tuple(adamw) != HEADS:
+        _matched_by_each("adamw", adamw, named)
     division = Division([], [], {})
     reasons = _reasons(model)
     for name, parameter in named:
@@ -184,17 +188,25 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, n
 
 
 def _check(muon: Sequence[str], named: Sequence[NamedParameter]) -> None:
-    for glob in muon:
-        matched = [(name, parameter) for name, parameter in named if fnmatch.fnmatchcase(name, glob)]
-        if not matched:
-            names = [name for name, _ in named]
-            raise BadInput(
-                f"muon has '{glob}', which no trainable parameter's name matches.{did_you_mean(glob, names)} Names are "
-                f"such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
-            )
+    for glob, matched in _matched_by_each("muon", muon, named).items():
         flat = [name for name, parameter in matched if parameter.ndim < 2]
         if flat:
             raise BadInput(
                 f"muon has '{glob}', which matches {flat[0]}, a parameter of fewer than two dims: Muon updates "
                 "matrices alone. Make it match those, such as with *.weight at its end."
             )
+
+
+def _matched_by_each(
+    key: str, globs: Sequence[str], named: Sequence[NamedParameter]
+) -> dict[str, list[NamedParameter]]:
+    """What each glob matches; raises `BadInput` for one that matches nothing."""
+    found = {glob: [each for each in named if fnmatch.fnmatchcase(each[0], glob)] for glob in globs}
+    for glob, matched in found.items():
+        if not matched:
+            names = [name for name, _ in named]
+            raise BadInput(
+                f"{key} has '{glob}', which no trainable parameter's name matches.{did_you_mean(glob, names)} Names "
+                f"are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
+            )
+    return found

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from terrazzo.checkpoint.storage.local import sweep
+from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.files import sync_folder
 
@@ -21,12 +23,15 @@ def new_folder(out: Path, size_bytes: int) -> Iterator[Path]:
 
     Raises:
         BadInput: `out` exists, the folder that it shall be in does not, or that has too little space.
-        SaveFailed: a file could not be written; nothing is left.
+        SaveFailed: a file could not be written; nothing is left. What a kill leaves, the next export or save removes.
     """
     out = Path(os.path.abspath(out))
     _check(out, size_bytes)
-    partial = out.parent / f".{out.name}.export-{os.urandom(4).hex()}"
+    sweep(out.parent)
+    partial = out.parent / f".{out.name}.partial-{os.urandom(4).hex()}"
+    lock = Lock(out.parent / f"{partial.name}.lock")  # which tells it from what a dead process has left
     try:
+        lock.take()
         partial.mkdir()
         yield partial
         sync_folder(partial)
@@ -37,6 +42,8 @@ def new_folder(out: Path, size_bytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise SaveFailed(f"The export to '{out}' failed, and nothing of it is left: {error}.") from error
         raise
+    finally:
+        lock.drop()
     sync_folder(out.parent)
 
 

@@ -53,12 +53,12 @@ def open_folder(path: Path, names: Sequence[str] = (), frozen: Collection[str] =
         source = DeepSpeedCheckpoint(path)
     else:
         source = (TrainerFolder if (path / STATE_FILE).exists() else AccelerateFolder)(path, names, frozen)
-    for key, value in _about(path, source.notes):
+    for key, value in _about(path, source.file_notes):
         add_extra(source, {key: value})
     step = source.extra.get("trainer_state", {}).get("global_step")
     source.step = step if type(step) is int and step > 0 else source.step
     if left := sorted(file.name for file in path.iterdir() if _FOREIGN.search(file.name) and file.name not in _TAKEN):
-        source.notes.append(f"not read: {', '.join(left)} (pickled settings, random states, or a further model's)")
+        source.file_notes.append(f"not read: {', '.join(left)} (pickled settings, random states, or a further model's)")
     return source
 
 

@@ -35,7 +35,7 @@ from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
 
-__all__ = ["check_foreign", "load", "open_source", "own_folder", "restore"]
+__all__ = ["check_foreign", "load", "open_source", "own_folder", "restore", "warn_of_notes"]
 
 
 def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Source:
@@ -114,13 +114,18 @@ def load(
     """
     source = together(lambda: open_source(path, None if optimizer is None else model), Misuse)
     restore(source, model, optimizer, cast=cast)
-    if optimizer is not None and source.notes and dist.get_rank() == 0:
-        warn(f"The checkpoint '{source.where}' is taken over in part: {printable(listed(source.notes, 5, ';'))}.")
+    warn_of_notes(source, source.all_notes if optimizer is not None else [*source.notes, *source.file_notes])
     return source.extra
 
 
+def warn_of_notes(source: Source, notes: Sequence[str]) -> None:
+    """Say on rank 0 what of a checkpoint is not taken over."""
+    if notes and dist.get_rank() == 0:
+        warn(f"The checkpoint '{source.where}' is taken over in part: {printable(listed(notes, 5, ';'))}.")
+
+
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
-    """What `load` does with an opened checkpoint, whose `notes` the caller says. Collective."""
+    """What `load` does with an opened checkpoint, of whose notes the caller warns. Collective."""
     together(lambda: check_optimizers(model, optimizer), Misuse)
     known = listing(model)
     seen = gather_json([source.identity, source.cache])

@@ -184,7 +184,9 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 def _optimizer_misfits(source: Source, model: torch.nn.Module, listed: Sequence[Listed]) -> Iterator[str]:
     saved, own = source.optimizer, optimizer_name(model)
     if saved is None:
-        yield "; ".join(["it holds no optimizer state (optimizer=None takes the weights alone)", *source.notes])
+        yield "; ".join(
+            ["it holds no optimizer state (optimizer=None takes the weights alone)", *source.optimizer_notes]
+        )
         return
     if saved.name and saved.name != own:
         yield f"its optimizer is {saved.name}, this one is {own}"

@@ -34,7 +34,7 @@ def describe(source: Source) -> dict[str, Any]:
         "largest": sorted(tensors(source), key=lambda tensor: -tensor["size_bytes"])[:_LARGEST],
         "optimizer": None if optimizer is None else _optimizer(source, optimizer),
         "extra": source.extra,
-        "notes": source.notes,
+        "notes": source.all_notes,
     }
 
 
@@ -82,7 +82,7 @@ def list_checkpoints(folder: str, paths: Sequence[str]) -> dict[str, Any]:
 
 def lost(source: Source, to: str) -> list[str]:
     """What a conversion to `terrazzo`, `hf` or `dcp` leaves behind, a line each."""
-    lines = list(source.notes)
+    lines = source.all_notes
     if to != "terrazzo":
         kinds = {kind for info in source.tensors.values() for kind in info.states}
         lines += _lost_of_optimizer(source, kinds, to)

@@ -29,7 +29,7 @@ from terrazzo.checkpoint.storage.store import (
 from terrazzo.errors import Damaged
 from terrazzo.files import replacing, sync_folder
 
-__all__ = ["LocalStore"]
+__all__ = ["LocalStore", "sweep"]
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-[0-9a-f]+(?:\.lock)?")
 _SYNC_FILE_RANGE_WRITE = 2  # from fcntl.h
@@ -137,7 +137,7 @@ class LocalDraft(CheckpointDraft):
 
     def begin(self) -> None:
         _make_folders(self._root)
-        _sweep(self._root)
+        sweep(self._root)
         while self._lock.take() is False:  # first: a folder without one is taken for a dead process's
             time.sleep(0.01)  # another save has looked whether anyone holds it
         os.mkdir(self._path, _FOLDER_MODE)
@@ -294,8 +294,8 @@ def _looks_complete(folder: Path) -> bool:
         return True
 
 
-def _sweep(root: Path) -> None:
-    """Remove the hidden folders of saves and removals that no living process is at."""
+def sweep(root: Path) -> None:
+    """Remove the hidden folders of saves, exports and removals that no living process is at."""
     for path in list(root.iterdir()):
         if not _PARTIAL.fullmatch(path.name) or path.name.endswith(".lock"):
             continue

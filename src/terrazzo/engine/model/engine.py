@@ -36,6 +36,7 @@ from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
+from terrazzo.marks import is_sharded
 
 __all__ = ["Engine", "engine_of", "is_sharded"]
 
@@ -289,8 +290,3 @@ def engine_of(model: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise Misuse(f"This {type(model).__name__} is not sharded. Call tz.shard(model, optimizer, plan=...) first.")
     return engine
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether it is a sharded model: not of one inside of that."""
-    return hasattr(module, "_terrazzo")

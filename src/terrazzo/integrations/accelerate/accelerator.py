@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_shar
 from terrazzo.integrations.accelerate.requested import RequestedSetup, hidden
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import EngineSetup
+from terrazzo.integrations.shared.first_rank import warn_once
 from terrazzo.integrations.shared.owners import owner_of
 
 __all__ = ["Accelerator"]
@@ -90,6 +90,11 @@ class Accelerator(accelerate.Accelerator):
             )
         self.gradient_state.plugin_kwargs["num_steps"] = max(steps, setup.accumulation)
         self._clip = setup.clip
+        if setup.plan.weight.axes and self.num_processes > 1 and not self.even_batches:
+            raise BadInput(
+                f"Plan {setup.plan.name} splits weights, and even_batches=False gives ranks different numbers of "
+                "batches, where each gathers weights: leave it True, or use zero2."
+            )
         return setup
 
     # -- preparing ---------------------------------------------------------------------------------------------------
@@ -128,10 +133,9 @@ class Accelerator(accelerate.Accelerator):
                 )
             norms = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
             if norms and self.num_processes > 1 and not all(isinstance(each, nn.SyncBatchNorm) for each in norms):
-                warnings.warn(
+                warn_once(
                     "The model has batch norms. DDP sends rank 0's running statistics to all ranks before each "
-                    "forward; here each rank keeps its own. nn.SyncBatchNorm.convert_sync_batchnorm makes them equal.",
-                    stacklevel=3,
+                    "forward; here each rank keeps its own. nn.SyncBatchNorm.convert_sync_batchnorm makes them equal."
                 )
 
     def prepare_model(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +12,13 @@ import accelerate
 from torch import nn
 
 from terrazzo.checkpoint import latest, load_newest, prune, save, step_path
-from terrazzo.checkpoint.loading.load import restore
+from terrazzo.checkpoint.loading.load import restore, warn_of_notes
 from terrazzo.checkpoint.storage.store import step_of
 from terrazzo.engine import ShardedModule, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first
 from terrazzo.integrations.shared.checkpoints import opened
+from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["loading", "saving"]
 
@@ -55,11 +55,13 @@ def loading(accelerator: accelerate.Accelerator) -> Iterator[None]:
             if resumed is not None:
                 steps.append(resumed.extra["step"])
                 for path, why in resumed.refused.items():
-                    warnings.warn(f"resume: {path} is DAMAGED, not used: {why}", stacklevel=2)
+                    warn_once(f"resume: {path} is DAMAGED, not used: {why}")
             elif len(sharded) > 1:
                 raise BadInput(f"'{folder}' has no Terrazzo checkpoint, and this run has {len(sharded)} models.")
             else:
-                restore(opened(folder, model), model, engine_of(model).optimizer)  # of Accelerate's own class
+                source = opened(folder, model)  # of Accelerate's own class
+                restore(source, model, engine_of(model).optimizer)
+                warn_of_notes(source, [*source.notes, *source.optimizer_notes])  # it reads the other files itself
 
     with _apart(accelerator, "_load_model_state_pre_hook", hook) as (sharded, users):
         yield

@@ -81,7 +81,7 @@ class Checkpoints:
         """Load `load_dir/tag`, saved by this integration, or by DeepSpeed itself on any number of ranks. Collective.
 
         Args:
-            tag: default: what `load_dir/latest` names; without that file nothing is loaded.
+            tag: rank 0's holds; default: what `load_dir/latest` names; without that file nothing is loaded.
             load_optimizer_states, load_lr_scheduler_states: take these along.
             load_module_only: weights, and nothing else.
 
@@ -92,7 +92,7 @@ class Checkpoints:
         """
         if custom_load_fn is not None or not load_module_strict:
             raise BadInput("load_checkpoint takes no custom_load_fn, and loads strictly: leave both out.")
-        name = str(tag) if tag is not None else _latest(Path(load_dir))
+        name = on_first(lambda: _latest(Path(load_dir)) if tag is None else str(tag), BadInput)
         if name is None:
             warn_once(f"load_checkpoint: '{load_dir}' has no file 'latest', and no tag was given: nothing was loaded.")
             return None, None

@@ -34,7 +34,8 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
 ) -> None:
     """Start torch.distributed if it is not running; a process without a launcher is one rank.
 
-    Each rank takes its GPU, if there are any. torchrun's variables count first, then those of MPI and Slurm.
+    Each rank takes its GPU, if there are any. torchrun's variables count first, then those of MPI and Slurm, these only
+    with `auto_mpi_discovery`.
 
     Raises:
         BadInput: MPI or Slurm has started several ranks, and none knows the first one's address.
@@ -43,7 +44,7 @@ def init_distributed(  # structure: signature fixed by DeepSpeed
         return
     alone = {"RANK": str(max(rank, 0)), "LOCAL_RANK": "0", "WORLD_SIZE": str(max(world_size, 1))}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed_port)}
-    for name, value in {**alone, **_launched(), **address}.items():
+    for name, value in {**alone, **(_launched() if auto_mpi_discovery else {}), **address}.items():
         os.environ.setdefault(name, value)
     if devices.count():
         devices.set_current(torch.device("cuda", int(os.environ["LOCAL_RANK"])))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from terrazzo.engine import Engine, engine_of, register_forward_method
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2 import units
 from terrazzo.integrations.fsdp2.states import RowPlacements, place, whole_value
+from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["FSDPModule", "FSDPRoot", "ModuleMark", "register_fsdp_forward_method"]
 
@@ -205,12 +204,8 @@ WITHOUT_EFFECT = {
 
 
 def _without_effect(name: str, why: str) -> Callable[..., None]:
-    @functools.cache
-    def warn() -> None:
-        warnings.warn(f"{name} has no effect on a model sharded by terrazzo.fully_shard: {why}.", stacklevel=3)
-
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        warn()
+        warn_once(f"{name} has no effect on a model sharded by terrazzo.fully_shard: {why}.")
 
     return method
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import EngineSetup, trained_dtype
+from terrazzo.integrations.shared.first_rank import warn_once
 from terrazzo.integrations.shared.from_description import setup_for
 from terrazzo.integrations.shared.honour import honour
 
@@ -107,10 +107,9 @@ def _check_placements(module: nn.Module, chosen: Callable[[nn.Parameter], Any] |
     dims = {placement.dim for placement in placements if placement is not None} - {0}
     if dims:
         chosen_dims = ", ".join(map(str, sorted(dims)))
-        warnings.warn(
+        warn_once(
             f"fully_shard: shard_placement_fn chooses dim {chosen_dims} for some parameters, which has no effect: "
-            "parameters lie in flat memory",
-            stacklevel=2,
+            "parameters lie in flat memory"
         )
 
 
@@ -121,9 +120,8 @@ def _reshard(choices: list[bool | int | None]) -> bool | int | None:
         return chosen[0]
     if not all(isinstance(each, bool) for each in chosen):
         raise BadInput(f"fully_shard: {_RESHARD} is {', '.join(map(str, choices))}: give all units the same.")
-    warnings.warn(
+    warn_once(
         f"fully_shard: {_RESHARD} is False for some units only: all are freed after forward. That changes memory and "
-        "traffic, and no number.",
-        stacklevel=2,
+        "traffic, and no number."
     )
     return True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch.distributed as dist
+
+from terrazzo.errors import warn
 
 __all__ = ["is_first", "warn_once"]
 
@@ -20,4 +20,4 @@ def warn_once(text: str) -> None:
     """A warning on rank 0, the first time."""
     if is_first() and text not in _WARNED:
         _WARNED.add(text)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.loading.load import restore
+from terrazzo.checkpoint.loading.load import restore, warn_of_notes
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
@@ -26,6 +25,7 @@ from terrazzo.integrations.accelerate import Accelerator
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.checkpoints import opened, save_over, settle
 from terrazzo.integrations.shared.engine_setup import EngineSetup
+from terrazzo.integrations.shared.first_rank import warn_once
 from terrazzo.integrations.shared.from_description import setup_for
 from terrazzo.integrations.transformers.requested import check, check_split, check_training, describe
 
@@ -141,10 +141,11 @@ class TerrazzoTrainerMixin(_Base):
         path, optimizer = state_of(resume_from_checkpoint), self.optimizer.optimizer
         source = opened(path, self.model)
         if source.optimizer is None:
-            warnings.warn(f"'{path}' has no optimizer state: it starts anew.", stacklevel=2)
+            warn_once(f"'{path}' has no optimizer state: it starts anew.")
             optimizer = None
         with same_random():  # the Trainer restores generators itself, once it has passed over seen batches
-            restore(source, self.model, optimizer)  # its notes are of files that the Trainer reads
+            restore(source, self.model, optimizer)
+        warn_of_notes(source, [*source.notes, *source.optimizer_notes])  # the Trainer reads the other files itself
         schedule = os.path.join(resume_from_checkpoint, SCHEDULER_NAME)
         if os.path.isfile(schedule):
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))

@@ -153,8 +153,12 @@ def _groups(
 def division_of(config: OptimizerConfig, model: nn.Module) -> Division:
     """The division of a model's parameters into matrices that are updated whole, and others."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    here = [glob for glob in config.muon.matrices if any(fnmatchcase(name, glob) for name in names)]
-    return divided(model, HEADS if config.muon.others is None else config.muon.others, here)
+
+    def here(globs: Sequence[str]) -> list[str]:
+        return [glob for glob in globs if any(fnmatchcase(name, glob) for name in names)]
+
+    others = HEADS if config.muon.others is None else here(config.muon.others)
+    return divided(model, others, here(config.muon.matrices))
 
 
 def check_names(config: OptimizerConfig, names: Sequence[str]) -> None:

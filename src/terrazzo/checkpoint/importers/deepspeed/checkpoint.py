@@ -149,7 +149,7 @@ class DeepSpeedCheckpoint(StateDictSource):
     def _add_trained(self, trained: Trained) -> None:
         groups = [{**group, "params": [self.rename(name) for name in group["params"]]} for group in trained.groups]
         self.optimizer = OptimizerInfo("", groups)
-        self.notes += dict.fromkeys(trained.notes)
+        self.optimizer_notes += dict.fromkeys(trained.notes)
 
     def _add_unsharded(self, optimizer: Tree) -> None:
         """What stage 0 saved of the optimizer, which says only in what order it had its parameters."""
@@ -168,7 +168,7 @@ class DeepSpeedCheckpoint(StateDictSource):
         except BadInput:
             self.optimizer = None
         if self.optimizer is None:
-            self.notes.append(_NAMELESS)
+            self.optimizer_notes.append(_NAMELESS)
 
     def _add_rest(self, optimizer: Tree) -> None:
         model = self._tag.model

@@ -73,7 +73,7 @@ def add_optimizer(
     groups, states = _parts(state_dict, _where(source))
     named = _named(source, groups, states, names, frozen)
     if named is None:
-        source.notes.append(
+        source.optimizer_notes.append(
             "the optimizer's state is not taken over: it only numbers the parameters. Open the checkpoint with the"
             " model that was trained, which tells their names in order"
         )
@@ -188,7 +188,7 @@ def _add_state(source: StateDictSource, name: str, kind: str, value: Any) -> Non
     if isinstance(value, Values) and kind not in (WEIGHT, BUFFER):
         source.add(name, kind, value)
     elif value is not None:
-        source.notes.append(f"{kind} of {name}, of the optimizer, is not taken over: it is no tensor")
+        source.optimizer_notes.append(f"{kind} of {name}, of the optimizer, is not taken over: it is no tensor")
 
 
 def _group(source: StateDictSource, group: SavedGroup, named: Mapping[Number, str]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _group(source: StateDictSource, group: SavedGroup, named: Mapping[Number, st
     for key, value in group.items():
         if key not in _LISTS:
             keep(values, str(key), value, left)
-    source.notes += [f"of a param group: {line}" for line in left]
+    source.optimizer_notes += [f"of a param group: {line}" for line in left]
     return {**values, "params": [named[number] for number in group["params"]]}
 
 
