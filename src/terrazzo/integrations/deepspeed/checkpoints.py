@@ -170,9 +170,9 @@ def _write(path: Path, state: dict[str, Tensor]) -> None:
 
 
 def _latest(folder: Path) -> str | None:
-    """What rank 0 reads, on every rank; None where there is no such file."""
+    """What the file `latest` names; None where there is none."""
     file = folder / "latest"
-    return on_first(lambda: file.read_text().strip() if file.is_file() else None, BadInput)
+    return file.read_text().strip() if file.is_file() else None
 
 
 def _of_deepspeed(source: Source) -> dict[str, Any]:

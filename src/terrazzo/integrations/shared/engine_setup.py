@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
@@ -14,7 +15,7 @@ from terrazzo.engine import Plan, Precision, checkpoint_activations, compile_uni
 from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
-from terrazzo.integrations.shared.first_rank import warn_once
+from terrazzo.integrations.shared.first_rank import is_first
 from terrazzo.integrations.shared.generation import generate_together
 from terrazzo.nn import float8
 
@@ -136,4 +137,6 @@ def trained_dtype(model: nn.Module) -> torch.dtype:
 
 def _convert_linears(model: nn.Module, recipe: str, skip: Sequence[str] | None) -> None:
     """Have linear layers multiply in 8 bits, as `tz.nn.float8` does, and say on the first rank which do."""
-    warn_once(str(float8(model, recipe, skip=skip)))
+    conversion = float8(model, recipe, skip=skip)
+    if is_first():
+        logging.getLogger("terrazzo").warning("%s", conversion)
