@@ -47,10 +47,10 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def cut(base: nn.Module, plan: str = "zero2", pipeline: tz.Pipeline | None = None, **mesh: int) -> tuple[Any, Any, Any]:
-    model, mesh = copy.deepcopy(base), tz.mesh(**mesh, device="cpu")
-    tz.parallelize(model, mesh, pipeline=pipeline or tz.Pipeline())
-    model, optimizer = tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), plan, mesh=mesh)
-    return model, optimizer, mesh
+    model, ranks = copy.deepcopy(base), tz.mesh(**mesh, device="cpu")
+    tz.parallelize(model, ranks, pipeline=(pipeline or tz.Pipeline()) if "pp" in mesh else None)
+    model, optimizer = tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), plan, mesh=ranks)
+    return model, optimizer, ranks
 
 
 def told(action: Any) -> str:
