@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -72,3 +72,27 @@ def test_the_planner_has_the_bytes_of_the_engine(plan: str, mesh: str, traffic: 
     }
     for kind, count in per_step.items():
         assert count == pytest.approx(sent[kind] + outer[kind] / 5)
+
+
+def test_masters_with_a_remainder_are_gathered_apart_on_the_device_too() -> None:
+    """No collective writes to two halves. So many ranks share an outer step that its message is less than a bucket."""
+    remainder = replace(tz.Precision.named("bf16-pure"), moments="int8", rounding="remainder")
+    sizes, settings = {"dp_replicate": 2, "dp_shard": 32}, tz.DiLoCo(5)
+    with fake_group(64):
+        with torch.device("meta"):
+            model = Decoder(SIZES)
+        model, _ = tz.shard(
+            model,
+            torch.optim.AdamW,
+            "zero0",
+            mesh=tz.mesh(**sizes),
+            units=[Block],
+            diloco=settings,
+            precision=remainder,
+        )
+        largest = max(bucket.exact.nbytes for bucket in engine_of(model).buckets())
+    shape, plan = model_shape({"model_type": "terrazzo", **asdict(SIZES)}), Plan.named("zero0")
+    cluster, mesh = Cluster(Device("gpu"), 64), Mesh(**sizes)
+    setup = Setup(shape, cluster, plan, mesh, sequence=16, diloco=settings, precision=remainder)
+    assert outer_held_bytes(setup, 0) == largest
+    assert outer_held_bytes(replace(setup, precision=tz.Precision.named("bf16")), 0) < largest

@@ -201,8 +201,9 @@ class Bucket:
     # -- values ------------------------------------------------------------------------------------------------
 
     def states(self) -> list[Resting]:
-        """The memories that hold the parameters' values: the weight, and the master where it is another one."""
-        return [self.master, self.weight] if self.spec.has_own_master else [self.weight]
+        """The memories that hold the parameters' values: the weight, and the masters where they are or have others."""
+        has_others = self.spec.has_own_master or self.spec.has_remainder
+        return [self.exact, self.weight] if has_others else [self.weight]
 
     def measured_at_rest(self) -> Iterator[StateBytes]:
         """Yield what `at_rest` promises of all states but the gradient, as they lie in memory or files."""
@@ -228,18 +229,14 @@ class Bucket:
         self.full.edits.outdate()
 
     def _fill(self, slot: Slot, value: Tensor) -> None:
-        exact = rounded = value.reshape(-1)
+        flat = rounded = value.reshape(-1)
         if self.spec.has_remainder:
-            rounded, _ = split_remainder(exact.float())
-            self._fill_state(self.exact, slot, exact)
+            rounded, _ = split_remainder(flat.float())
         for state in self.states():
-            self._fill_state(state, slot, rounded)
-
-    def _fill_state(self, state: Resting, slot: Slot, flat: Tensor) -> None:
-        for part in state.cuts(slot.range):
-            with state.opened(part, "change") as data:
-                values = flat[part.within(slot.range)]
-                data.copy_(self._update_as_seen(values) if state is self.weight else values)
+            for part in state.cuts(slot.range):
+                with state.opened(part, "change") as data:
+                    within = part.within(slot.range)
+                    data.copy_(self._update_as_seen(rounded[within]) if state is self.weight else flat[within])
 
     def as_seen(self, values: Tensor) -> Tensor:
         """Return what ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""

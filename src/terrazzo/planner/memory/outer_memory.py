@@ -36,11 +36,7 @@ def outer_held_bytes(setup: Setup, pp_rank: int) -> float:
 
 
 def _apart_bytes(setup: Setup, pp_rank: int) -> int:
-    """Bytes of a bucket's master weights, gathered on the device where they are in host memory and cut over fewer
-    ranks.
-    """
-    if setup.cluster.device.kind == "cpu":
-        return 0
+    """Bytes of a bucket's master weights, where they are gathered in device memory of their own."""
     own_buckets = (bucket for unit, _, own in placed_units(setup, pp_rank) for bucket in buckets(unit, own))
-    apart = (each for each in own_buckets if each.outer_states and each.updated_off_device)
-    return max((4 * each.numel(each.optim_axes) for each in apart if each.outer_axes != each.optim_axes), default=0)
+    apart = (each for each in own_buckets if each.outer_states and each.outer_gathers_apart)
+    return max((4 * each.numel(each.optim_axes) for each in apart), default=0)

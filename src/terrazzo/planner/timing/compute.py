@@ -347,8 +347,7 @@ def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) 
     """
     precision, spec = setup.precision, setup.optimizer
     each = spec.bytes_each(precision)
-    master = precision.master.itemsize + precision.remainder_bytes
-    both_ways = 2 * (precision.accumulate.itemsize + master + spec.moments * each)
+    both_ways = 2 * (precision.accumulate.itemsize + precision.exact_master.itemsize + spec.moments * each)
     steps = 0 if setup.update_kernel == "fused" or not spec.takes_root else STEPS * precision.master.itemsize
     of_matrices = spec.moments if spec.matrices is None else spec.matrices.moments
     less = 2 * whole_numel * (spec.moments - of_matrices) * each

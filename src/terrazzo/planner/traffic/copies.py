@@ -63,7 +63,7 @@ def _update(bucket: PlannedBucket) -> list[MoveBytes]:
     if tiers.optim != "device" and (matrix_bytes := bucket.matrix_wire_bytes):
         moves += [_copy(f"matrices {way} the device", matrix_bytes) for way in ("to", "from")]
     if tiers.optim == "nvme":
-        state = owned * (precision.master.itemsize + precision.remainder_bytes) + bucket.moments_bytes
+        state = owned * precision.exact_master.itemsize + bucket.moments_bytes
         moves += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
     if bucket.has_own_master or bucket.weight_axes != bucket.optim_axes:
         moves += _new_weights(bucket)

@@ -95,9 +95,12 @@ class Resting(ABC):
     def opened(self, wanted: Range, access: Access = "read") -> contextlib.AbstractContextManager[Tensor]:
         """Have what is held of `wanted` in memory, 1-D; what is written into it is kept if `access` says so."""
 
-    @abstractmethod
     def load(self, into: Tensor) -> Moves[None]:
         """Copy all of it into a tensor of any dtype in the device's memory."""
+        yield from ()
+        for part in self.cuts(self.range):
+            with self.opened(part) as data:
+                into[part.within(self.range)].copy_(data)
 
     def copied(self, wanted: Range, device: torch.device) -> Tensor:
         """Copy what is held of `wanted`, 1-D, to memory of its own on `device`."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Access, Buffer, Resting, Space
-from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.block_format import BlockCodes, tile_numel
 from terrazzo.engine.plan.layout import Range
 
@@ -64,9 +63,3 @@ class CodedState(Resting):
             else:
                 yield values[own.within(spanned)]
                 self.blocks.encode(values, codes)
-
-    def load(self, into: Tensor) -> Moves[None]:
-        yield from ()
-        for part in self.cuts(self.range):
-            with self.opened(part) as data:
-                into[part.within(self.range)].copy_(data)

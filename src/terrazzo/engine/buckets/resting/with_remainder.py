@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Access, AsSeen, Buffer, Resting, Space
-from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.bf16_remainder import join_remainder, split_remainder
 from terrazzo.engine.formats.block_format import tile_numel
 from terrazzo.engine.plan.layout import Range
@@ -50,12 +49,6 @@ class WithRemainder(Resting):
             if access != "read":
                 for half, new in zip((nearest, remainder), split_remainder(values), strict=True):
                     half.copy_(new)
-
-    def load(self, into: Tensor) -> Moves[None]:
-        yield from ()
-        for part in self.cuts(self.range):
-            with self.opened(part) as data:
-                into[part.within(self.range)].copy_(data)
 
     def forget(self, elements: Range) -> None:
         """Take `elements` as they are in bf16: somebody has written these."""
