@@ -13,7 +13,7 @@ from typing import Any
 
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.estimates import Estimate
+from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.setup.request import Request, build_setup
 
 __all__ = ["ANCHORS", "Anchor"]

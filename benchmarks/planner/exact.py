@@ -12,7 +12,7 @@ from benchmarks.planner.shapes import Sizes, transformer
 from terrazzo.engine import Plan, Precision
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.sizing import floor_gpus
+from terrazzo.planner.choice.fewest import floor_gpus
 from terrazzo.planner.layout.stages import in_flight
 from terrazzo.planner.machine.devices import Cluster, device
 from terrazzo.planner.machine.mesh import Mesh

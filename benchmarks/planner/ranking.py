@@ -29,7 +29,7 @@ from benchmarks.planner.ranks import Ranks
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of
 from terrazzo.parallel import context_of
 from terrazzo.parallel.tensor.activation_exchanges import tensor_ranks
-from terrazzo.planner.machine.devices import Cluster, Device
+from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import SCALEUP_SHARE
 from terrazzo.planner.model.loading import model_shape
@@ -293,11 +293,9 @@ def measured_device(four: Ranks, alone: Ranks) -> Device:
         memory_bandwidth=found["memory"] / MEMORY_SHARE,
         scaleup_bandwidth=joined["bytes"] / SCALEUP_SHARE,
         launch_s=found["block_s"],
-        call_s=joined["call_s"],
-        hop_s=joined["hop_s"],
-        unit_s=joined["unit_s"],
-        stage_s=joined["stage_s"],
-        cores=os.cpu_count(),
+        measured=MeasuredHost(
+            joined["call_s"], joined["hop_s"], joined["unit_s"], joined["stage_s"], cores=os.cpu_count()
+        ),
     )
 
 
@@ -319,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_shown(device), flush=True)
         for case in [CASES[int(each)] for each in arguments] or CASES:
             rows.append(compared(case, four if case.ranks == 4 else eight, device))
-            print(_table(rows[-1], device), flush=True)
+            print(_table(rows[-1], os.cpu_count() or 1), flush=True)
     return _verdict(rows, device, save=not arguments)
 
 
@@ -338,17 +336,18 @@ def compared(case: Case, ranks: Ranks, device: Device) -> dict[str, Any]:
 
 
 def _shown(device: Device) -> str:
-    names = ("launch_s", "call_s", "hop_s", "unit_s", "stage_s")
-    given = ", ".join(f"{name} {1e6 * (getattr(device, name) or 0.0):.0f} us" for name in names)
+    names, host = ("call_s", "hop_s", "unit_s", "stage_s"), device.measured
+    times = {"launch_s": device.launch_s or 0.0, **{name: getattr(host, name) for name in names}}
+    given = ", ".join(f"{name} {1e6 * value:.0f} us" for name, value in times.items())
     sent = (device.scaleup_bandwidth or 0.0) * SCALEUP_SHARE / 1e9
     return f"{device.matmul_flops['fp32'] * SUSTAINED_SHARE / 1e9:.1f} GFLOP/s, {sent:.2f} GB/s, {given}"
 
 
-def _table(row: dict[str, Any], device: Device) -> str:
+def _table(row: dict[str, Any], cores: int) -> str:
     lines = [f"{row['case']:48} tau {row['tau']:+.2f}, by the clock {row['tau_clock']:+.2f}"]
     ways = zip(row["ways"], row["planned"], row["busy"], row["clock"], strict=True)
     for way, plan, busy, wall in sorted(ways, key=lambda each: each[2]):
-        per_core = busy / (device.cores or 1)
+        per_core = busy / cores
         lines.append(f"    {way:24} planned {plan:6.3f} s, busy / cores {per_core:6.3f}, clock {wall:6.3f}")
     return "\n".join(lines)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import time
 
+from terrazzo.planner.choice.fewest import min_gpus
 from terrazzo.planner.choice.search import search
-from terrazzo.planner.choice.sizing import min_gpus
 from terrazzo.planner.setup.request import Request
 
 LIMIT_S = 1.0

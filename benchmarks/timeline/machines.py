@@ -8,8 +8,8 @@ from unittest import mock
 from benchmarks.timeline.model import SCALE, shape
 from terrazzo.engine import Plan
 from terrazzo.planner.machine.devices import Cluster, Device, device
-from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.machine.network import HOP_S, Network, group_of
+from terrazzo.planner.machine.mesh import Mesh, group_of
+from terrazzo.planner.machine.network import HOP_S, Network
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing import compute, rates

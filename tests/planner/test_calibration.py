@@ -18,14 +18,14 @@ from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS, Offload, Plan, StateFormat, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.frontier import Frontier
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import TimeFigures
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.frontier import Frontier
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup

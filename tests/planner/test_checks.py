@@ -14,15 +14,15 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import plan
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.words import precision_name
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.choice_names import PRECISION_KEYS, PRECISION_PRESETS, precision, strategy
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import precision_name
 
 
 def setup_of(model: Any = "llama3-8b", gpus: int | str | None = 16, **options: Any) -> Setup:

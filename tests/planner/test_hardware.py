@@ -14,8 +14,9 @@ import torch
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device, device, device_of_row, devices, this_machine
-from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.machine.network import Network, UnitTransfer, group_of
+from terrazzo.planner.machine.mesh import Mesh, group_of
+from terrazzo.planner.machine.network import Network
+from terrazzo.planner.machine.transfers import UnitTransfer, When
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -183,9 +184,8 @@ def test_the_wheel_holds_the_table(tmp_path: Path) -> None:
 def all_reduce_us(name: str, nodes: int, mib: int) -> float:
     ranks = 8 * nodes
     group = group_of(Mesh(dp_replicate=ranks), "dp_replicate")
-    link = Network(device(name)).link(group)
     sent = 2 * mib * 2**20 * (ranks - 1) / ranks
-    return 1e6 * Network(device(name)).move_s(UnitTransfer("all_reduce", "", "tensor", "", sent, group, link=link))
+    return 1e6 * Network(device(name)).move_s(UnitTransfer("all_reduce", "", "tensor", When.FORWARD, sent, group))
 
 
 @pytest.mark.parametrize(

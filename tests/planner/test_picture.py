@@ -15,10 +15,10 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar, chart_of, kind_of
+from terrazzo.planner.report.blocks import TableColumn, TextLine, TextTable, plain, show
 from terrazzo.planner.report.picture import SCALE, save_picture, svg
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.request import Request, build_setup
-from terrazzo.planner.text.blocks import TableColumn, TextLine, TextTable, plain, show
 
 GIB = 2.0**30
 SVG = "{http://www.w3.org/2000/svg}"

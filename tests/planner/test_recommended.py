@@ -7,9 +7,9 @@ import functools
 import pytest
 
 from terrazzo.planner import Estimate, Request, build_setup, search
-from terrazzo.planner.choice.candidates import TRIED_MODES
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.setup.choice_names import TRIED_MODES
 
 SEARCHES = {
     "small on one": Request("llama3.2-1b", 1, gpu="h100", sequence=2048),

@@ -14,18 +14,19 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.candidates import TRIED_MODES, TRIED_SIZES, meshes
-from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
+from terrazzo.planner.choice.candidates import TRIED_SIZES, meshes
+from terrazzo.planner.choice.fewest import floor_gpus, min_gpus
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.choice.search import search
-from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.machine.devices import Device
-from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.report.schema import StatesReport
+from terrazzo.planner.report.sizing import Sizing, sizing_row
 from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import Request, build_setup, counts_of, request_of
 from terrazzo.planner.timing.calibration import Calibration, Software
@@ -438,7 +439,7 @@ def test_a_huge_range_is_searched_in_few_calls(options: dict[str, Any]) -> None:
 def test_numbers_that_the_request_cannot_use_are_passed_over(options: dict[str, Any]) -> None:
     sizing = min_gpus(request("llama3-8b", None, **options))
     assert sizing.gpus == 8
-    assert [_sizing_row(step).reason for step in sizing.steps][-1] == ""
+    assert [sizing_row(step).reason for step in sizing.steps][-1] == ""
 
 
 def test_a_request_that_no_number_of_gpus_can_use_says_why() -> None:
@@ -456,7 +457,7 @@ def test_sizing_shows_the_last_number_on_which_something_was_tried() -> None:
 
 def test_a_number_on_which_nothing_was_tried_says_so() -> None:
     step = Frontier(request(), (), (), (), 0)
-    assert _sizing_row(step).reason == NO_MESH
+    assert sizing_row(step).reason == NO_MESH
 
 
 def test_beyond_the_numbers_tried_in_turn_the_first_that_runs_is_found_by_halves() -> None:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.errors import BadInput
-from terrazzo.planner.choice.frontier import Frontier
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape, Role
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.frontier import Frontier
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import DecoderConfig
 from tests.planner.test_shapes import CONFIGS, EXPERTS, SMALL, assert_same_units, label, on_meta, tensors_of

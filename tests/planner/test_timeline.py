@@ -11,8 +11,8 @@ import pytest
 import terrazzo as tz
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.report.bars import chart_of
+from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.picture import svg
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import Request, build_setup

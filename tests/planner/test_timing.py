@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from terrazzo.engine import PRECISIONS, Offload, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.planner.figures import TimeFigures
-from terrazzo.planner.formulas import Term
-from terrazzo.planner.machine.devices import Cluster, Device, device
-from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
+from terrazzo.planner.figures import Term, TimeFigures
+from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost, device
+from terrazzo.planner.machine.mesh import Mesh, RankGroup, group_of
+from terrazzo.planner.machine.network import Network
+from terrazzo.planner.machine.transfers import UnitTransfer, When
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.loading import model_shape
@@ -680,7 +680,7 @@ def test_mesh_axes_and_the_links_they_cross() -> None:
 def test_bus_bandwidths_of_large_messages(gpu: str, group: RankGroup, kind: str, busbw: float) -> None:
     """Measured with nccl-tests and torch on 16 GiB (stas00/ml-engineering, network/README.md and benchmarks)."""
     sent = 16 * 2**30 * (group.size - 1) / group.size * (2 if kind == "all_reduce" else 1)
-    seconds = Network(device(gpu)).move_s(UnitTransfer(kind, "", "data", "last", sent, group))
+    seconds = Network(device(gpu)).move_s(UnitTransfer(kind, "", "data", When.LAST, sent, group))
     assert sent / seconds == pytest.approx(busbw, rel=0.25)
 
 
@@ -694,17 +694,17 @@ def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
 def test_latency_of_a_ring_grows_with_its_length() -> None:
     network = Network(device("h100"))
     small = [
-        network.move_s(UnitTransfer("all_gather", "", "data", "forward", 1.0, RankGroup("dp_shard", n, 1)))
+        network.move_s(UnitTransfer("all_gather", "", "data", When.FORWARD, 1.0, RankGroup("dp_shard", n, 1)))
         for n in (64, 128, 512)
     ]
     assert (small[2] - small[0]) / (small[1] - small[0]) == pytest.approx((512 - 64) / (128 - 64))
 
 
-REPEATS = {"forward": 1, "backward": 1, "reduce": 0, "last": 1, "update": 1}
+REPEATS = {When.FORWARD: 1, When.BACKWARD: 1, When.REDUCE: 0, When.LAST: 1, When.UPDATE: 1}
 
 
 def test_communication_behind_longer_blocks_shows_only_at_the_ends() -> None:
-    moves = {"forward": 1.0, "backward": 1.0, "last": 2.0}
+    moves = {When.FORWARD: 1.0, When.BACKWARD: 1.0, When.LAST: 2.0}
     found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=1, beside=True)
     assert found.total == 40 and found.exposed == 1 + (1 + 2)
     tight = block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1, beside=True)
@@ -716,20 +716,21 @@ def test_communication_behind_longer_blocks_shows_only_at_the_ends() -> None:
 
 
 def test_the_last_reduction_is_of_the_first_block_that_has_a_backward() -> None:
-    moves = {"forward": 1.0, "backward": 1.0, "last": 2.0}
-    front = BlockRow(3, 4.0, 0.0, {"forward": 1.0}, has_backward=False)
+    moves = {When.FORWARD: 1.0, When.BACKWARD: 1.0, When.LAST: 2.0}
+    front = BlockRow(3, 4.0, 0.0, {When.FORWARD: 1.0}, has_backward=False)
     found = block_exposure([front, BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=1, beside=True)
     assert found.total == 43 and found.exposed == 1 + (1 + 2)
 
 
 def test_what_a_step_gathers_comes_while_the_next_forward_computes() -> None:
-    moves = {"update": 1.0}
+    moves = {When.UPDATE: 1.0}
     assert block_exposure([BlockRow(10, 4.0, 8.0, moves)], REPEATS, prefetch=0, beside=True).exposed == 1
     assert block_exposure([BlockRow(10, 0.5, 2.5, moves)], REPEATS, prefetch=1, beside=True).exposed == 10 - 9 * 0.5
 
 
 def test_silent_micro_batches_gather_but_do_not_reduce() -> None:
-    moves, repeats = {"forward": 1.0, "backward": 1.0, "last": 2.0}, {**REPEATS, "forward": 3, "backward": 3}
+    moves = {When.FORWARD: 1.0, When.BACKWARD: 1.0, When.LAST: 2.0}
+    repeats = {**REPEATS, When.FORWARD: 3, When.BACKWARD: 3}
     found = block_exposure([BlockRow(10, 4.0, 8.0, moves)], repeats, prefetch=1, beside=True)
     assert found.total == 3 * 10 + 3 * 10 + 20
     assert found.exposed == 3 * 1 + 2 * 1 + 3
@@ -752,8 +753,10 @@ def test_sustained_rates() -> None:
 
 def on_cpus(cores: int | None, mesh: Mesh, **figures: Any) -> TimeFigures:
     """A step of eight micro-batches in all on a host whose messages take no time unless figures say so."""
-    free = {"scaleup_bandwidth": 1e18, "scaleup_domain": 4, "per_node": 4, "hop_s": 0.0}
-    host = Device("host", "cpu", {"fp32": 1e11}, memory_bandwidth=1e10, launch_s=1e-3, cores=cores, **(free | figures))
+    host = Device(
+        "host", "cpu", {"fp32": 1e11}, memory_bandwidth=1e10, launch_s=1e-3, scaleup_bandwidth=1e18, scaleup_domain=4,
+        per_node=4, measured=MeasuredHost(cores=cores, **figures),
+    )  # fmt: skip
     made = Setup(
         llama(4, 256, 512, 4, 4), Cluster(host, 4), Plan.named("zero1"), mesh, sequence=256,
         micro_batches=8 // mesh.batch_ranks, precision=PRECISIONS["fp32"],

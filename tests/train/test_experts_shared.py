@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
-from terrazzo.planner.text.words import count_text, setup_text
+from terrazzo.planner.report.words import count_text, setup_text
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import ModelOnPaper, prepare_model
 from terrazzo.train.planning.as_setup import setup_of

@@ -41,9 +41,8 @@ INNER_LAYERS = {
     "engine.border": ("measuring", "gradients", CORE, ""),
     "engine.optim": ("stock", "segments", "matrices", CORE, ""),
     "planner": (
-        *("caching", "formulas", "figures", "model", "machine", "setup", "layout", "memory", "traffic"),
-        *("timing", "gate", "text"),
-        *("estimates", "assemble", "choice", "report", CORE, ""),
+        *("caching", "model", "machine", "setup", "layout", "figures", "memory", "traffic", "timing", "gate"),
+        *("report", "assemble", "choice", CORE, ""),
     ),
     "telemetry": ("log", "steps", "flight", "display", "watchdog", "profiling", CORE, ""),
     "train": (

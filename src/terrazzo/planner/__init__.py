@@ -7,17 +7,16 @@ read them in (docs/concepts/planner.md):
     machine      devices, links, and the mesh of ranks
     setup        what is asked, and the one way of running a model that it means
     layout       which rank has what of the model
+    figures      what is counted of one setup: terms with their formulas, and their sums
     memory       what the fullest rank holds
     traffic      what one rank sends
     timing       how long a step takes, and what was measured of it
     gate         what is known against a setup
-    text         how figures are written
-    estimates    `Estimate`: what is said of one setup, and how it reads
-    assemble     all of these for one setup, put together
+    report       what is answered (`Estimate`, `Frontier`, `Sizing`), and how that reads: text, JSON, pictures, a page
+    assemble     all of these for one setup, put together: its `Estimate`
     choice       the search over setups, sizing, and the configuration that runs one
-    report       answers as text, JSON and pictures
 
-`caching`, `formulas` and `figures` lie below all, `api` above.
+`caching` lies below all, `api` above.
 
 Five words, here and in `engine.dry_run`:
 
@@ -33,18 +32,18 @@ A question on its way, `terrazzo plan --model llama3-8b --gpus 8`:
     ask             a strategy and a number of devices: one estimate; else a search     api
     search          candidates for all that is open                                     choice.search
       build_setup   each as a `Setup`, with a value for everything                      setup.request
-      assemble      its memory, traffic, time and findings: an `Estimate`             assemble, estimates
+      assemble      its memory, traffic, time and findings: an `Estimate`             assemble
     Answer          the best, the others, and what was refused: text, JSON, pictures    report.answer
 
 Open to other packages:
 
-    api, formulas                              questions and their answers, and what a figure is a sum of
+    api, figures                               questions and their answers, and what a figure is a sum of
     machine                                    devices, and how ranks lie on them
     memory.peak, memory.replay, memory.trace   the memory of a run whose model is there
     memory.states                              what is kept of it between steps
     memory.matrices                            of it, what updates of whole matrices hold
     model                                      shapes of models, and how they are read
-    choice, report, setup, text                questions and answers of the command line
+    choice, report, setup                      questions and answers of the command line
     timing.calibration                         what was measured
     timing.compute, timing.rates, timing.measured  what a benchmark of a device is compared with
     timing.step                                the same of a step
@@ -53,10 +52,8 @@ Open to other packages:
 
 from terrazzo.planner.api import ask, compare, plan
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.choice.fewest import min_gpus
 from terrazzo.planner.choice.search import search
-from terrazzo.planner.choice.sizing import Sizing, min_gpus
-from terrazzo.planner.estimates import Edit, Estimate
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.gate.gate import findings, runnable
 from terrazzo.planner.gate.rule import PlanFinding
@@ -64,6 +61,9 @@ from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.report.estimates import Edit, Estimate
+from terrazzo.planner.report.frontier import Frontier
+from terrazzo.planner.report.sizing import Sizing
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup

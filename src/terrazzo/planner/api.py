@@ -13,12 +13,13 @@ from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.edits import Changed, cost_of, edits_that_fit, no_edit
-from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.choice.fewest import min_gpus
 from terrazzo.planner.choice.search import search
-from terrazzo.planner.choice.sizing import Sizing, min_gpus
-from terrazzo.planner.estimates import Edit, Estimate
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.report.answer import Answer
+from terrazzo.planner.report.estimates import Edit, Estimate
+from terrazzo.planner.report.frontier import Frontier
+from terrazzo.planner.report.sizing import Sizing
 from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.request import MOST_TRIED, ModelSource, Request, build_setup

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, measured_memory

@@ -1,4 +1,4 @@
-"""What the planner counts of one setup: memory, traffic and time."""
+"""What the planner counts of one setup: memory, traffic and time, each a sum of terms with the formula behind each."""
 
 from __future__ import annotations
 
@@ -6,13 +6,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.machine.transfers import Link, TransferPurpose
 
-__all__ = ["SPARE", "MemoryFigures", "Room", "Sent", "TimeFigures", "TrafficFigures"]
+__all__ = ["SPARE", "Formula", "MemoryFigures", "Room", "Sent", "Term", "TimeFigures", "TrafficFigures"]
 
 SPARE = 0.02
 """Share of a device's memory that is left to other processes, a monitor's context or a display, before anything is
 sure: 1.6 GiB of 80. Nothing is left of a host and its disks, whose states are exact."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula as text. Where a name in it is a key of the term's inputs, it is that input."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Term:
+    """One addend of an estimate.
+
+    Attributes:
+        name: such as `weights`; unique within an estimate of memory, traffic or time.
+        value: expected, in `unit`; never more than `upper`.
+        formula: its key, such as `memory.weights`: that of one of `FORMULAS` in the module that computes it.
+        inputs: the numbers that were put in.
+    """
+
+    name: str
+    value: float
+    upper: float
+    formula: str
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    unit: Literal["B", "s"] = "B"
 
 
 @dataclass(frozen=True)
@@ -143,11 +170,11 @@ class Sent(Term):
 
     Attributes:
         links: bytes by link.
-        purpose: what needs it, as of a `UnitTransfer` (`terrazzo.planner.machine.network`).
+        purpose: what needs it.
     """
 
-    links: Mapping[str, float] = field(default_factory=dict)
-    purpose: str = ""
+    links: Mapping[Link, float] = field(default_factory=dict)
+    purpose: TransferPurpose = "data"
 
 
 @dataclass(frozen=True)
@@ -156,11 +183,11 @@ class TrafficFigures:
 
     Attributes:
         collectives: by what they are for, such as `all_gather weights`.
-        links: bytes by link: `scaleup`, `internode`, `pcie`, `disk`.
+        links: bytes by link, of those over which something is sent.
     """
 
     collectives: tuple[Sent, ...]
-    links: dict[str, float] = field(default_factory=dict)
+    links: Mapping[Link, float] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> float:

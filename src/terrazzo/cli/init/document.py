@@ -17,8 +17,8 @@ from terrazzo.errors import BadInput, counted
 from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
-from terrazzo.planner.choice.candidates import TRIED_MODES
 from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.preflight import check

@@ -27,13 +27,13 @@ from terrazzo.planner.model.loading import preset_name
 from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
+from terrazzo.planner.report.blocks import TextBlock, TextLine, show
 from terrazzo.planner.report.explain import explain, explained
 from terrazzo.planner.report.page import save_page
 from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.request import build_cluster
-from terrazzo.planner.text.blocks import TextBlock, TextLine, show
 from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["answer_plan"]

@@ -11,7 +11,7 @@ from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
 from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.report.picture import SUFFIXES
-from terrazzo.planner.text.words import parameters_text, verdict
+from terrazzo.planner.report.words import parameters_text, verdict
 from terrazzo.words import FILL_IN
 
 __all__ = ["check_files", "emit", "files_of", "missing_parts"]

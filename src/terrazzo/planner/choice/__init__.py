@@ -3,10 +3,9 @@
 Read the modules in this order:
 
     candidates    meshes, strategies, checkpointing and micro-batches that a request leaves open
-    frontier      `Frontier`: what fits, ranked, and what does not, with reasons
     ranking       the order of what fits
     search        all candidates estimated: `search`
-    sizing        the fewest devices on which a setup surely fits: `min_gpus`
+    fewest        the fewest devices on which a setup surely fits: `min_gpus`
     edits         the smallest changes with which a setup fits
     emit          a setup as the configuration of `terrazzo train`
 
@@ -21,7 +20,7 @@ The tokens per second of one candidate go through these functions:
         assemble                 `time.tokens_per_s_per_gpu`; where they fall, no larger one is tried   assemble
       rank_key                   what surely fits first, then the fastest, the fewest or the cheapest   ranking
       simplest_first             within 3 % of the first the simplest takes its place                   ranking
-    Frontier                     `ranked`, the Pareto front and what was refused                        frontier
+    Frontier                     `ranked`, the Pareto front and what was refused                        report.frontier
 
 `min_gpus` asks `search` with the least memory that is allowed on each number of devices that it tries, and once more
 with all that is open on the number that it answers.

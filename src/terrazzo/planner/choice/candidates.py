@@ -13,12 +13,12 @@ from terrazzo.parallel import MODES, Mode
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, request_of, shape_of
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
     "OFFLOADED",
-    "TRIED_MODES",
     "TRIED_SIZES",
     "meshes",
     "model_parallel",
@@ -35,9 +35,6 @@ IN_STAGES = ("zero1", "zero3")
 ranks, so that more stages serve better than groups."""
 
 OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
-TRIED_MODES = ("none", "selective", "full")
-"""Checkpointing modes that are tried, in order of the time they cost."""
-
 TRIED_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sequences per micro-batch that are tried, as far as they fit. Beside model parallelism, which has other ways to fill
 a device, the first three are enough."""

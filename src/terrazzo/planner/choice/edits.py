@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimates import Edit, Estimate
+from terrazzo.planner.report.estimates import Edit, Estimate
 from terrazzo.planner.setup.request import MOST_TRIED, Request
 from terrazzo.planner.setup.setup import Setup
 

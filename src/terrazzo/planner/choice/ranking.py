@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from terrazzo.planner.choice.candidates import TRIED_MODES
-from terrazzo.planner.estimates import Estimate
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 

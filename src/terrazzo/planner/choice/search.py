@@ -19,18 +19,18 @@ from terrazzo.planner.choice.candidates import (
     strategies,
     variants,
 )
-from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.choice.ranking import pareto, rank_key, simplest_first, tokens_per_s
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.gate.rule import PlanFinding
 from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.frontier import Frontier, Refusal
+from terrazzo.planner.report.words import HOSTS, LABELS
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import HOSTS, LABELS
 from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from terrazzo.planner.layout.stages import units_on
-from terrazzo.planner.machine.network import Network, group_of
+from terrazzo.planner.machine.mesh import group_of
+from terrazzo.planner.machine.network import Network
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import idle_share

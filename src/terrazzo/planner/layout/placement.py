@@ -15,8 +15,7 @@ from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.planner.caching import hashed_once, once, once_per_setup
 from terrazzo.planner.layout.stages import Cut, cut_of, units_of_pp_rank, units_on
-from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.machine.network import RankGroup
+from terrazzo.planner.machine.mesh import Mesh, RankGroup
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerSpec
 from terrazzo.planner.setup.setup import Setup

@@ -36,7 +36,7 @@ from terrazzo.engine.runtime import device as gpus
 from terrazzo.engine.runtime.system import control_groups, text_of
 from terrazzo.errors import ALL, BadInput
 
-__all__ = ["Cluster", "Device", "cpu_host", "device", "device_of_row", "devices", "this_machine"]
+__all__ = ["Cluster", "Device", "MeasuredHost", "cpu_host", "device", "device_of_row", "devices", "this_machine"]
 
 T = TypeVar("T")
 
@@ -47,6 +47,23 @@ CDNA_RECIPES: Mapping[str, float] = {"rowwise": 0.91}
 bf16 what is published (pytorch/ao docs, workflows/training): on 8 H100 25.0 % with one scale for each matrix and 10.1 %
 by rows, on 8 B200 25.4, 4.0 and in blocks of 32 (`mx`) 20.0 %, on 8 MI300X 14.7 and 9.6 %. Other devices are given
 Hopper's, and CDNA4 in blocks Blackwell's."""
+
+
+@dataclass(frozen=True)
+class MeasuredHost:
+    """Times of one host on whose CPUs ranks compute, which `python -m benchmarks.planner.ranking` measures.
+
+    Attributes:
+        call_s, hop_s: time that a collective takes beside moving bytes, whatever its ranks, and for each.
+        unit_s, stage_s: time around each gather and each sum of a unit's states, and each message between stages.
+        cores: more ranks than these take turns. None: each rank has its own.
+    """
+
+    call_s: float = 0.0
+    hop_s: float = 0.0
+    unit_s: float = 0.0
+    stage_s: float = 0.0
+    cores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,10 +90,7 @@ class Device:
         recipe_shares: rates of products in fp8 by the recipe of their scales, as shares of the rate with one scale for
             each matrix; `mx` only where there are matrix units for it.
         launch_s: host time for launching one eager block's kernels, forward and backward; None for the usual one.
-        call_s, hop_s: time that a collective takes beside moving bytes, whatever its ranks, and for each; None for the
-            usual time for each.
-        unit_s, stage_s: host time around each gather and each sum of a unit's states, and each message between stages.
-        cores: of a host on whose CPUs ranks compute; more of them than cores take turns. None: each has its own.
+        measured: of a host on whose CPUs ranks compute, what was measured there; None for the usual times.
         capability: NVIDIA's compute capability, such as 8.0; below 8 there are no bf16 units.
         source: where the figures are from.
     """
@@ -99,11 +113,7 @@ class Device:
     flash_share: float = 0.5
     recipe_shares: Mapping[str, float] = field(default_factory=lambda: HOPPER_RECIPES)
     launch_s: float | None = None
-    call_s: float = 0.0
-    unit_s: float = 0.0
-    stage_s: float = 0.0
-    hop_s: float | None = None
-    cores: int | None = None
+    measured: MeasuredHost | None = None
     capability: float | None = None
     source: str = ""
     notes: str = ""

@@ -1,11 +1,19 @@
-"""How the ranks of a run are laid out."""
+"""How the ranks of a run are laid out: how many each axis has, and which of them exchange along it.
+
+Ranks are laid out with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp` outermost, as torchtitan and
+Megatron lay them out: what is sent most often stays closest.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-__all__ = ["Mesh"]
+__all__ = ["Mesh", "RankGroup", "group_of", "part_of_group"]
+
+_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+"""The mesh axes, innermost first."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +56,33 @@ class Mesh:
         """Ranks of the data axes, innermost first, as the engine's plans name them; those of one rank are left out."""
         data = {"dp_shard": self.shard_ranks, "dp_replicate": self.dp_replicate}
         return {axis: size for axis, size in data.items() if size > 1}
+
+
+class RankGroup(NamedTuple):
+    """Ranks of one collective: `size` of them, `stride` ranks apart."""
+
+    axis: str
+    size: int
+    stride: int
+
+    @property
+    def span(self) -> int:
+        return self.size * self.stride
+
+
+def group_of(mesh: Mesh, axis: str) -> RankGroup:
+    """The group along a mesh axis other than `ep`; that of `dp_shard` has the ranks of `cp` too."""
+    if axis == "dp_shard":
+        return RankGroup(axis, mesh.shard_ranks, mesh.tp)
+    stride = 1
+    for inner in _ORDER:
+        if inner == axis:
+            break
+        stride *= getattr(mesh, inner)
+    return RankGroup(axis, getattr(mesh, axis), stride)
+
+
+def part_of_group(mesh: Mesh, axis: str, size: int) -> RankGroup:
+    """`size` ranks of the group along an axis: of experts' tensors, what expert parallelism leaves of it."""
+    whole = group_of(mesh, axis)
+    return RankGroup(axis, size, whole.stride * whole.size // size)

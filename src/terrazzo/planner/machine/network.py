@@ -1,22 +1,14 @@
-"""Which link each mesh axis crosses, and how fast a collective runs on it.
-
-Ranks are laid out with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp` outermost, as torchtitan and
-Megatron lay them out: what is sent most often stays closest.
-"""
+"""Which link a group of ranks crosses, what is sent over it, and how long that takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from terrazzo.engine.comm.counts.traffic import kind_of_traffic
 from terrazzo.planner.machine.devices import Device
-from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.machine.mesh import RankGroup
+from terrazzo.planner.machine.transfers import Link, UnitTransfer
 
-__all__ = ["Network", "RankGroup", "UnitTransfer", "group_of", "part_of_group"]
-
-_ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
-"""The mesh axes, innermost first."""
+__all__ = ["Network"]
 
 SCALEUP_SHARE = 0.80
 """What ring collectives of large messages reach of a scale-up link's bandwidth: all-gather on 8 H100 361 of 450 GB/s, 8
@@ -39,7 +31,7 @@ from 128 to 512 ranks, and ZeRO-3's from 384 to 1,536 (arXiv 2104.04473, table 2
 on 4 nodes of 8 B200 (stas00/ml-engineering)."""
 
 CALL_S = 8.4e-6
-NEAR_HOP_S = {"scaleup": 3.4e-6, "pcie": 5.7e-6}
+NEAR_HOP_S = {Link.SCALEUP: 3.4e-6, Link.PCIE: 5.7e-6}
 """Seconds that any collective takes beside moving bytes, and one inside a node for each rank more (NVIDIA/nccl
 src/graph/tuning.cc, its Simple protocol). An all-reduce of 1 to 64 MiB on 8 H100 takes 42 to 79 us beside moving bytes,
 56 by these (Azure/AI-benchmarking-guide)."""
@@ -55,71 +47,6 @@ SWITCH_GAIN = 1.3
 """All-reduce of 8 H200 with it 480 GB/s, without it 367 (stas00/ml-engineering)."""
 
 
-class RankGroup(NamedTuple):
-    """Ranks of one collective: `size` of them, `stride` ranks apart."""
-
-    axis: str
-    size: int
-    stride: int
-
-    @property
-    def span(self) -> int:
-        return self.size * self.stride
-
-
-def group_of(mesh: Mesh, axis: str) -> RankGroup:
-    """The group along a mesh axis other than `ep`; that of `dp_shard` has the ranks of `cp` too."""
-    if axis == "dp_shard":
-        return RankGroup(axis, mesh.shard_ranks, mesh.tp)
-    stride = 1
-    for inner in _ORDER:
-        if inner == axis:
-            break
-        stride *= getattr(mesh, inner)
-    return RankGroup(axis, getattr(mesh, axis), stride)
-
-
-def part_of_group(mesh: Mesh, axis: str, size: int) -> RankGroup:
-    """`size` ranks of the group along an axis: of experts' tensors, what expert parallelism leaves of it."""
-    whole = group_of(mesh, axis)
-    return RankGroup(axis, size, whole.stride * whole.size // size)
-
-
-class UnitTransfer(NamedTuple):
-    """One collective or copy of one unit.
-
-    Attributes:
-        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `send` or `copy`.
-        what: is moved, such as `weights`.
-        purpose: what needs it: `data` parallelism, `tensor`, `context`, `expert`, `pipeline`, or `offload`.
-        when: `forward`, `backward` (before it), `reduce` (after each backward that reduces), `last` (after the last
-            one), `update` (after the optimizer's step).
-        sent_bytes: by one rank, each time.
-        group: the ranks; None for a copy.
-        messages: in how many collectives.
-        link: that it crosses; empty before `Network.routed`.
-    """
-
-    kind: str
-    what: str
-    purpose: str
-    when: str
-    sent_bytes: float
-    group: RankGroup | None
-    messages: int = 1
-    link: str = ""
-
-    @property
-    def counts_as(self) -> str:
-        """The kind of traffic, as the engine counts it."""
-        return kind_of_traffic(self.kind, self.what)
-
-    @property
-    def formula(self) -> str:
-        """Key of the formula that its bytes follow."""
-        return f"traffic.{self.counts_as if self.purpose == 'data' else self.purpose}"
-
-
 @dataclass(frozen=True, eq=False)
 class Network:
     """The links of a device, seen by groups of ranks. If `free`, collectives take no time."""
@@ -131,16 +58,13 @@ class Network:
     def _domain(self) -> int:
         return self.device.scaleup_domain if self.device.scaleup_bandwidth else 1
 
-    def link(self, group: RankGroup) -> str:
-        """The slowest link that the group crosses: `scaleup`, `pcie` or `internode`."""
-        if group.span <= self._domain:
-            return "scaleup"
-        return "pcie" if group.span <= self.device.per_node else "internode"
-
-    def routed(self, move: UnitTransfer) -> UnitTransfer:
-        """A collective with the link that its group crosses."""
-        assert move.group is not None
-        return UnitTransfer(*move[:-1], self.link(move.group))
+    def link(self, over: RankGroup | Link) -> Link:
+        """The slowest link that a group crosses; a link itself, which a copy is over."""
+        if isinstance(over, Link):
+            return over
+        if over.span <= self._domain:
+            return Link.SCALEUP
+        return Link.PCIE if over.span <= self.device.per_node else Link.INTERNODE
 
     def bandwidth(self, group: RankGroup) -> float | None:
         """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.
@@ -150,10 +74,10 @@ class Network:
         """
         device, link = self.device, self.link(group)
         inside = device.scaleup_bandwidth and device.scaleup_bandwidth * self._links_used(group)
-        if link == "scaleup":
+        if link is Link.SCALEUP:
             return inside
         through_host = device.pcie_bandwidth and device.pcie_bandwidth * PCIE_SHARE
-        if link == "pcie":
+        if link is Link.PCIE:
             return through_host
         if device.internode_bandwidth is None:
             return None
@@ -170,8 +94,8 @@ class Network:
 
     def move_s(self, move: UnitTransfer) -> float:
         """Seconds of a collective, once. The links must be known."""
-        group = move.group
-        if self.free or group is None or group.size <= 1 or not move.sent_bytes:
+        group = move.over
+        if self.free or isinstance(group, Link) or group.size <= 1 or not move.sent_bytes:
             return 0.0
         rate = self.bandwidth(group)
         assert rate is not None
@@ -184,32 +108,31 @@ class Network:
 
     def _waits_s(self, move: UnitTransfer, group: RankGroup) -> float:
         """Seconds that one message takes beside moving bytes."""
-        device = self.device
-        around = device.unit_s if move.purpose == "data" else device.stage_s if move.purpose == "pipeline" else 0.0
-        if device.hop_s is not None:
-            return device.call_s + around + self._hops(move.kind, group) * device.hop_s
-        return CALL_S + device.call_s + around + self._usual_waits_s(move.kind, group)
+        if (host := self.device.measured) is None:
+            return CALL_S + self._usual_waits_s(move.kind, group)
+        around = host.unit_s if move.purpose == "data" else host.stage_s if move.purpose == "pipeline" else 0.0
+        return host.call_s + around + self._hops(move.kind, group) * host.hop_s
 
     def _usual_waits_s(self, kind: str, group: RankGroup) -> float:
         """Seconds around a ring, or of an all-reduce over nodes up and down a tree of them, if that is shorter."""
         link, hops = self.link(group), self._hops(kind, group)
         ring = hops * NEAR_HOP_S.get(link, HOP_S)
-        if kind != "all_reduce" or link != "internode":
+        if kind != "all_reduce" or link is not Link.INTERNODE:
             return ring
         near = self._near(group)
         levels = (-(-group.size // near) - 1).bit_length()
-        inside = NEAR_HOP_S["scaleup" if self._domain > 1 else "pcie"]
+        inside = NEAR_HOP_S[Link.SCALEUP if self._domain > 1 else Link.PCIE]
         return min(ring, 2 * ((near - 1) * inside + levels * LEVEL_S))
 
     def _hops(self, kind: str, group: RankGroup) -> float:
         if kind == "all_reduce":
-            return 2 * (group.size - 1) if self.device.hop_s is None else self._tree_hops(group)
+            return 2 * (group.size - 1) if self.device.measured is None else self._tree_hops(group)
         if kind == "send" or (kind == "all_to_all" and self.device.kind != "cpu"):
             return 1  # devices send to all others at once, a process on a CPU to one after the other
         return group.size - 1
 
     def _switch_gain(self, group: RankGroup) -> float:
-        summed = self.device.switch_sums and group.size >= SWITCH_MINIMUM and self.link(group) == "scaleup"
+        summed = self.device.switch_sums and group.size >= SWITCH_MINIMUM and self.link(group) is Link.SCALEUP
         return SWITCH_GAIN if summed else 1.0
 
     def _tree_hops(self, group: RankGroup) -> int:
@@ -222,7 +145,7 @@ class Network:
 
     def _scattered(self, group: RankGroup, ring: float) -> float:
         """Bandwidth of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""
-        if self.link(group) != "internode" or self.device.internode_bandwidth is None:
+        if self.link(group) is not Link.INTERNODE or self.device.internode_bandwidth is None:
             return ring
         near = self._near(group)
         away = (group.size - near) / (group.size - 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from terrazzo.planner.caching import once
-from terrazzo.planner.formulas import Formula
+from terrazzo.planner.figures import Formula
 from terrazzo.planner.model.shapes import BlockShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.words import CheckpointMode

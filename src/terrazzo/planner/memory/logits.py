@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.nn.chunked_cross_entropy import PRODUCT_NUMEL, chunk_rows
-from terrazzo.planner.formulas import Formula
+from terrazzo.planner.figures import Formula
 from terrazzo.planner.memory.activations import FP32_BYTES
 from terrazzo.planner.setup.setup import Setup
 

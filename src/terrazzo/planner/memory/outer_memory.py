@@ -6,7 +6,7 @@ from terrazzo.engine.mesh.family import REPLICAS
 from terrazzo.engine.plan.layout import round_up
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import PlannedAxis, placed_units
-from terrazzo.planner.machine.network import group_of
+from terrazzo.planner.machine.mesh import group_of
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["outer_held_bytes", "outer_numel"]

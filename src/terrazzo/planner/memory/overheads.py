@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.files import GIB
-from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.figures import Formula, Term
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.setup.setup import Setup
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.figures import Formula, MemoryFigures, Term
 from terrazzo.planner.layout.buckets import trained_unit
 from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.layout.stages import blocks_of_chunks, in_flight, last_turns, saving_blocks, units_on

@@ -19,8 +19,7 @@ from terrazzo.engine.plan.bucket_memory import publishes_late, resting_bytes
 from terrazzo.engine.plan.moves import Pass
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.figures import Formula, MemoryFigures, Term
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.memory.outer_memory import outer_held_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.figures import Formula, Term
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import Placement, placed_units, placement_of
 from terrazzo.planner.setup.setup import Setup

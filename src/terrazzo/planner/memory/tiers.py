@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from terrazzo.engine.offload.needs import Need, host_bytes, host_sum_bytes, load_bytes, send_bytes, staging_bytes
-from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.figures import Formula, Term
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placed_units, stand_ins
 from terrazzo.planner.layout.stages import in_flight, saving_blocks

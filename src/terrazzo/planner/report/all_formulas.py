@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from terrazzo.planner.formulas import Formula
+from terrazzo.planner.figures import Formula
 from terrazzo.planner.memory import activations, logits, overheads, peak, replay, states, tiers
 from terrazzo.planner.timing import bubble, step, update
 from terrazzo.planner.traffic import exchanges, outer_moves, volumes

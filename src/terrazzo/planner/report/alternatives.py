@@ -8,8 +8,8 @@ from dataclasses import replace
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["alternatives"]

@@ -10,14 +10,15 @@ from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.files import GIB
 from terrazzo.planner.layout.placement import placement_of
+from terrazzo.planner.machine.transfers import Link, When
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bars import Chart, MemoryBar
+from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.report.schema import PerRank, StatesReport, StatesRow
+from terrazzo.planner.report.words import GB, count_text
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable
-from terrazzo.planner.text.words import GB, count_text
 from terrazzo.planner.traffic.volumes import unit_moves
 
 __all__ = ["BareAnswer"]
@@ -138,11 +139,11 @@ def _sent_bytes(setup: Setup) -> float:
     ranks: dict[tuple[str, ...], int] = {}
     unit = replace(setup.model.root, name="all")  # not the root: the paper gathers all weights again for backward
     for move in unit_moves(setup, unit, placement_of(setup, ON_DEVICE)):
-        if move.group is None or move.when == "reduce":  # of one micro-batch, which is the last
+        if isinstance(move.over, Link) or move.when is When.REDUCE:  # of one micro-batch, which is the last
             continue
-        key = (move.kind, move.what, move.when, move.group.axis if move.kind == "all_reduce" else "")
+        key = (move.kind, move.what, move.when, move.over.axis if move.kind == "all_reduce" else "")
         sent[key] = sent.get(key, 0.0) + move.sent_bytes
-        ranks[key] = ranks.get(key, 1) * move.group.size
+        ranks[key] = ranks.get(key, 1) * move.over.size
     return sum(value * ranks[key] / (ranks[key] - 1) for key, value in sent.items() if ranks[key] > 1)
 
 

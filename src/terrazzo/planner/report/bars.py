@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.text.words import ByteUnit, axes_text, parameters_text, precision_name, units
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.words import ByteUnit, axes_text, parameters_text, precision_name, units
 from terrazzo.planner.timing.timeline import Timeline, pipeline_step
 
 __all__ = ["KINDS", "Chart", "MemoryBar", "MemoryKind", "chart_of", "parts_of"]

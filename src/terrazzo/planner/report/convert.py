@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.files import GIB
-from terrazzo.planner.estimates import Estimate
-from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.figures import MemoryFigures, Term, TimeFigures, TrafficFigures
+from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.schema import (
     CollectiveReport,
     EditRow,
@@ -21,8 +20,8 @@ from terrazzo.planner.report.schema import (
     TimeReport,
     TrafficReport,
 )
+from terrazzo.planner.report.words import GB, blocker, checkpointing_text, mesh_sizes, precision_name
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import GB, blocker, checkpointing_text, mesh_sizes, precision_name
 
 __all__ = ["frontier_row", "report_of"]
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import GIB
-from terrazzo.planner.estimates import Estimate
-from terrazzo.planner.figures import MemoryFigures
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.figures import MemoryFigures, Term
 from terrazzo.planner.report.all_formulas import FORMULAS
+from terrazzo.planner.report.blocks import TextBlock, TextLine
+from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm
-from terrazzo.planner.text.blocks import TextBlock, TextLine
-from terrazzo.planner.text.words import LABELS, seconds_text
+from terrazzo.planner.report.words import LABELS, seconds_text
 
 __all__ = ["explain", "explained"]
 

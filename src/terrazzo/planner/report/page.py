@@ -15,14 +15,14 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.choice.candidates import TRIED_MODES
-from terrazzo.planner.choice.frontier import Frontier
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.bars import KINDS, parts_of
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.frontier import Frontier
+from terrazzo.planner.report.words import axes_text, blocker, checkpointing_text, count_text, setup_text, verdict
+from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.request import Request, build_setup, request_of
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import axes_text, blocker, checkpointing_text, count_text, setup_text, verdict
 
 __all__ = ["page", "save_page"]
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import ActionKind
 from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
-from terrazzo.planner.text.words import ByteUnit, bytes_text
+from terrazzo.planner.report.words import ByteUnit, bytes_text
 from terrazzo.planner.timing.timeline import Span, Timeline
 
 __all__ = ["SUFFIXES", "png", "save_picture", "svg"]

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from terrazzo.errors import printable
 from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
-from terrazzo.planner.text.words import bytes_text
+from terrazzo.planner.report.words import bytes_text
 
 __all__ = ["show_bars"]
 

@@ -20,6 +20,7 @@ __all__ = [
     "PRECISION_KEYS",
     "PRECISION_PRESETS",
     "STRATEGIES",
+    "TRIED_MODES",
     "MatmulPrecision",
     "checkpointing",
     "names_base",
@@ -83,6 +84,9 @@ STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may have an offload."""
 
 CHECKPOINTING = (*CHECKPOINT_MODES, "every_N")
+TRIED_MODES = ("none", "selective", "full")
+"""Modes that are tried where none is named, in order of the time they cost."""
+
 _MODES = {"true": "full", "on": "full", "false": "none", "off": "none", "op": "selective_half", "sac": "selective"}
 """What else people call these."""
 

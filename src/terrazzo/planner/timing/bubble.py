@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.figures import Formula, Term
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "bubble", "bubble_term", "idle_share"]

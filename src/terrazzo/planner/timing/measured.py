@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from terrazzo.planner.figures import TrafficFigures
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.figures import Term, TrafficFigures
+from terrazzo.planner.machine.transfers import Link
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.calibration import Calibration
@@ -58,14 +58,14 @@ def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> li
     return terms
 
 
-def copied_bytes(setup: Setup, traffic: TrafficFigures) -> dict[str, float]:
+def copied_bytes(setup: Setup, traffic: TrafficFigures) -> dict[Link, float]:
     """Bytes of copies to and from host and disk by link; on a CPU there is no way to the host."""
-    copied: dict[str, float] = {}
+    copied: dict[Link, float] = {}
     for term in traffic.collectives:
         if term.purpose == "offload":
             for link, sent in term.links.items():
                 copied[link] = copied.get(link, 0.0) + sent
-    here = ("disk",) if setup.cluster.device.kind == "cpu" else ("pcie", "disk")
+    here = (Link.DISK,) if setup.cluster.device.kind == "cpu" else (Link.PCIE, Link.DISK)
     return {link: sent for link, sent in copied.items() if sent and link in here}
 
 

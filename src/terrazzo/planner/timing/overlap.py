@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from terrazzo.planner.machine.transfers import When
+
 __all__ = ["CONTENTION", "BlockRow", "Exposure", "block_exposure", "root_exposure"]
 
 CONTENTION = 0.30
@@ -33,7 +35,7 @@ class Exposure:
         return self.total - self.exposed
 
 
-def root_exposure(moves: Mapping[str, float], repeats: Mapping[str, int]) -> Exposure:
+def root_exposure(moves: Mapping[When, float], repeats: Mapping[When, int]) -> Exposure:
     """What a step waits for moves of the root unit: nothing runs while its weights come, nor while its gradients go.
 
     Args:
@@ -57,11 +59,11 @@ class BlockRow:
     count: int
     forward_s: float
     backward_s: float
-    moves: Mapping[str, float]
+    moves: Mapping[When, float]
     has_backward: bool = True
 
 
-def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetch: int, beside: bool) -> Exposure:
+def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[When, int], prefetch: int, beside: bool) -> Exposure:
     """What a step waits for moves of a rank's blocks. The last reduction of a backward is of the first that has one.
 
     Args:
@@ -70,14 +72,15 @@ def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetc
         prefetch: blocks that are gathered ahead; 0 hides no gather.
         beside: collectives run on a stream of their own; on a CPU the step waits for what it gathers.
     """
-    silent = repeats["backward"] - repeats["reduce"] - repeats["last"]
-    passes = ((repeats["reduce"], "reduce"), (repeats["last"], "last"), (silent, ""))
-    exposed = repeats["forward"] * _exposed([_BlockTimes.forward(row) for row in rows], prefetch)
+    silent = repeats[When.BACKWARD] - repeats[When.REDUCE] - repeats[When.LAST]
+    passes = ((repeats[When.REDUCE], When.REDUCE), (repeats[When.LAST], When.LAST), (silent, None))
+    exposed = repeats[When.FORWARD] * _exposed([_BlockTimes.forward(row) for row in rows], prefetch)
     exposed += sum(
         times * _exposed([_BlockTimes.backward(row, when) for row in rows if row.has_backward], prefetch)
         for times, when in passes
     )
-    exposed += repeats["update"] * _exposed([_BlockTimes.forward(row, "update") for row in rows], prefetch=int(beside))
+    updated = [_BlockTimes.forward(row, When.UPDATE) for row in rows]
+    exposed += repeats[When.UPDATE] * _exposed(updated, prefetch=int(beside))
     total = sum(row.count * seconds * repeats[when] for row in rows for when, seconds in row.moves.items())
     return Exposure(total, exposed)
 
@@ -92,12 +95,13 @@ class _BlockTimes:
     computation: float
 
     @classmethod
-    def forward(cls, row: BlockRow, gather: str = "forward") -> _BlockTimes:
+    def forward(cls, row: BlockRow, gather: When = When.FORWARD) -> _BlockTimes:
         return cls(row.count, row.moves.get(gather, 0.0), 0.0, row.forward_s)
 
     @classmethod
-    def backward(cls, row: BlockRow, reduction: str) -> _BlockTimes:
-        return cls(row.count, row.moves.get("backward", 0.0), row.moves.get(reduction, 0.0), row.backward_s)
+    def backward(cls, row: BlockRow, reduction: When | None) -> _BlockTimes:
+        reduced = 0.0 if reduction is None else row.moves.get(reduction, 0.0)
+        return cls(row.count, row.moves.get(When.BACKWARD, 0.0), reduced, row.backward_s)
 
 
 def _exposed(rows: Sequence[_BlockTimes], prefetch: int) -> float:

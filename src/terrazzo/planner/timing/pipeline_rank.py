@@ -8,11 +8,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.figures import Term
 from terrazzo.planner.layout.buckets import buckets, trained_unit
 from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.machine.devices import Cluster
-from terrazzo.planner.machine.network import Network, UnitTransfer
+from terrazzo.planner.machine.network import Network
+from terrazzo.planner.machine.transfers import Link, UnitTransfer, When
 from terrazzo.planner.memory.matrices import MatrixUpdates, matrix_updates
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
@@ -52,9 +53,9 @@ HOST_ADAM = 3e9
 (ZeRO-Offload, arXiv 2101.06840, table 4; deepspeedai/DeepSpeed blogs/deepspeed-zenflow)."""
 
 
-def copy_s(cluster: Cluster, link: str, sent_bytes: float) -> float:
-    """Seconds of a rank's copies over `pcie`, or over `disk`, which the ranks of a host share. It must be known."""
-    if link == "pcie":
+def copy_s(cluster: Cluster, link: Link, sent_bytes: float) -> float:
+    """Seconds of a rank's copies over PCIe, or to disks, which the ranks of a host share. The link must be known."""
+    if link is Link.PCIE:
         assert cluster.device.pcie_bandwidth is not None
         return sent_bytes / (cluster.device.pcie_bandwidth * PCIE_COPY_SHARE)
     assert cluster.disk_bandwidth is not None
@@ -123,23 +124,23 @@ class PipelineRank:
 
         Attention hides what goes round a ring, and products what `tensor_overlap` says of exchanges along tp.
         """
-        waits, rounds = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
+        waits, rounds = ({When.FORWARD: 0.0, When.BACKWARD: 0.0} for _ in range(2))
         for move in model_parallel_moves(self._setup, unit):
             spent = self._network.move_s(move)
             if move.purpose == "tensor":
                 spent *= 1 - self._hidden_along_tp(move.when)
             (rounds if move.purpose == "context" and move.kind == "send" else waits)[move.when] += spent
         attention = seconds.attention * seconds.forward_share
-        waits["forward"] += max(0.0, rounds["forward"] - attention)
-        waits["backward"] += max(0.0, rounds["backward"] - (seconds.attention - attention))
-        return PassSeconds(waits["forward"], waits["backward"])
+        waits[When.FORWARD] += max(0.0, rounds[When.FORWARD] - attention)
+        waits[When.BACKWARD] += max(0.0, rounds[When.BACKWARD] - (seconds.attention - attention))
+        return PassSeconds(*waits.values())
 
-    def _hidden_along_tp(self, when: str) -> float:
+    def _hidden_along_tp(self, when: When) -> float:
         """The share of an exchange along tp that products hide."""
         overlap = self._setup.tensor_overlap
         if overlap == "async":
             return ASYNC_HIDDEN
-        return TENSOR_HIDDEN if overlap == "backward" and when == "backward" else 0.0
+        return TENSOR_HIDDEN if overlap == "backward" and when is When.BACKWARD else 0.0
 
     @cached_property
     def busy_s(self) -> float:
@@ -181,10 +182,10 @@ class PipelineRank:
         for part in self._blocks:
             moves = self._unit_moves(part.unit, part.placement)
             if self._setup.staged:  # sums over ranks come when all has run
-                alone = part.count * moves.pop("last", 0.0)
+                alone = part.count * moves.pop(When.LAST, 0.0)
                 root += Exposure(alone, alone)
             if part.unit.forward_only:  # what comes again, in stages, comes for the forward of other micro-batches
-                alone = part.count * moves.pop("backward", 0.0) * repetitions(self._setup, part.unit)["backward"]
+                alone = part.count * moves.pop(When.BACKWARD, 0.0) * repetitions(self._setup, part.unit)[When.BACKWARD]
                 root += Exposure(alone, alone)
             rows.append(BlockRow(part.count, *part.passes, moves, has_backward=not part.unit.forward_only))
         exchanged = sum(map(self._network.move_s, matrix_moves(self._setup, self._pp_rank)))
@@ -195,15 +196,14 @@ class PipelineRank:
         repeats = repetitions(self._setup, self._setup.model.root)
         return root + block_exposure(rows, repeats, self._setup.prefetch, beside)
 
-    def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[str, float]:
-        seconds: dict[str, float] = {}
+    def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[When, float]:
+        seconds: dict[When, float] = {}
         for move in unit_moves(self._setup, unit, placement):
             seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
         for move in unit_copies(unit, placement):
-            if move.when != "update":
-                seconds[move.when] = seconds.get(move.when, 0.0) + copy_s(
-                    self._setup.cluster, move.link, move.sent_bytes
-                )
+            if move.when is not When.UPDATE:
+                copied_s = copy_s(self._setup.cluster, self._network.link(move.over), move.sent_bytes)
+                seconds[move.when] = seconds.get(move.when, 0.0) + copied_s
         return seconds
 
     @property
@@ -326,14 +326,15 @@ class PipelineRank:
 
     def _update_of(self, unit: UnitShape, placement: Placement, owned: int) -> UnitUpdate:
         """What one unit's update takes away from the device, and its computation that it can hide behind."""
-        copies = {"pcie": 0.0, "disk": 0.0}
+        copies = {Link.PCIE: 0.0, Link.DISK: 0.0}
         for move in unit_copies(unit, placement):
-            if move.when == "update":
-                copies[move.link] += copy_s(self._setup.cluster, move.link, move.sent_bytes)
+            if move.when is When.UPDATE:
+                link = self._network.link(move.over)
+                copies[link] += copy_s(self._setup.cluster, link, move.sent_bytes)
         elements = owned * self._setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), PassSeconds(0.0, 0.0))
         at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)
-        return UnitUpdate(elements / HOST_ADAM, copies["pcie"], copies["disk"], forward, backward, at_once)
+        return UnitUpdate(elements / HOST_ADAM, copies[Link.PCIE], copies[Link.DISK], forward, backward, at_once)
 
     def _offloaded_update(self, updates: list[UnitUpdate]) -> Term:
         total, exposed = sum(each.seconds for each in updates), exposed_s(updates, self._setup.offload.step)

@@ -6,9 +6,9 @@ communication that nothing hides, the pipeline's idle time, the optimizer, and c
 
 from __future__ import annotations
 
-from terrazzo.planner.figures import TimeFigures, TrafficFigures
-from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.figures import Formula, Term, TimeFigures, TrafficFigures
 from terrazzo.planner.layout.placement import stand_ins
+from terrazzo.planner.machine.transfers import Link
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import flops_per_token
@@ -95,8 +95,8 @@ FORMULAS = {
 
 def _turns(setup: Setup, alone_s: float) -> list[Term]:
     """What a step takes longer than the `alone_s` of its slowest rank where ranks take turns on a host's cores."""
-    cores, ranks = setup.cluster.device.cores, setup.cluster.ranks_per_host
-    if cores is None or ranks <= cores:
+    host, ranks = setup.cluster.device.measured, setup.cluster.ranks_per_host
+    if host is None or (cores := host.cores) is None or ranks <= cores:
         return []
     made = {pp_rank: PipelineRank(setup, pp_rank) for pp_rank in set(stand_ins(setup))}
     work_s = sum(made[pp_rank].work_s for pp_rank in stand_ins(setup)) / setup.mesh.pp * ranks
@@ -163,10 +163,10 @@ def _unknown_links(setup: Setup, traffic: TrafficFigures, measured: bool = False
     """`measured`: what collectives take is known, so that copies alone need the figures of their links."""
     device = setup.cluster.device
     known = {
-        "scaleup": device.scaleup_bandwidth,
-        "internode": device.internode_bandwidth,
-        "pcie": device.pcie_bandwidth,
-        "disk": setup.cluster.disk_bandwidth,
+        Link.SCALEUP: device.scaleup_bandwidth,
+        Link.INTERNODE: device.internode_bandwidth,
+        Link.PCIE: device.pcie_bandwidth,
+        Link.DISK: setup.cluster.disk_bandwidth,
     }
     for link in copied_bytes(setup, traffic) if measured else traffic.links:
         if known[link] is None:
@@ -175,10 +175,10 @@ def _unknown_links(setup: Setup, traffic: TrafficFigures, measured: bool = False
 
 
 _LINKS = {
-    "scaleup": "to other devices of its domain",
-    "internode": "to other hosts",
-    "pcie": "over PCIe",
-    "disk": "to the disks of its host",
+    Link.SCALEUP: "to other devices of its domain",
+    Link.INTERNODE: "to other hosts",
+    Link.PCIE: "over PCIe",
+    Link.DISK: "to the disks of its host",
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrazzo.planner.formulas import Formula
+from terrazzo.planner.figures import Formula
 
 __all__ = ["FORMULAS", "UnitUpdate", "exposed_s"]
 

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import enum
-
 from terrazzo.engine.plan.moves import MoveBytes
 from terrazzo.planner.layout.buckets import PlannedBucket
+from terrazzo.planner.machine.transfers import Link, When
 from terrazzo.words import TIERS
 
-__all__ = ["When", "copies"]
-
-
-class When(enum.StrEnum):
-    """A moment of a step at which units move: before forward and before backward, after each backward that reduces,
-    after the last one, and after the optimizer's step.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REDUCE = "reduce"
-    LAST = "last"
-    UPDATE = "update"
+__all__ = ["copies"]
 
 
 def copies(bucket: PlannedBucket, when: When, each_is_reduced: bool) -> list[MoveBytes]:
@@ -55,7 +42,7 @@ def _update(bucket: PlannedBucket) -> list[MoveBytes]:
     precision, tiers, owned, moves = bucket.precision, bucket.tiers, bucket.numel(bucket.optim_axes), list[MoveBytes]()
     grad_bytes = owned * precision.accumulate.itemsize
     if tiers.grad == "nvme":
-        moves.append(_copy("gradients from disk", grad_bytes, "disk"))
+        moves.append(_copy("gradients from disk", grad_bytes, Link.DISK))
     if tiers.optim == "device" and tiers.grad != "device":
         moves.append(_copy("gradients to the device", grad_bytes))
     if tiers.optim != "device" and tiers.grad == "device":
@@ -64,7 +51,7 @@ def _update(bucket: PlannedBucket) -> list[MoveBytes]:
         moves += [_copy(f"matrices {way} the device", matrix_bytes) for way in ("to", "from")]
     if tiers.optim == "nvme":
         state = owned * precision.exact_master.itemsize + bucket.moments_bytes
-        moves += [_copy(f"optimizer state {way} disk", state, "disk") for way in ("from", "to")]
+        moves += [_copy(f"optimizer state {way} disk", state, Link.DISK) for way in ("from", "to")]
     if bucket.has_own_master or bucket.weight_axes != bucket.optim_axes:
         moves += _new_weights(bucket)
     return moves
@@ -79,14 +66,14 @@ def _new_weights(bucket: PlannedBucket) -> list[MoveBytes]:
         moves.append(_copy("updated weights to the device", bucket.numel(bucket.optim_axes) * itemsize))
     count_bytes = bucket.numel(bucket.weight_axes) * itemsize
     resting = _way(weight, count_bytes, "updated weights to the host", "updated weights to disk")
-    return moves + [move for move in resting if move.over == "disk" or optim == "device" or gathered]
+    return moves + [move for move in resting if move.over == Link.DISK or optim == "device" or gathered]
 
 
 def _way(tier: str, count_bytes: float, beside: str, beyond: str) -> list[MoveBytes]:
     """Copies between the device and a tier: over the link to the host, and over that to its disks."""
-    moves = [_copy(beside, count_bytes), _copy(beyond, count_bytes, "disk")]
+    moves = [_copy(beside, count_bytes), _copy(beyond, count_bytes, Link.DISK)]
     return moves[: TIERS.index(tier)]
 
 
-def _copy(what: str, count_bytes: float, link: str = "pcie") -> MoveBytes:
+def _copy(what: str, count_bytes: float, link: Link = Link.PCIE) -> MoveBytes:
     return MoveBytes("copy", what, link, count_bytes)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from terrazzo.planner.formulas import Formula
-from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
+from terrazzo.planner.figures import Formula
+from terrazzo.planner.machine.mesh import RankGroup, group_of
+from terrazzo.planner.machine.transfers import UnitTransfer, When
 from terrazzo.planner.memory.activations import FP32_BYTES
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
@@ -55,7 +56,7 @@ def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer
     Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
     """
     for move in _moves_of(setup, unit):
-        if not (unit.forward_only and move.when == "backward"):
+        if not (unit.forward_only and move.when == When.BACKWARD):
             yield move
 
 
@@ -74,7 +75,6 @@ class _TensorMoves:
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._group = setup, group_of(setup.mesh, "tp")
-        self._network = Network(setup.cluster.device)
         self._tokens, self._itemsize = setup.rank_tokens, setup.precision.compute.itemsize
         self._residual = self._tokens * setup.model.hidden
 
@@ -91,10 +91,10 @@ class _TensorMoves:
         regions = ends if block.experts and self._setup.whole_experts else 2
         sums = regions if block.dropout or block.norms > 2 else 1
         if not self._setup.sequence_parallel:
-            yield self._reduced("forward", self._residual, regions)
-            yield self._reduced("backward", self._residual, regions + sums * again)
+            yield self._reduced(When.FORWARD, self._residual, regions)
+            yield self._reduced(When.BACKWARD, self._residual, regions + sums * again)
             return
-        around = ("forward", regions, regions), ("backward", regions * (1 + again), regions + sums * again)
+        around = (When.FORWARD, regions, regions), (When.BACKWARD, regions * (1 + again), regions + sums * again)
         for when, gathered, summed in around:
             yield self._gathered(when, self._residual, gathered)
             yield self._move("reduce_scatter", when, self._share(self._residual), summed)
@@ -105,9 +105,9 @@ class _TensorMoves:
         together = sum(self._part(tensor.shape[0]) for tensor in matrices if tensor.split == "column_gathered")
         split = sum(self._part(tensor.shape[1]) for tensor in matrices if tensor.split == "row_splits")
         if together:
-            yield self._gathered("forward", together)
-            yield self._gathered("backward", together, again)
-            yield self._gathered("backward", split)
+            yield self._gathered(When.FORWARD, together)
+            yield self._gathered(When.BACKWARD, together, again)
+            yield self._gathered(When.BACKWARD, split)
 
     def _part(self, width: int) -> int:
         """Elements of all tokens' channels in whole parts of `width`, of which the widest rank's is padded to."""
@@ -118,27 +118,27 @@ class _TensorMoves:
         setup, roles = self._setup, {tensor.role: tensor.split for tensor in unit.tensors}
         if "embedding" in roles:
             if roles["embedding"] != "none":
-                yield self._reduced("forward", self._residual)
+                yield self._reduced(When.FORWARD, self._residual)
             if setup.sequence_parallel:
-                yield self._gathered("backward", self._residual)
+                yield self._gathered(When.BACKWARD, self._residual)
         if "head" in roles or (setup.model.tied and "embedding" in roles and not setup.staged):
             if setup.sequence_parallel:
-                yield self._gathered("forward", self._residual)
-            yield self._reduced("backward", self._residual)
+                yield self._gathered(When.FORWARD, self._residual)
+            yield self._reduced(When.BACKWARD, self._residual)
             yield from self._of_loss()
 
     def _of_loss(self) -> Iterator[UnitTransfer]:
         """Logits put together; or three numbers of each token, of which two are summed."""
         tokens, size = self._tokens, self._group.size
         if self._setup.puts_logits_together:
-            yield self._gathered("forward", size * tokens * -(-self._setup.model.logits // size), what="logits")
+            yield self._gathered(When.FORWARD, size * tokens * -(-self._setup.model.logits // size), what="logits")
             return
         highest = size * tokens * FP32_BYTES // self._itemsize
-        yield self._gathered("forward", highest, what="numbers of the loss")
+        yield self._gathered(When.FORWARD, highest, what="numbers of the loss")
         padded = -(-tokens // size) * FP32_BYTES
-        yield self._move("all_reduce", "forward", 2 * padded * (size - 1), 2, "numbers of the loss")
+        yield self._move("all_reduce", When.FORWARD, 2 * padded * (size - 1), 2, "numbers of the loss")
 
-    def put_together(self, when: str, count: int) -> UnitTransfer:
+    def put_together(self, when: When, count: int) -> UnitTransfer:
         """Sequences, so many times."""
         return self._gathered(when, self._residual, count)
 
@@ -146,47 +146,46 @@ class _TensorMoves:
         """Bytes of all parts but one."""
         return -(-numel // self._group.size) * self._itemsize * (self._group.size - 1)
 
-    def _gathered(self, when: str, numel: int, count: float = 1, what: str = "activations") -> UnitTransfer:
+    def _gathered(self, when: When, numel: int, count: float = 1, what: str = "activations") -> UnitTransfer:
         return self._move("all_gather", when, self._share(numel), count, what)
 
-    def _reduced(self, when: str, numel: int, count: float = 1) -> UnitTransfer:
+    def _reduced(self, when: When, numel: int, count: float = 1) -> UnitTransfer:
         return self._move("all_reduce", when, 2 * self._share(numel), count)
 
-    def _move(self, kind: str, when: str, sent: int, count: float, what: str = "activations") -> UnitTransfer:
+    def _move(self, kind: str, when: When, sent: int, count: float, what: str = "activations") -> UnitTransfer:
         name, messages = f"tensor-parallel {what}", math.ceil(count)
-        move = UnitTransfer(kind, name, "tensor", when, sent * count, self._group, messages)
-        return self._network.routed(move)
+        return UnitTransfer(kind, name, "tensor", when, sent * count, self._group, messages)
 
 
 def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     """Exchanges along cp: keys and values, or heads, of a block; of the root where documents begin."""
     group, tokens = group_of(setup.mesh, "cp"), setup.rank_tokens
-    network, again = Network(setup.cluster.device), setup.checkpointed_share
+    again = setup.checkpointed_share
 
-    def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> UnitTransfer:
-        return network.routed(UnitTransfer(kind, what, "context", when, sent * count, group, math.ceil(count)))
+    def move(kind: str, when: When, what: str, sent: float, count: float = 1) -> UnitTransfer:
+        return UnitTransfer(kind, what, "context", when, sent * count, group, math.ceil(count))
 
     others, block = group.size - 1, unit.block
     if block is None:
         if setup.context == "ulysses" and unit.is_root:
-            yield move("all_gather", "forward", "places of documents", tokens * PLACE_BYTES * others)
+            yield move("all_gather", When.FORWARD, "places of documents", tokens * PLACE_BYTES * others)
         return
     heads = _KeyHeads(setup, block)
     own = tokens * heads.channels * setup.precision.compute.itemsize
     if setup.context == "gather":
-        yield move("all_gather", "forward", "keys and values", own * others)
-        yield move("all_gather", "backward", "keys and values", own * others, 1 + again)
-        yield move("all_to_all", "backward", "gradients of keys and values", own * others)
+        yield move("all_gather", When.FORWARD, "keys and values", own * others)
+        yield move("all_gather", When.BACKWARD, "keys and values", own * others, 1 + again)
+        yield move("all_to_all", When.BACKWARD, "gradients of keys and values", own * others)
     elif setup.context == "ring":
         wide = tokens * heads.channels * max(FP32_BYTES, setup.precision.compute.itemsize)
-        yield move("send", "forward", "keys and values", own, others)
-        yield move("send", "backward", "keys and values", own, others * (1 + again))
-        yield move("send", "backward", "gradients of keys and values", wide, group.size)
+        yield move("send", When.FORWARD, "keys and values", own, others)
+        yield move("send", When.BACKWARD, "keys and values", own, others * (1 + again))
+        yield move("send", When.BACKWARD, "gradients of keys and values", wide, group.size)
     else:
         queries = tokens * heads.queries * setup.precision.compute.itemsize
         sent = (heads.repeats * own + queries) // group.size * others
-        yield move("all_to_all", "forward", "heads", sent)
-        yield move("all_to_all", "backward", "heads", sent, 1 + again)
+        yield move("all_to_all", When.FORWARD, "heads", sent)
+        yield move("all_to_all", When.BACKWARD, "heads", sent, 1 + again)
 
 
 class _KeyHeads:
@@ -211,11 +210,9 @@ def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
     group = RankGroup("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
     apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
     once = setup.residual_bytes / apart * block.active_experts * (group.size - 1) / group.size
-    network = Network(setup.cluster.device)
-    for when, count in (("forward", 2.0), ("backward", 2 + 2 * setup.checkpointed_share)):
+    for when, count in ((When.FORWARD, 2.0), (When.BACKWARD, 2 + 2 * setup.checkpointed_share)):
         messages = 2 * math.ceil(count)  # ranks say how many rows they have before each
-        move = UnitTransfer("all_to_all", "expert tokens", "expert", when, count * once, group, messages)
-        yield network.routed(move)
+        yield UnitTransfer("all_to_all", "expert tokens", "expert", when, count * once, group, messages)
 
 
 def pipeline_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
@@ -231,10 +228,9 @@ def pipeline_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
     neighbours = RankGroup("pp", 2, group.stride)
     once = setup.residual_bytes / (setup.mesh.tp if setup.as_megatron else 1)
     shares = _TensorMoves(setup) if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged else None
-    for when, count in (("forward", chunks - (pp_rank == ranks - 1)), ("backward", chunks - (pp_rank == 0))):
+    for when, count in ((When.FORWARD, chunks - (pp_rank == ranks - 1)), (When.BACKWARD, chunks - (pp_rank == 0))):
         if count:
-            what, network = "pipeline activations", Network(setup.cluster.device)
-            yield network.routed(UnitTransfer("send", what, "pipeline", when, once * count, neighbours, count))
+            yield UnitTransfer("send", "pipeline activations", "pipeline", when, once * count, neighbours, count)
             if shares is not None:
                 yield shares.put_together(when, count)
 
@@ -242,5 +238,4 @@ def pipeline_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
 def shared_gradients(setup: Setup, copied_bytes: int) -> UnitTransfer:
     """What a rank along pp sends once in a step, of parameters that another one has too."""
     group = group_of(setup.mesh, "pp")
-    network = Network(setup.cluster.device)
-    return network.routed(UnitTransfer("send", "gradients that stages share", "data", "last", copied_bytes, group))
+    return UnitTransfer("send", "gradients that stages share", "data", When.LAST, copied_bytes, group)

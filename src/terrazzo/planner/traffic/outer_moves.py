@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from terrazzo.engine.mesh.family import REPLICAS
-from terrazzo.planner.formulas import Formula
+from terrazzo.planner.figures import Formula
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placed_units
-from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of, part_of_group
+from terrazzo.planner.machine.mesh import RankGroup, group_of, part_of_group
+from terrazzo.planner.machine.transfers import UnitTransfer, When
 from terrazzo.planner.memory.outer_memory import outer_numel
 from terrazzo.planner.setup.setup import Setup
 
@@ -49,5 +50,4 @@ def _within(setup: Setup, bucket: PlannedBucket) -> Iterator[UnitTransfer]:
 
 
 def _move(setup: Setup, kind: str, what: str, sent: float, group: RankGroup, messages: int = 1) -> UnitTransfer:
-    move = UnitTransfer(kind, what, "outer", "update", sent, group, messages)
-    return Network(setup.cluster.device).routed(move)
+    return UnitTransfer(kind, what, "outer", When.UPDATE, sent, group, messages)

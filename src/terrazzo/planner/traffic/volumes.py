@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 from terrazzo.engine.plan.moves import MoveBytes
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.planner.figures import Sent, TrafficFigures
-from terrazzo.planner.formulas import Formula
+from terrazzo.planner.figures import Formula, Sent, TrafficFigures
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets, trained_unit
 from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
-from terrazzo.planner.machine.network import Network, UnitTransfer, part_of_group
+from terrazzo.planner.machine.mesh import part_of_group
+from terrazzo.planner.machine.network import Network
+from terrazzo.planner.machine.transfers import Link, UnitTransfer, When
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.traffic.copies import When, copies
+from terrazzo.planner.traffic.copies import copies
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves, shared_gradients
 from terrazzo.planner.traffic.outer_moves import outer_moves
 
@@ -67,7 +68,7 @@ def traffic_of(setup: Setup) -> TrafficFigures:
     """Traffic of the rank that sends most, of all along pp."""
     per_pp_rank = [_collect(setup, pp_rank) for pp_rank in sorted(set(stand_ins(setup)))]
     most = max(per_pp_rank, key=lambda sums: sum(each.sent_bytes for each in sums.values()))
-    terms, by_link = [], dict.fromkeys(("scaleup", "internode", "pcie", "disk"), 0.0)
+    terms, by_link = [], dict.fromkeys(Link, 0.0)
     for name, (move, links) in most.items():
         value, inputs = sum(links.values()), {f"{link}_bytes": sent for link, sent in links.items()}
         terms.append(Sent(name, value, value, move.formula, inputs, links=links, purpose=move.purpose))
@@ -98,7 +99,7 @@ class _MoveSum(NamedTuple):
     """Moves of one name: one of them, and bytes of all by link."""
 
     move: UnitTransfer
-    links: dict[str, float]
+    links: dict[Link, float]
 
     @property
     def sent_bytes(self) -> float:
@@ -107,11 +108,12 @@ class _MoveSum(NamedTuple):
 
 def _collect(setup: Setup, pp_rank: int) -> dict[str, _MoveSum]:
     """What rank `pp_rank` along pp sends in a step, by name."""
-    sums: dict[str, _MoveSum] = {}
+    sums, network = dict[str, _MoveSum](), Network(setup.cluster.device)
 
     def add(move: UnitTransfer, times: float) -> None:
         links = sums.setdefault(f"{move.counts_as} {move.what}", _MoveSum(move, {})).links
-        links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
+        link = network.link(move.over)
+        links[link] = links.get(link, 0) + move.sent_bytes * times
 
     for unit, count, placement in placed_units(setup, pp_rank):
         repeats = repetitions(setup, unit)
@@ -130,16 +132,16 @@ def _collect(setup: Setup, pp_rank: int) -> dict[str, _MoveSum]:
     return sums
 
 
-def repetitions(setup: Setup, unit: UnitShape) -> dict[str, int]:
+def repetitions(setup: Setup, unit: UnitShape) -> dict[When, int]:
     """How often each kind of move of a unit happens in a step."""
     micro_batches, first = setup.micro_batches, 1 if setup.staged else setup.micro_batches
     passes = micro_batches if unit.forward_only else 2 * micro_batches
     return {
-        "forward": first,  # in stages, what comes again has been put where it stays between forward and backward
-        "backward": passes - first,
-        "reduce": 0 if setup.sums_locally else micro_batches - 1,
-        "last": 1,
-        "update": 1,
+        When.FORWARD: first,  # in stages, what comes again has been put where it stays between forward and backward
+        When.BACKWARD: passes - first,
+        When.REDUCE: 0 if setup.sums_locally else micro_batches - 1,
+        When.LAST: 1,
+        When.UPDATE: 1,
     }
 
 
@@ -148,15 +150,14 @@ def repetitions(setup: Setup, unit: UnitShape) -> dict[str, int]:
 
 def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
-    network, moves = Network(setup.cluster.device), []
+    moves = []
     for bucket in buckets(unit, placement):
         messages = 1 if setup.coalesced else len(bucket.tensors)
         for when in When:
             for move in _collectives(bucket, when):
                 group = part_of_group(setup.mesh, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
-                    sent = UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, messages)
-                    moves.append(network.routed(sent))
+                    moves.append(UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, messages))
     return tuple(moves)
 
 
@@ -178,23 +179,22 @@ def _collectives(bucket: PlannedBucket, when: When) -> Sequence[MoveBytes]:
 
 def matrix_moves(setup: Setup, pp_rank: int) -> tuple[UnitTransfer, ...]:
     """Exchanges with the owners of matrices that are updated whole, there and back, in a step."""
-    network, moves = Network(setup.cluster.device), []
+    moves = []
     for axis, size, sent_bytes, messages in matrix_updates(setup, pp_rank).exchanged:
         group = part_of_group(setup.mesh, axis, size)
-        sent = UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, messages)
-        moves.append(network.routed(sent))
+        moves.append(UnitTransfer("all_to_all", "matrices", "data", When.UPDATE, sent_bytes, group, messages))
     return tuple(moves)
 
 
 def unit_copies(unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ...]:
-    """What comes and goes between the device, the host's memory and its disks for a unit, `when` as in `UnitTransfer`.
+    """What comes and goes between the device, the host's memory and its disks for a unit.
 
     The root unit's weights are not fetched twice.
     """
     if placement.tiers == ON_DEVICE:
         return ()
     return tuple(
-        UnitTransfer(move.kind, move.what, "offload", when, move.sent_bytes, None, link=move.over)
+        UnitTransfer(move.kind, move.what, "offload", when, move.sent_bytes, Link(move.over))
         for bucket in buckets(unit, placement)
         for when in When
         for move in copies(bucket, when, each_is_reduced=bool(placement.plan.grad.axes))

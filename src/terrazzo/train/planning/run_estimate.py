@@ -15,7 +15,7 @@ from terrazzo.engine import Traffic, find_units
 from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
 from terrazzo.parallel.simulated_ranks import SimulatedContext, cut_simulated
 from terrazzo.planner import Cluster, Estimate, MemoryFigures, Setup, estimate
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.figures import Term
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, planned_units, updated_apart_numel, updated_numels

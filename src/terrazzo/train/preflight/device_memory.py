@@ -16,7 +16,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
 from terrazzo.planner import MemoryFigures, Setup, findings
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.figures import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.closed_form import closed_form

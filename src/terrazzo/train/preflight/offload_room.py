@@ -12,7 +12,7 @@ from terrazzo.engine.offload.nvme.swap_file import left_behind_bytes
 from terrazzo.engine.offload.nvme.swap_folder import free_bytes, inspect_folder, is_memory
 from terrazzo.files import gib_text
 from terrazzo.planner import MemoryFigures
-from terrazzo.planner.formulas import Term
+from terrazzo.planner.figures import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.settings.folders import is_own, swap_folders

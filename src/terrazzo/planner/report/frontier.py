@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner.estimates import Estimate
 from terrazzo.planner.figures import MemoryFigures
+from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
+from terrazzo.planner.report.estimates import Estimate
+from terrazzo.planner.report.words import axes_text, checkpointing_text, fits_text
 from terrazzo.planner.setup.assumptions import assumptions
 from terrazzo.planner.setup.request import Request, request_of
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
-from terrazzo.planner.text.words import axes_text, checkpointing_text, fits_text
 
 __all__ = ["NO_MESH", "SHOWN_ROWS", "Frontier", "Refusal"]
 

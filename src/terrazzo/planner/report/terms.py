@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.files import GIB
-from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
-from terrazzo.planner.formulas import Term
-from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable
-from terrazzo.planner.text.words import (
+from terrazzo.planner.figures import MemoryFigures, Term, TimeFigures, TrafficFigures
+from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable
+from terrazzo.planner.report.words import (
     HOSTS,
     LABELS,
     ByteUnit,

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from terrazzo.errors import BadInput
-from terrazzo.files import GIB
-from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.choice.search import search, spread
-from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.states import state_terms
+from terrazzo.planner.report.frontier import Frontier, Refusal
+from terrazzo.planner.report.sizing import Sizing
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.timing.calibration import Calibration
 
-__all__ = ["Sizing", "floor_gpus", "min_gpus"]
+__all__ = ["floor_gpus", "min_gpus"]
 
 IN_TURN = 16
 """Numbers of devices that are tried one after the other before larger and larger steps are taken."""
@@ -36,61 +35,6 @@ def floor_gpus(state_bytes: float, capacity_bytes: float, other_bytes: float = 0
             "memory."
         )
     return math.ceil(state_bytes / room)
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """The answer to "how many GPUs".
-
-    Attributes:
-        floor: devices that hold the model states alone; state_bytes: all of them together.
-        steps: what was found on each number of devices that was tried, in order.
-        gpus: the fewest found on which a setup surely fits; None where none of those tried does.
-        expected: the fewest of those tried on which one is expected to fit.
-    """
-
-    floor: int
-    state_bytes: float
-    steps: tuple[Frontier, ...]
-    gpus: int | None
-    expected: int | None
-
-    @property
-    def answer(self) -> Frontier | None:
-        """What was found on `gpus` devices."""
-        return next((step for step in self.steps if step.request.gpus == self.gpus), None)
-
-    @property
-    def machines(self) -> bool:
-        """Whether what is counted is hosts without GPUs, each as the one that is asked on."""
-        device = self.steps[0].request.gpu if self.steps else None
-        return isinstance(device, Device) and device.kind == "cpu"
-
-    def __str__(self) -> str:
-        return self._of_machines() if self.machines and self.gpus != 1 else self._of_gpus()
-
-    def _of_machines(self) -> str:
-        device = self.steps[0].request.gpu
-        assert isinstance(device, Device)
-        assert device.memory_bytes is not None
-        needs = f"model states alone need {self.state_bytes / GIB:,.1f} GiB of {device.memory_bytes / GIB:,.1f}"
-        here = "It does not fit on this machine" + (f": {needs}." if self.floor > 1 else ".")
-        if self.gpus is None:
-            return f"{here} No number of machines like it that was tried runs it."
-        states = f"{self.floor:,} would hold the model states and nothing else, " if self.floor < self.gpus else ""
-        return f"{here} Of machines like it {states}{self.gpus:,} is the first number that runs."
-
-    def _of_gpus(self) -> str:
-        alone = f"{self.floor} is only the floor for model states"
-        if self.gpus is None:
-            return f"{alone}; no number of GPUs that was tried runs."
-        sooner = "" if self.expected == self.gpus else f" ({self.expected} may, with little room)"
-        runs = f"{self.gpus} is the first that runs{sooner}"
-        if self.gpus == self.floor:
-            return f"{runs}; fewer would not even hold the model states."
-        if self.gpus < self.floor:
-            return f"{runs}, by offload; without, model states alone would need {self.floor}."
-        return f"{alone}; {runs}."
 
 
 def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing:

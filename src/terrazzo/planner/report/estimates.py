@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.gate.rule import PlanFinding
+from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
+from terrazzo.planner.report.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
+from terrazzo.planner.report.words import blocker, fits_text, setup_text, verdict
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
-from terrazzo.planner.text.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
-from terrazzo.planner.text.words import blocker, fits_text, setup_text, verdict
 
 __all__ = ["Edit", "Estimate"]
 
