@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import Precision, engine_of
 from terrazzo.engine.comm.transfer import Released
-from terrazzo.engine.plan.moves import Divisor, Pass
+from terrazzo.engine.plan.moves import Divisor, GradientFate
 from tests.engine.census import PeakBytes, census, live_bytes
 from tests.engine.toys import EVERY_PLAN, TABLE_2D, Block, Net, adamw, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import places
@@ -413,7 +413,10 @@ def test_memory_is_lent_as_it_was_when_its_reduction_began() -> None:
     def body(rank: int) -> list[bool]:
         model, _ = sharded(Net())
         gradient = engine_of(model).units[1].buckets[0].gradient
-        moves, lent = gradient.reduce(Divisor(), Pass.REDUCES), []  # of a unit that got none: its zeros are lent
+        moves, lent = (
+            gradient.reduce(Divisor(), GradientFate.REDUCED),
+            [],
+        )  # of a unit that got none: its zeros are lent
         for number, step in enumerate(moves):
             if number == 0:
                 parameter: Any = SimpleNamespace(grad=torch.ones(gradient.space.layout.slots[0].shape))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import ModelState, ShardedModule, ShardedOptimizer, engine_of
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.integrations.fsdp2 import units
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import places
@@ -76,7 +76,7 @@ def test_micro_batches_are_summed_in_the_dtype_of_accumulate(each: bool) -> None
         model, _ = tz.shard(torch.nn.Linear(1, 1, bias=False), None, "hybrid_shard", mesh=mesh, precision=precision)
         for step, gradient in enumerate([256.0, 1.0, 1.0, 1.0, 1.0]):
             units.set_reduces(engine_of(model), step == 4, each=each)
-            assert engine_of(model).schedule.this_pass is (Pass.LAST if step == 4 else Pass.ADDS)
+            assert engine_of(model).schedule.fate is (GradientFate.FINISHED if step == 4 else GradientFate.LOCAL)
             model(torch.tensor([[gradient]])).sum().backward()
         return float(tz.clip_grad_norm_(model, 1e9))
 

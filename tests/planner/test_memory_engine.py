@@ -18,7 +18,7 @@ from terrazzo.engine.comm.host.columns import MANY_FAR, Columns
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.formats import block_format
 from terrazzo.engine.plan import error_feedback
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.partition import partition
 from terrazzo.engine.plan.place import OFFLOADS, ON_DEVICE
 from terrazzo.engine.plan.unit_choice import find_units
@@ -278,4 +278,4 @@ def test_what_gloo_receives(ranks: int, per_node: int) -> None:
     setup = Setup(ModelShape("one", (unit,)), Cluster(host, ranks), Plan.named("zero3"), Mesh(dp_shard=ranks))
     (bucket,) = buckets(unit, placement_of(setup, ON_DEVICE))
     (move,) = bucket.sums.last.partial
-    assert move.received_bytes == collectives.receive_bytes(bucket.pending_bytes(Pass.REDUCES))
+    assert move.received_bytes == collectives.receive_bytes(bucket.pending_bytes(GradientFate.REDUCED))

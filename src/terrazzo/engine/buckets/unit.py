@@ -14,7 +14,7 @@ from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import title_of
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.moves import Divisor, Pass
+from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 from terrazzo.engine.runtime.private_torch import plainly
@@ -104,7 +104,7 @@ class Unit:
     def add_stages(self) -> None:
         for bucket in self.trainable():
             if bucket.spec.stages:
-                bucket.gradient.add_stages(bucket.spec.stages, bucket.spec.pending_dtype(Pass.ADDS))
+                bucket.gradient.add_stages(bucket.spec.stages, bucket.spec.pending_dtype(GradientFate.LOCAL))
 
     @property
     def half_filled(self) -> bool:
@@ -114,14 +114,14 @@ class Unit:
         """Yield the buckets of parameters that are trained."""
         return (bucket for bucket in self.buckets if bucket.spec.trainable)
 
-    def expect_gradients(self, this_pass: Pass) -> None:
+    def expect_gradients(self, fate: GradientFate) -> None:
         for bucket in self.trainable():
-            bucket.gradient.expect(bucket.spec.pending_dtype(this_pass))
+            bucket.gradient.expect(bucket.spec.pending_dtype(fate))
 
-    def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[list[Tensor]]:
+    def reduce(self, divisor: Divisor, fate: GradientFate) -> Moves[list[Tensor]]:
         sums = []
         for bucket in self.trainable():
-            sums.append((yield from bucket.gradient.reduce(divisor, this_pass)))  # noqa: PERF401 - which cannot yield
+            sums.append((yield from bucket.gradient.reduce(divisor, fate)))  # noqa: PERF401 - which cannot yield
         return sums  # held until the computation may use them
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Event, Visit, merge
@@ -55,7 +55,7 @@ class Agreement:
         Raises:
             RanksApart: if the ranks have not run the same.
         """
-        if backward.this_pass is Pass.LAST:
+        if backward.fate is GradientFate.FINISHED:
             strayed, any_late, seen = self._exchange_flags(backward)
             left = iter(seen)
             for bucket in _trainable(self._units):
@@ -64,7 +64,7 @@ class Agreement:
                 backward.start_reducing(unit)
             for program in self._schedule.programs if strayed else ():
                 program.doubt()
-        elif backward.this_pass is Pass.REDUCES and self._schedule.meet is None:
+        elif backward.fate is GradientFate.REDUCED and self._schedule.meet is None:
             self._exchange_flags(backward)  # ranks that have not run the same hear it here
 
     def _exchange_flags(self, backward: BackwardPass) -> tuple[int, list[int], list[int]]:

@@ -18,7 +18,7 @@ from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.moves import Divisor, MoveBytes, Pass
+from terrazzo.engine.plan.moves import Divisor, GradientFate, MoveBytes
 from terrazzo.engine.schedule.gathered import BackwardToCome
 from terrazzo.engine.schedule.schedule import Schedule
 
@@ -111,8 +111,8 @@ class CountingUnit:
                 position = math.inf if is_around and not member.is_table else member.position
                 self.gradients.append(ExpectedGradient(position, math.prod(member.shape), number))
 
-    def add_gradient(self, gradient: ExpectedGradient, this_pass: Pass) -> None:
-        self.buckets[gradient.bucket].accumulate_gradients(this_pass)
+    def add_gradient(self, gradient: ExpectedGradient, fate: GradientFate) -> None:
+        self.buckets[gradient.bucket].accumulate_gradients(fate)
         self._filled_numel += gradient.numel
 
     @property
@@ -124,14 +124,14 @@ class CountingUnit:
     def half_filled(self) -> bool:
         return 2 * self._filled_numel >= sum(gradient.numel for gradient in self.gradients)
 
-    def accumulate_gradients(self, this_pass: Pass) -> None:
+    def accumulate_gradients(self, fate: GradientFate) -> None:
         for bucket in self.buckets:
-            bucket.accumulate_gradients(this_pass)
+            bucket.accumulate_gradients(fate)
 
-    def expect_gradients(self, this_pass: Pass) -> None:
+    def expect_gradients(self, fate: GradientFate) -> None:
         for bucket in self.buckets:
             if bucket.spec.ranks:
-                bucket.accumulate_gradients(this_pass)
+                bucket.accumulate_gradients(fate)
 
     def add_stages(self) -> None:
         for bucket in self.buckets:
@@ -140,11 +140,11 @@ class CountingUnit:
     def zero_grad(self, set_to_none: bool) -> None:
         """A dry run forgets nothing."""
 
-    def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[None]:
+    def reduce(self, divisor: Divisor, fate: GradientFate) -> Moves[None]:
         self._filled_numel = 0
         for bucket in self.buckets:
             if bucket.spec.trainable:
-                yield from bucket.reduce(this_pass)
+                yield from bucket.reduce(fate)
 
 
 def agree(schedule: Schedule) -> None:
@@ -281,9 +281,9 @@ class CountingBucket:
             self._count(bucket_memory.drop_between(self.spec))
             self._is_kept = False
 
-    def accumulate_gradients(self, this_pass: Pass) -> None:
+    def accumulate_gradients(self, fate: GradientFate) -> None:
         if not self._pending_bytes:
-            self._pending_bytes = self.spec.pending_bytes(this_pass)
+            self._pending_bytes = self.spec.pending_bytes(fate)
             self._transient.acquire(self._pending_bytes)
 
     def add_stages(self) -> None:
@@ -291,11 +291,11 @@ class CountingBucket:
             for _ in self.spec.stages[1:]:
                 self._traffic.record("send", self._pending_bytes)
 
-    def reduce(self, this_pass: Pass) -> Moves[None]:
+    def reduce(self, fate: GradientFate) -> Moves[None]:
         pending_bytes, self._pending_bytes = self._pending_bytes, 0
         partial_bytes = self._partial_bytes
-        self._partial_bytes = 0 if this_pass is Pass.LAST else self.spec.partial_bytes
-        for event in bucket_memory.reduction(self.spec, this_pass, pending_bytes, partial_bytes):
+        self._partial_bytes = 0 if fate is GradientFate.FINISHED else self.spec.partial_bytes
+        for event in bucket_memory.reduction(self.spec, fate, pending_bytes, partial_bytes):
             if isinstance(event, Allocation):
                 self._count([event])
             elif isinstance(event, GivenBack):

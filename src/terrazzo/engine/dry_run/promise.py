@@ -13,7 +13,7 @@ from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.pipeline.stages import Stages
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.schedule.schedule import Schedule
 
@@ -81,5 +81,5 @@ class Promise:
         reached = order.backward if order.agreed else ()
         if micro_batches is None:
             return StepSpec.least(self.schedule.prefetch, self.stages, self.buffer_bytes, reached)
-        adds = self.stages is not None or self.sharding.pass_of(last=False, local=local) is Pass.ADDS
+        adds = self.stages is not None or self.sharding.fate_of(last=False, local=local) is GradientFate.LOCAL
         return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes, reached=reached)

@@ -23,7 +23,7 @@ from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, Ste
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.stages import Stages
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
@@ -84,12 +84,12 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
     meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
     if step.stages is None:
         schedule = Schedule(counting, step.prefetch, meeting)
-        earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
+        earlier = GradientFate.LOCAL if step.local_sums else GradientFate.REDUCED
         for index in range(step.micro_batches):
-            schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.LAST)
+            schedule.set_fate(earlier if index < step.micro_batches - 1 else GradientFate.FINISHED)
             _forward(schedule, counting)
             _backward(schedule, counting)
-            if schedule.this_pass is Pass.LAST or (schedule.meet is None and not step.local_sums):
+            if schedule.fate is GradientFate.FINISHED or (schedule.meet is None and not step.local_sums):
                 _record_control(sharding, traffic, flags_numel(units))
     else:
         chunks = step.stages.share_out([*map(parameters_of, units)])
@@ -143,7 +143,7 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     def come(until: float) -> None:
         while coming and coming[-1][0] > until:
             _, unit, gradient = coming.pop()
-            unit.add_gradient(gradient, schedule.this_pass)
+            unit.add_gradient(gradient, schedule.fate)
             backward.gradient_came(unit)
 
     for index in schedule.order.backward:

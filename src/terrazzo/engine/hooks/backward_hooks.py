@@ -151,7 +151,7 @@ class BackwardHooks:
         if not bucket.full.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
         self._progress.denominator.loss_scale.check_gradient(bucket.members[index].name)
-        dtype = bucket.spec.pending_dtype(backward.this_pass)
+        dtype = bucket.spec.pending_dtype(backward.fate)
         bucket.gradient.accumulate(index, bucket.members[index].parameter, dtype)
         backward.gradient_came(unit)
 

@@ -30,9 +30,9 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
             "micro-batch, or leave 'local' out."
         )
     engine = engine_of(model)
-    before = engine.schedule.this_pass
-    engine.schedule.set_pass(engine.sharding.pass_of(last=False, local=local))
+    before = engine.schedule.fate
+    engine.schedule.set_fate(engine.sharding.fate_of(last=False, local=local))
     try:
         yield
     finally:
-        engine.schedule.set_pass(before)
+        engine.schedule.set_fate(before)

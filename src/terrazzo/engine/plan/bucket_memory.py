@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.moves import MoveBytes, Pass
+from terrazzo.engine.plan.moves import GradientFate, MoveBytes
 
 __all__ = [
     "Allocation",
@@ -214,17 +214,17 @@ def finished_bytes(spec: BucketSpec) -> int:
 
 
 def reduction(
-    spec: BucketSpec, this_pass: Pass, pending_bytes: int, partial_bytes: int
+    spec: BucketSpec, fate: GradientFate, pending_bytes: int, partial_bytes: int
 ) -> Iterator[Allocation | GivenBack | InFlight]:
     """A micro-batch's gradient is summed over ranks. Its memory is counted as under way by now.
 
     Args:
-        this_pass: the pass that it ends, `REDUCES` or `LAST`.
+        fate: `REDUCED` or `FINISHED`.
         pending_bytes: of the unreduced gradient.
         partial_bytes: sums of earlier micro-batches that are here.
     """
-    partial, _, finish, _, finishing_bytes = spec.sums.of(this_pass)
-    last, sum_bytes = this_pass is Pass.LAST, 0
+    partial, _, finish, _, finishing_bytes = spec.sums.of(fate)
+    last, sum_bytes = fate is GradientFate.FINISHED, 0
     for move in partial:
         yield Allocation(_SUMS, move.sum_bytes)
         yield from _in_flight(move)

@@ -33,7 +33,7 @@ from terrazzo.engine.mesh.family import SAME_DATA_AXES
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec, residuals_along
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
-from terrazzo.engine.plan.moves import MoveBytes, Pass, Reduction, Sums
+from terrazzo.engine.plan.moves import GradientFate, MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
@@ -274,13 +274,13 @@ class BucketSpec:
         numel = self.numel(self.between_axes)
         return self.weight_bytes(numel) if self.wire.codes_stay else numel * self.compute_dtype.itemsize
 
-    def pending_dtype(self, this_pass: Pass) -> torch.dtype:
+    def pending_dtype(self, fate: GradientFate) -> torch.dtype:
         """The dtype of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
-        return self.precision.accumulate if this_pass is Pass.ADDS else self.precision.reduce
+        return self.precision.accumulate if fate is GradientFate.LOCAL else self.precision.reduce
 
-    def pending_bytes(self, this_pass: Pass) -> int:
+    def pending_bytes(self, fate: GradientFate) -> int:
         """Bytes of an unreduced gradient."""
-        return self.trainable * self.full_numel * self.pending_dtype(this_pass).itemsize
+        return self.trainable * self.full_numel * self.pending_dtype(fate).itemsize
 
     @property
     def partial_bytes(self) -> int:

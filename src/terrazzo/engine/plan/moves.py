@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from terrazzo.engine.formats.format_names import WireFormat
 
-__all__ = ["Divisor", "MoveBytes", "Pass", "Reduction", "Sums"]
+__all__ = ["Divisor", "GradientFate", "MoveBytes", "Reduction", "Sums"]
 
 
-class Pass(enum.Enum):
-    """Fate of the gradients of a backward pass.
+class GradientFate(enum.Enum):
+    """What becomes of the gradients of a backward.
 
-    This alone says whether a micro-batch is its step's last: `LAST`, unless `tz.accumulate` or a step in stages has
-    said that others follow, see `ShardingSpec.pass_of`. The schedule has the one of backwards to come
-    (`Schedule.set_pass`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
+    This alone says whether a micro-batch is its step's last: `FINISHED`, unless `tz.accumulate` or a step in stages has
+    said that others follow, see `ShardingSpec.fate_of`. The schedule has the one of backwards to come
+    (`Schedule.set_fate`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
     """
 
-    ADDS = "added to what is on this rank, and no more"
-    REDUCES = "summed over ranks, to the plan's `grad` place"
-    LAST = "summed over ranks and divided: the step's last micro-batch"
-    DROPS = "reported, unit by unit, on this rank, and forgotten: a backward that no step uses"
+    LOCAL = "added to what is on this rank, and no more"
+    REDUCED = "summed over ranks, to the plan's `grad` place"
+    FINISHED = "summed over ranks and divided: the step's last micro-batch"
+    DROPPED = "reported, unit by unit, on this rank, and forgotten: a backward that no step uses"
 
 
 class MoveBytes(NamedTuple):
@@ -95,6 +95,6 @@ class Sums(NamedTuple):
     earlier: Reduction
     last: Reduction
 
-    def of(self, this_pass: Pass) -> Reduction:
-        """The reduction of a pass that has one: `REDUCES` or `LAST`."""
-        return self.last if this_pass is Pass.LAST else self.earlier
+    def of(self, fate: GradientFate) -> Reduction:
+        """The reduction of a backward whose gradients are `REDUCED` or `FINISHED`."""
+        return self.last if fate is GradientFate.FINISHED else self.earlier

@@ -11,7 +11,7 @@ from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput
@@ -50,7 +50,7 @@ class ShardingSpec:
         least = self.precision.align(form)
         return least if self.diloco is None else max(least, self.diloco.align)
 
-    def pass_of(self, last: bool, local: bool | None = None) -> Pass:
+    def fate_of(self, last: bool, local: bool | None = None) -> GradientFate:
         """Fate of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
 
         Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
@@ -60,13 +60,13 @@ class ShardingSpec:
             BadInput: `local=False` under a plan that keeps whole gradients.
         """
         if last:
-            return Pass.LAST
+            return GradientFate.FINISHED
         if local is False and not self.mesh_plan.grad.axes:
             raise BadInput(
                 f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.mesh_plan.name} keeps "
                 "whole gradients on every rank. Leave 'local' out, or use zero2."
             )
-        return Pass.ADDS if local or not self.plan.grad.axes else Pass.REDUCES
+        return GradientFate.LOCAL if local or not self.plan.grad.axes else GradientFate.REDUCED
 
     @cached_property
     def ranks(self) -> Mapping[str, Collectives]:

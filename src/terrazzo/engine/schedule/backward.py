@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 from terrazzo.engine.comm.label import Label, Purpose
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import Program, position_from
 from terrazzo.engine.schedule.reductions import Reductions
@@ -36,7 +36,7 @@ class BackwardPass:
         number: of this backward, counted from 1.
 
     Attributes:
-        this_pass: what becomes of its gradients.
+        fate: what becomes of its gradients.
         closed: units whose gradients are complete, and may be under reduction.
         late: closed units that have received a further gradient since.
         of_forward: number of the forward that the running unit was in, or `UNKNOWN_FORWARD`; at first of the last one.
@@ -51,10 +51,10 @@ class BackwardPass:
         straying: Straying,
         reductions: Reductions,
         number: int,
-        this_pass: Pass,
+        fate: GradientFate,
     ) -> None:
         self.program, self._order, self._weights, self._straying = program, program.order, weights, straying
-        self._reductions, self._number, self.this_pass = reductions, number, this_pass
+        self._reductions, self._number, self.fate = reductions, number, fate
         self.closed: set[int] = set()
         self.late: set[int] = set()
         self.of_forward = program.last_forward
@@ -150,8 +150,8 @@ class BackwardPass:
         """Reductions run on a stream of their own: the next gathers follow right behind them."""
         running.weights.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
         self._reductions.advance()
-        if self.this_pass is not Pass.DROPS:  # which are not reduced: their memory is the computation's
-            running.expect_gradients(self.this_pass)
+        if self.fate is not GradientFate.DROPPED:  # which are not reduced: their memory is the computation's
+            running.expect_gradients(self.fate)
         self.close(ended)
         self._postponed = ahead
         self.halfway()
@@ -182,15 +182,15 @@ class BackwardPass:
         """The gradients of units are complete: start to sum them over ranks, if this pass reduces."""
         for unit in units:
             self.closed.add(unit.index)
-            if unit.has_gradients and self.this_pass is Pass.DROPS:
+            if unit.has_gradients and self.fate is GradientFate.DROPPED:
                 self._reductions.report_dropped(unit)
-            elif unit.has_gradients and self.this_pass is not Pass.ADDS:
+            elif unit.has_gradients and self.fate is not GradientFate.LOCAL:
                 self.start_reducing(unit)
 
     def start_reducing(self, unit: Runnable) -> None:
         """Start summing a unit's gradients over ranks."""
-        purpose = Purpose.GRADIENT if self.this_pass is Pass.LAST else Purpose.PARTIAL
-        self._reductions.start(unit, self._weights.label(purpose, unit.index, self._number), self.this_pass)
+        purpose = Purpose.GRADIENT if self.fate is GradientFate.FINISHED else Purpose.PARTIAL
+        self._reductions.start(unit, self._weights.label(purpose, unit.index, self._number), self.fate)
 
     def abandon(self) -> None:
         """The backward raised, on every rank: end what is under way."""

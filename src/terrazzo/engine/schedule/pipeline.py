@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from terrazzo.engine.plan.moves import Divisor, Pass
+from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Program
 from terrazzo.engine.schedule.runnable import Runnable
@@ -47,13 +47,13 @@ class PipelineSchedule(Schedule):
 
     def begin_micro_batches(self) -> None:
         """Until `end_micro_batches`, forwards and backwards of several micro-batches take turns."""
-        self.set_pass(Pass.ADDS)
+        self.set_fate(GradientFate.LOCAL)
         self._weights.begin_micro_batches()
 
     def end_micro_batches(self) -> BackwardPass:
         """Every micro-batch has run: start summing what they have added up, as one backward, which has to be ended."""
         self.rest()
-        self.set_pass(Pass.LAST)
+        self.set_fate(GradientFate.FINISHED)
         backward = self.begin_backward()
         for unit in self.units:  # nothing of another kind is under way: what stages share waits for other ranks
             unit.add_stages()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Transfer
-from terrazzo.engine.plan.moves import Divisor, Pass
+from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.runnable import Runnable
 
@@ -16,10 +16,10 @@ __all__ = ["Reductions"]
 
 
 class _Sum(NamedTuple):
-    """The sum of one unit's gradients, which came in `this_pass`."""
+    """The sum of one unit's gradients, and what becomes of it."""
 
     unit: int
-    this_pass: Pass
+    fate: GradientFate
     transfer: Transfer[object]
 
 
@@ -76,15 +76,15 @@ class Reductions:
             self._report(each)
         self._sums = [each for each in self._sums if not each.transfer.done]
 
-    def start(self, unit: Runnable, label: Label, this_pass: Pass) -> None:
-        """Start summing a unit's gradients, which came in `this_pass`.
+    def start(self, unit: Runnable, label: Label, fate: GradientFate) -> None:
+        """Start summing a unit's gradients.
 
         Where the host waits for that, earlier sums move one collective on.
         """
         if unit.comm_streams is None:
             self.advance()
-        moves = unit.reduce(self._divisor(), this_pass)
-        self._sums.append(_Sum(unit.index, this_pass, Transfer(moves, label, unit.comm_streams)))
+        moves = unit.reduce(self._divisor(), fate)
+        self._sums.append(_Sum(unit.index, fate, Transfer(moves, label, unit.comm_streams)))
 
     def wait(self) -> None:
         """Return once all sums have ended, oldest first."""
@@ -94,7 +94,7 @@ class Reductions:
         self._sums.clear()
 
     def _report(self, each: _Sum) -> None:
-        if each.this_pass is Pass.LAST and each.transfer.done:
+        if each.fate is GradientFate.FINISHED and each.transfer.done:
             self._on_finished(each.unit)
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.moves import Divisor, Pass
+from terrazzo.engine.plan.moves import Divisor, GradientFate
 
 __all__ = ["Runnable"]
 
@@ -83,7 +83,7 @@ class Runnable(Protocol):
     def comm_streams(self) -> CommStreams | None:
         """Streams that its chains of collectives run on; None where the host waits for each."""
 
-    def expect_gradients(self, this_pass: Pass) -> None:
+    def expect_gradients(self, fate: GradientFate) -> None:
         """Allocate memory for gradients that its backward, which begins, will bring."""
 
     def add_stages(self) -> None:
@@ -92,10 +92,10 @@ class Runnable(Protocol):
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget its gradients, or set finished ones to zero."""
 
-    def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[object]:
+    def reduce(self, divisor: Divisor, fate: GradientFate) -> Moves[object]:
         """Sum its gradients over ranks.
 
         Args:
-            divisor: of a sum that `LAST` finishes.
-            this_pass: the pass that they came in, `REDUCES` or `LAST`.
+            divisor: of a sum that is `FINISHED`.
+            fate: `REDUCED` or `FINISHED`.
         """

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from terrazzo.engine.comm.label import Purpose
-from terrazzo.engine.plan.moves import Divisor, Pass
+from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.forward import ForwardPass
@@ -40,7 +40,7 @@ class Schedule:
 
     Attributes:
         program: what all ranks run.
-        this_pass: what becomes of the gradients of backwards that begin from now on.
+        fate: what becomes of the gradients of backwards that begin from now on.
         ends_model: whether the forward returns the model's own output, and not the input of its next stage.
         forward: the model's forward that runs; None where the user calls a unit by itself.
         backward: the backward between `begin_backward` and `end_backward`; one that raised stays.
@@ -54,7 +54,7 @@ class Schedule:
         divisor: Callable[[], Divisor] = Divisor,
     ) -> None:
         self.units, self.program, self.meet = units, Program(units), meet
-        self.this_pass, self.ends_model = Pass.LAST, True
+        self.fate, self.ends_model = GradientFate.FINISHED, True
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self._forwards = self._backwards = 0
@@ -72,9 +72,9 @@ class Schedule:
 
     # -- what holds from now on --------------------------------------------------------------------------------
 
-    def set_pass(self, this_pass: Pass) -> None:
+    def set_fate(self, fate: GradientFate) -> None:
         """Say what becomes of the gradients of backward passes from now on."""
-        self.this_pass = this_pass
+        self.fate = fate
 
     @property
     def prefetch(self) -> int:
@@ -92,13 +92,13 @@ class Schedule:
     @contextlib.contextmanager
     def dropping(self, call: Callable[[int], None]) -> Iterator[None]:
         """Have no step use backwards inside: `call` gets each unit whose gradients are complete, to forget them."""
-        before = self.this_pass
+        before = self.fate
         self._reductions.on_dropped(call)
-        self.set_pass(Pass.DROPS)
+        self.set_fate(GradientFate.DROPPED)
         try:
             yield
         finally:
-            self.set_pass(before)
+            self.set_fate(before)
             self._reductions.on_dropped(do_nothing)  # `call` may hold what holds this
 
     # -- forward -----------------------------------------------------------------------------------------------
@@ -131,10 +131,10 @@ class Schedule:
 
     def begin_backward(self) -> BackwardPass:
         """A backward begins, here and on every rank."""
-        if self.meet is not None or self.this_pass is not Pass.ADDS:
+        if self.meet is not None or self.fate is not GradientFate.LOCAL:
             self._backwards += 1
         self.backward = BackwardPass(
-            self.program, self._weights, self._straying, self._reductions, self._backwards, self.this_pass
+            self.program, self._weights, self._straying, self._reductions, self._backwards, self.fate
         )
         return self.backward
 

@@ -34,7 +34,7 @@ def gather_ahead(engine: Engine, count: int) -> None:
 
 def reduces(engine: Engine) -> bool:
     """Whether the next backward pass is that of a step's last micro-batch."""
-    return engine.schedule.this_pass is engine.sharding.pass_of(last=True)
+    return engine.schedule.fate is engine.sharding.fate_of(last=True)
 
 
 def set_reduces(engine: Engine, required: bool, *, each: bool) -> None:
@@ -44,7 +44,7 @@ def set_reduces(engine: Engine, required: bool, *, each: bool) -> None:
         required: of a step's last micro-batch, which finishes its gradients; else of one before.
         each: reduce every micro-batch before the last, too, where `grad` is split; else add it up on this rank.
     """
-    engine.schedule.set_pass(engine.sharding.pass_of(required, not each))
+    engine.schedule.set_fate(engine.sharding.fate_of(required, not each))
 
 
 def has_replicas(engine: Engine) -> bool:

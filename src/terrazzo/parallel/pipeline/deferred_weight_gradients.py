@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from terrazzo.engine import Engine
 from terrazzo.engine.buckets.parameters.note import has_hooks
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.runtime.private_torch import will_run
 from terrazzo.nn.float8_linear import Float8Linear, product_of
 from terrazzo.nn.float8_products import Float8
@@ -37,8 +37,8 @@ class _Bucket(Protocol):
 
     spec: BucketSpec
 
-    def begin_gradient(self, this_pass: Pass) -> None: ...
-    def add_gradient(self, index: int, grad: Tensor, this_pass: Pass) -> None: ...
+    def begin_gradient(self, fate: GradientFate) -> None: ...
+    def add_gradient(self, index: int, grad: Tensor, fate: GradientFate) -> None: ...
 
 
 class _Product(NamedTuple):
@@ -125,7 +125,7 @@ class DeferredWeights:
         if not _adds_to(weight):
             return False
         bucket, place = self._places[id(weight)]
-        bucket.begin_gradient(self._engine.schedule.this_pass)
+        bucket.begin_gradient(self._engine.schedule.fate)
         self._waiting[self.turn].append(_Product(bucket, place, inputs, grad, float8))
         return True
 
@@ -137,7 +137,7 @@ class DeferredWeights:
                 rows, grads = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
                 product = grads.t() @ rows if float8 is None else float8.of_weight(rows, grads)
             product = product.to(bucket.spec.compute_dtype)
-            bucket.add_gradient(place, product, self._engine.schedule.this_pass)
+            bucket.add_gradient(place, product, self._engine.schedule.fate)
 
 
 def _adds_to(weight: Tensor) -> bool:

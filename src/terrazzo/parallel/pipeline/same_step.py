@@ -12,7 +12,7 @@ from torch import nn
 
 from terrazzo.engine import Engine
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, RanksApart
 from terrazzo.parallel.input_fingerprints import (
@@ -101,7 +101,7 @@ def check_as_many(model: nn.Module, engine: Engine, read: Callable[[], StepArgum
         Exception: what `read` raises here.
         BadInput: where it raises on another rank of those that exchange.
     """
-    sums = torch.is_grad_enabled() and engine.sharding.pass_of(last=False) is Pass.REDUCES
+    sums = torch.is_grad_enabled() and engine.sharding.fate_of(last=False) is GradientFate.REDUCED
     if not (sums or exchanges_inside(model, engine)):
         read()
         return

@@ -12,7 +12,7 @@ from terrazzo.engine.offload.needs import in_cells
 from terrazzo.engine.plan.bucket_memory import copied_bytes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up, travels_in_blocks
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.planner.caching import once
 from terrazzo.planner.layout.placement import Placement
 from terrazzo.planner.model.shapes import TensorShape, UnitShape, parts_along_tp
@@ -264,5 +264,5 @@ def trained_unit(unit: UnitShape, placement: Placement) -> TrainedUnit:
     return TrainedUnit(
         largest_grad=largest * placement.precision.compute.itemsize,
         optim_numel=sum(bucket.numel(bucket.optim_axes) for bucket in trained),
-        copied=sum(copied_bytes(bucket, bucket.pending_bytes(Pass.ADDS)) for bucket in trained),
+        copied=sum(copied_bytes(bucket, bucket.pending_bytes(GradientFate.LOCAL)) for bucket in trained),
     )

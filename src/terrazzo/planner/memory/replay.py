@@ -16,7 +16,7 @@ from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
 from terrazzo.engine.plan.bucket_memory import publishes_late, resting_bytes
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.planner.figures import Formula, MemoryFigures, Term
@@ -161,7 +161,9 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        schedule.set_pass(Pass.LAST if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
+        schedule.set_fate(
+            GradientFate.FINISHED if last else GradientFate.LOCAL if self._local_sums else GradientFate.REDUCED
+        )
         self._moment, self._live = "forward", self._trace.buffer_bytes
         self._forward = schedule.begin_forward(training=True)
         for event in self._trace.events:
@@ -187,7 +189,7 @@ class _Player:
                 backward.end()
                 schedule.end_backward()
             else:
-                unit.take_gradient(event, backward.this_pass)
+                unit.take_gradient(event, backward.fate)
                 backward.gradient_came(unit)
 
     def _hold(self, rise: int = 0) -> None:
@@ -228,10 +230,10 @@ class _Unit(CountingUnit):
         }
         self.gradients += self._gradient_of.values()
 
-    def take_gradient(self, event: TraceEvent, this_pass: Pass) -> None:
+    def take_gradient(self, event: TraceEvent, fate: GradientFate) -> None:
         """Add a parameter's gradient; one that the shapes call otherwise, as of adapters, opens all buckets' memory."""
         if (gradient := self._gradient_of.get(event.parameter)) is not None:
-            self.add_gradient(gradient, this_pass)
+            self.add_gradient(gradient, fate)
         else:
             for number in range(len(self.buckets)):
-                self.add_gradient(ExpectedGradient(0, event.numel * (number == 0), number), this_pass)
+                self.add_gradient(ExpectedGradient(0, event.numel * (number == 0), number), fate)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
-from terrazzo.engine.plan.moves import Pass
+from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.planner.caching import once
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import Placement
@@ -186,7 +186,7 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
     trained = [bucket for bucket in own if bucket.trainable]
     again = [bucket for bucket in own if bucket.regathered]
     early, late = _early_and_late(unit, own)
-    pending = [bucket.pending_bytes(Pass.ADDS) for bucket in trained]
+    pending = [bucket.pending_bytes(GradientFate.LOCAL) for bucket in trained]
     return UnitEvents(
         is_root=unit.is_root,
         beside=not own[0].on_host,
@@ -206,7 +206,10 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
         copied=max(map(bucket_memory.copied_bytes, trained, pending), default=0),
         reads_files=any(b.tiers.weight == "nvme" for b in own),
         collectives=sum(move.steps for b in trained for move in (*b.sums.last.partial, *b.sums.last.finish)),
-        first_gradients=(_first_gradients(early, late, Pass.REDUCES), _first_gradients(early, late, Pass.ADDS)),
+        first_gradients=(
+            _first_gradients(early, late, GradientFate.REDUCED),
+            _first_gradients(early, late, GradientFate.LOCAL),
+        ),
         trained=trained,
     )
 
@@ -300,21 +303,28 @@ def _early_and_late(
     return list(early), [bucket for bucket in late if bucket not in early]
 
 
-def _first_gradients(early: Sequence[PlannedBucket], late: Sequence[PlannedBucket], this_pass: Pass) -> FirstGradients:
+def _first_gradients(
+    early: Sequence[PlannedBucket], late: Sequence[PlannedBucket], fate: GradientFate
+) -> FirstGradients:
     def of(some: Sequence[PlannedBucket], ahead: bool) -> Change:
         here = [bucket for bucket in some if (bool(bucket.ranks) and not bucket.on_host) is ahead]
-        return _sum_of([[Allocation(StepMemory.UNREDUCED, sum(b.pending_bytes(this_pass) for b in here))]])
+        return _sum_of([[Allocation(StepMemory.UNREDUCED, sum(b.pending_bytes(fate) for b in here))]])
 
     return FirstGradients(of([*early, *late], True), of(early, False), of(late, False))
 
 
 def _chain(trained: Sequence[PlannedBucket], reduced: ReducedPass) -> Chain:
     maker = _ChainMaker(beside=any(not bucket.on_host for bucket in trained), counted=reduced.counted)
-    pendings = [bucket.pending_bytes(Pass.ADDS if reduced.adds else Pass.REDUCES) for bucket in trained]
+    pendings = [
+        bucket.pending_bytes(GradientFate.LOCAL if reduced.adds else GradientFate.REDUCED) for bucket in trained
+    ]
     maker.now.turn(UNREDUCED, RECEIVE, sum(pendings))
     for bucket, pending in zip(trained, pendings, strict=True):
-        partial, this_pass = bucket.partial_bytes * reduced.has_partial, Pass.LAST if reduced.last else Pass.REDUCES
-        for event in bucket_memory.reduction(bucket, this_pass, pending, partial):
+        partial, fate = (
+            bucket.partial_bytes * reduced.has_partial,
+            GradientFate.FINISHED if reduced.last else GradientFate.REDUCED,
+        )
+        for event in bucket_memory.reduction(bucket, fate, pending, partial):
             maker.go_on(event)
     return maker.end()
 

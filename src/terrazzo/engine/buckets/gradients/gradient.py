@@ -38,7 +38,7 @@ from terrazzo.engine.comm.transfer import Moves, Released, converted, next_strea
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.moves import Divisor, MoveBytes, Pass, Reduction
+from terrazzo.engine.plan.moves import Divisor, GradientFate, MoveBytes, Reduction
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.device import HOST
@@ -176,13 +176,13 @@ class Gradient:
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 
-    def reduce(self, divisor: Divisor, this_pass: Pass) -> Moves[Tensor]:
+    def reduce(self, divisor: Divisor, fate: GradientFate) -> Moves[Tensor]:
         """Sum the unreduced gradient over ranks; parameters without one count as zero.
 
         Args:
-            this_pass: `LAST`, whose finished sum is divided, or `REDUCES`, whose sums stay at the plan's `grad` place.
+            fate: `FINISHED`, whose sum is divided, or `REDUCED`, whose sum stays at the plan's `grad` place.
         """
-        ledger, reduction = self.ledger, self._sums.of(this_pass)
+        ledger, reduction = self.ledger, self._sums.of(fate)
         pending, lent = self._take_unreduced(self.sharding.precision.reduce)
         held_bytes = pending.nbytes
         data = yield from self._sum(pending, reduction.partial, divisor)
@@ -194,7 +194,7 @@ class Gradient:
             outlives_chain(lambda: pending)  # held: it is added, beside, to what earlier micro-batches have left
         partial_bytes = self._partial.data.nbytes if self._partial is not None and self._tier == "device" else 0
         data = self._add_partial(data)
-        if this_pass is not Pass.LAST:
+        if fate is not GradientFate.FINISHED:
             self._keep_partial(Buffer(self.space, reduction.axes, data), partial_bytes)
         else:
             yield Released(ledger, partial_bytes, lent=True)
