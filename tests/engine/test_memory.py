@@ -420,7 +420,7 @@ def test_memory_is_lent_as_it_was_when_its_reduction_began() -> None:
         for number, step in enumerate(moves):
             if number == 0:
                 parameter: Any = SimpleNamespace(grad=torch.ones(gradient.space.layout.slots[0].shape))
-                gradient.accumulate(0, parameter, torch.float32)
+                gradient.accumulate(0, parameter, GradientFate.REDUCED)
             if isinstance(step, Released):
                 lent.append(step.lent)
                 step.release()

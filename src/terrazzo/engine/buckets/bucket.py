@@ -24,7 +24,6 @@ from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
 from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
-from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
@@ -86,7 +85,7 @@ class Bucket:
             diloco=sharding.diloco,
         )
         self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, sharding, members, ledger, self.spec)
+        self.gradient = Gradient(self.space, self.spec, members, ledger)
         self.moments: dict[str, Resting] = {}
         self.outer: list[Resting] = []
         self._boxes = {member.name: member.box for member in members}
@@ -116,14 +115,6 @@ class Bucket:
         return not self.spec.stages or self.sharding.axes.stage == self.spec.stages[0]
 
     # -- gradients ---------------------------------------------------------------------------------------------
-
-    def add_gradient(self, index: int, grad: Tensor, fate: GradientFate) -> None:
-        """Take the gradient of the parameter `index`, which autograd has not brought."""
-        self.gradient.add(index, grad, self.spec.pending_dtype(fate))
-
-    def begin_gradient(self, fate: GradientFate) -> None:
-        """Allocate memory for gradients that will come."""
-        self.gradient.begin(self.spec.pending_dtype(fate))
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""

@@ -104,7 +104,7 @@ class Unit:
     def add_stages(self) -> None:
         for bucket in self.trainable():
             if bucket.spec.stages:
-                bucket.gradient.add_stages(bucket.spec.stages, bucket.spec.pending_dtype(GradientFate.LOCAL))
+                bucket.gradient.add_stages()
 
     @property
     def half_filled(self) -> bool:
@@ -116,7 +116,7 @@ class Unit:
 
     def expect_gradients(self, fate: GradientFate) -> None:
         for bucket in self.trainable():
-            bucket.gradient.expect(bucket.spec.pending_dtype(fate))
+            bucket.gradient.expect(fate)
 
     def reduce(self, divisor: Divisor, fate: GradientFate) -> Moves[list[Tensor]]:
         sums = []

@@ -151,8 +151,7 @@ class BackwardHooks:
         if not bucket.full.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
         self._progress.denominator.loss_scale.check_gradient(bucket.members[index].name)
-        dtype = bucket.spec.pending_dtype(backward.fate)
-        bucket.gradient.accumulate(index, bucket.members[index].parameter, dtype)
+        bucket.gradient.accumulate(index, bucket.members[index].parameter, backward.fate)
         backward.gradient_came(unit)
 
     def _refuse(self, unit: Unit, bucket: Bucket, index: int) -> NoReturn:

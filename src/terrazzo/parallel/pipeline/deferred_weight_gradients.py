@@ -32,27 +32,27 @@ _DEFERRABLE = (nn.Linear.forward, Float8Linear.forward)
 """Forwards of which the gradient of the weight is one product."""
 
 
-class _Bucket(Protocol):
-    """What is asked of the engine's `Bucket` of a weight."""
+class _Gradient(Protocol):
+    """What is asked of the engine's `Gradient` of a weight."""
 
     spec: BucketSpec
 
-    def begin_gradient(self, fate: GradientFate) -> None: ...
-    def add_gradient(self, index: int, grad: Tensor, fate: GradientFate) -> None: ...
+    def begin(self, fate: GradientFate) -> object: ...
+    def add(self, index: int, grad: Tensor, fate: GradientFate) -> None: ...
 
 
 class _Product(NamedTuple):
     """The factors of the gradient of a weight, `[outputs, inputs]`.
 
     Attributes:
-        bucket: of the weight.
+        gradient: of the bucket of the weight.
         place: the weight's place in it.
         inputs: the layer's inputs, `[..., inputs]`.
         grad: the gradient of its outputs, `[..., outputs]`.
         float8: the products of a layer in 8 bits; None where the factors are multiplied as they are.
     """
 
-    bucket: _Bucket
+    gradient: _Gradient
     place: int
     inputs: Tensor
     grad: Tensor
@@ -71,7 +71,7 @@ class DeferredWeights:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._places = {
-            id(member.parameter): (bucket, place)
+            id(member.parameter): (bucket.gradient, place)
             for bucket in engine.trainable()
             for place, member in enumerate(bucket.members)
         }
@@ -124,20 +124,20 @@ class DeferredWeights:
         """
         if not _adds_to(weight):
             return False
-        bucket, place = self._places[id(weight)]
-        bucket.begin_gradient(self._engine.schedule.fate)
-        self._waiting[self.turn].append(_Product(bucket, place, inputs, grad, float8))
+        gradient, place = self._places[id(weight)]
+        gradient.begin(self._engine.schedule.fate)
+        self._waiting[self.turn].append(_Product(gradient, place, inputs, grad, float8))
         return True
 
     @torch.no_grad()
     def compute(self, stage: int, micro_batch: int) -> None:
         """Compute the gradients that the backward of a micro-batch has deferred, in the order of that backward."""
-        for bucket, place, inputs, grad, float8 in self._waiting.pop((stage, micro_batch), ()):
+        for gradient, place, inputs, grad, float8 in self._waiting.pop((stage, micro_batch), ()):
             with torch.autocast(grad.device.type, enabled=False):
                 rows, grads = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
                 product = grads.t() @ rows if float8 is None else float8.of_weight(rows, grads)
-            product = product.to(bucket.spec.compute_dtype)
-            bucket.add_gradient(place, product, self._engine.schedule.fate)
+            product = product.to(gradient.spec.compute_dtype)
+            gradient.add(place, product, self._engine.schedule.fate)
 
 
 def _adds_to(weight: Tensor) -> bool:

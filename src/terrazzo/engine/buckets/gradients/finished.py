@@ -11,18 +11,14 @@ from torch import Tensor
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore
 from terrazzo.engine.comm.sums import multiply
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.sharding_spec import ShardingSpec
 
 __all__ = ["FinishedGradient"]
 
 
 class FinishedGradient:
     """The finished gradient of a bucket, if there is one.
-
-    Args:
-        axes: over which it is split.
-        tier: where it rests.
 
     Attributes:
         sum: the gradient, which may still be on its way to its tier; None where there is none.
@@ -32,16 +28,17 @@ class FinishedGradient:
     _store: StateStore  # from `build` on
     _place: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
-    def __init__(self, space: Space, sharding: ShardingSpec, axes: tuple[str, ...], tier: str) -> None:
-        self.space, self._sharding, self._axes, self._tier = space, sharding, axes, tier
+    def __init__(self, space: Space, spec: BucketSpec) -> None:
+        self.space, self._spec = space, spec
         self.sum: SummedGradient | None = None
         self.changes = 0
 
     def build(self, store: StateStore) -> None:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
-        dtype = self._sharding.precision.accumulate
-        self._place = None if self._tier == "device" else store.state(self.space, self._axes, dtype, self._tier)
+        spec, tier = self._spec, self._spec.tiers.grad
+        dtype = spec.precision.accumulate
+        self._place = None if tier == "device" else store.state(self.space, spec.optim_axes, dtype, tier)
 
     @property
     def exists(self) -> bool:
@@ -81,7 +78,7 @@ class FinishedGradient:
 
     def _all_in(self, ranges: Sequence[Range], seen: Iterable[Range]) -> bool:
         """Whether `ranges` hold all that this rank steps of `seen`."""
-        own = self.space.range(self._sharding.plan.optim.axes)
+        own = self.space.range(self._spec.optim_axes)
         parts = [own.intersect(each) for each in seen]
         return all(sum(part.intersect(each).numel for each in ranges) == part.numel for part in parts)
 
@@ -109,7 +106,7 @@ class FinishedGradient:
 
         One rank along these axes contributes each element, however many hold it. Arguments as of `read`.
         """
-        axes, optim = self._sharding.axes, self._axes
+        axes, optim = self.space.axes, self._spec.optim_axes
         rest = axes.summed_over if axes.has_experts else axes.summed_same_data
         own = self.space.range((*optim, *(axis for axis in rest if axis not in optim)))
         return self._read(self._range_of(index).intersect(own))

@@ -40,7 +40,6 @@ from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.moves import Divisor, GradientFate, MoveBytes, Reduction
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["Gradient"]
@@ -55,7 +54,7 @@ class Gradient:
     Args:
         members: the parameters.
         ledger: counts transient memory.
-        spec: says how gradients are summed over ranks, where sums rest, and which residuals of codes there are.
+        spec: says how gradients are summed over ranks, in which dtypes, where sums rest, and which residuals there are.
 
     Attributes:
         seen: for each parameter, whether it has received a gradient since the last `zero`: on this rank, and from
@@ -66,17 +65,15 @@ class Gradient:
 
     _store: StateStore  # from `build` on
 
-    def __init__(
-        self, space: Space, sharding: ShardingSpec, members: Sequence[Member], ledger: Ledger, spec: BucketSpec
-    ) -> None:
-        self.space, self.sharding, self.ledger = space, sharding, ledger
-        self._sums, self._tier = spec.sums, spec.tiers.grad
+    def __init__(self, space: Space, spec: BucketSpec, members: Sequence[Member], ledger: Ledger) -> None:
+        self.space, self.spec, self.ledger = space, spec, ledger
+        self._tier = spec.tiers.grad
         self.seen = [False] * len(members)
         self._unstepped = [False] * len(members)  # what has been finished, and no step has taken
-        self.finished = FinishedGradient(space, sharding, self._sums.last.axes, self._tier)
+        self.finished = FinishedGradient(space, spec)
         self.residuals = [Residual(space, each, spec.residual_tier) for each in spec.residuals]
         self._numels = [math.prod(member.shape) for member in members]
-        first = sharding.axes.is_first(sharding.axes.summed_same_data)
+        first = space.axes.is_first(space.axes.summed_same_data)
         self._counts = [first or not member.replicated for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
@@ -91,20 +88,20 @@ class Gradient:
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 
-    def accumulate(self, index: int, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def accumulate(self, index: int, parameter: nn.Parameter, fate: GradientFate) -> None:
         """Add a parameter's `.grad` to the unreduced gradient, and set it to None.
 
         Args:
             index: which parameter.
-            dtype: of the unreduced gradient, which is allocated if this is its first part.
+            fate: of the unreduced gradient, which is allocated if this is its first part.
         """
         if parameter.grad is not None:
-            self.add(index, parameter.grad, dtype)
+            self.add(index, parameter.grad, fate)
             parameter.grad = None
 
-    def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
-        """Add `grad`, the gradient of parameter `index`, to the unreduced gradient. `dtype` as for `accumulate`."""
-        self.begin(dtype).add(index, grad if self._counts[index] else torch.zeros_like(grad))
+    def add(self, index: int, grad: Tensor, fate: GradientFate) -> None:
+        """Add `grad`, the gradient of parameter `index`, to the unreduced gradient. `fate` as for `accumulate`."""
+        self.begin(fate).add(index, grad if self._counts[index] else torch.zeros_like(grad))
         self.seen[index] = True
 
     @property
@@ -115,30 +112,27 @@ class Gradient:
         """
         return 0 if self._unreduced is None else sum(compress(self._numels, self._unreduced.filled))
 
-    def begin(self, dtype: torch.dtype) -> UnreducedGradient:
-        """Return the unreduced gradient; allocate it if there is none. `dtype` as for `accumulate`."""
+    def begin(self, fate: GradientFate) -> UnreducedGradient:
+        """Return the unreduced gradient; allocate it if there is none. `fate` as for `accumulate`."""
         if self._unreduced is None:
-            self._unreduced = self._make_unreduced(dtype, lent=False)
+            self._unreduced = self._make_unreduced(fate, lent=False)
         return self._unreduced
 
-    def expect(self, dtype: torch.dtype) -> None:
+    def expect(self, fate: GradientFate) -> None:
         """Allocate the unreduced gradient before its unit's backward, in memory of the communication stream.
 
-        The next chain on that stream can then reuse it as soon as it has been reduced.
-
-        Args:
-            dtype: as for `accumulate`.
+        The next chain on that stream can then reuse it as soon as it has been reduced. `fate` as for `accumulate`.
         """
-        comm_streams = self.sharding.axes.comm_streams
-        if comm_streams is not None and self.sharding.ranks and self._unreduced is None:
-            self._unreduced = comm_streams.lend(lambda: self._make_unreduced(dtype, lent=True))
+        comm_streams = self.space.axes.comm_streams
+        if comm_streams is not None and self.spec.ranks and self._unreduced is None:
+            self._unreduced = comm_streams.lend(lambda: self._make_unreduced(fate, lent=True))
 
-    def _make_unreduced(self, dtype: torch.dtype, *, lent: bool) -> UnreducedGradient:
-        data = self.space.empty((), dtype).data
+    def _make_unreduced(self, fate: GradientFate, *, lent: bool) -> UnreducedGradient:
+        data = self.space.empty((), self.spec.pending_dtype(fate)).data
         self.ledger.acquire(data.nbytes)
         return UnreducedGradient(self.space.layout, data, lent)
 
-    def _take_unreduced(self, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    def _take_unreduced(self, fate: GradientFate) -> tuple[Tensor, bool]:
         """Take the unreduced gradient out, inside of a chain; zeros where there is none.
 
         Gradients that come from now on go into another one.
@@ -146,21 +140,17 @@ class Gradient:
         Returns:
             Its elements, and whether their memory is the communication stream's, lent to the computation.
         """
-        taken, self._unreduced = self._unreduced or self._make_unreduced(dtype, lent=True), None
+        taken, self._unreduced = self._unreduced or self._make_unreduced(fate, lent=True), None
         return taken.complete(), taken.lent
 
-    def add_stages(self, stages: Sequence[int], dtype: torch.dtype) -> None:
+    def add_stages(self) -> None:
         """Replace the unreduced gradient by the sum over the stages that share these parameters. Collective over them.
 
         The terms are added in the order of stages, so all get the same bits. A parameter counts as seen if any of these
         stages has seen a gradient of it.
-
-        Args:
-            stages: their numbers along the axis of stages, in order.
-            dtype: as for `accumulate`.
         """
-        axes = self.sharding.axes
-        own = self.begin(dtype).complete()
+        axes, stages = self.space.axes, self.spec.stages
+        own = self.begin(GradientFate.LOCAL).complete()
         with self.ledger.holding(own.nbytes * (len(stages) - 1)):
             own.copy_(functools.reduce(torch.add, _on_stages(axes, stages, own, "tied")))
         seen = torch.tensor(self.seen, device=HOST)
@@ -182,8 +172,8 @@ class Gradient:
         Args:
             fate: `FINISHED`, whose sum is divided, or `REDUCED`, whose sum stays at the plan's `grad` place.
         """
-        ledger, reduction = self.ledger, self._sums.of(fate)
-        pending, lent = self._take_unreduced(self.sharding.precision.reduce)
+        ledger, reduction = self.ledger, self.spec.sums.of(fate)
+        pending, lent = self._take_unreduced(fate)
         held_bytes = pending.nbytes
         data = yield from self._sum(pending, reduction.partial, divisor)
         if reduction.partial:  # the memory of its terms goes as soon as it has arrived
@@ -220,7 +210,7 @@ class Gradient:
 
     def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:
         """Keep the sums of micro-batches before the last, which go no further than the host's memory."""
-        sums = replace(sums, data=converted(sums.data, self.sharding.precision.accumulate))
+        sums = replace(sums, data=converted(sums.data, self.spec.precision.accumulate))
         if self._tier == "device":
             self._partial = SummedGradient(sums)
             self.ledger.acquire(sums.nbytes - counted_bytes)
@@ -233,7 +223,7 @@ class Gradient:
     def _complete(self, partial: Tensor, reduction: Reduction, divisor: Divisor) -> Moves[Tensor]:
         """Sum over the remaining axes, divide once, and bring the finished gradient to its tier."""
         summed = yield from self._sum(partial, reduction.finish, divisor)
-        data = converted(summed, self.sharding.precision.accumulate)
+        data = converted(summed, self.spec.precision.accumulate)
         if not any(move.divides for move in reduction.finish):
             data = divide(data, divisor.product)
         self.finished.land(Buffer(self.space, reduction.axes, data))
@@ -242,9 +232,9 @@ class Gradient:
 
     def _sum(self, data: Tensor, moves: Iterable[MoveBytes], divisor: Divisor) -> Moves[Tensor]:
         """Return `data` summed over the ranks of each move in turn; one of these may divide."""
-        wire, dtype = self.sharding.precision.reduce, self.sharding.precision.accumulate
+        wire, dtype = self.spec.precision.reduce, self.spec.precision.accumulate
         for move in moves:
-            along, divides_by = self.sharding.axes.along(move.over), divisor.product if move.divides else 1
+            along, divides_by = self.space.axes.along(move.over), divisor.product if move.divides else 1
             if move.form is not None:
                 scatters = move.kind == "reduce_scatter"
                 encode = self._encoding(0 if scatters else 1, divisor.loss_scale)
