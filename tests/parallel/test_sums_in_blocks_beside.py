@@ -80,7 +80,7 @@ def summed(axes: dict[str, int], plan: str, rank: int, feedback: bool) -> tuple[
             finished = bucket.gradient.finished.sum.wait()
             found[bucket.slots[0].name] = Summed(
                 taken[bucket.gradient],
-                dist.get_process_group_ranks(bucket.sharding.axes.along(data[0]).group),
+                dist.get_process_group_ranks(bucket.axes.along(data[0]).group),
                 finished.range.start,
                 finished.data.clone(),
                 [(slot.range.start, slot.range.stop) for slot in bucket.slots],

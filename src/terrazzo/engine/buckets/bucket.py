@@ -21,6 +21,8 @@ from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.bf16_remainder import split_remainder
 from terrazzo.engine.formats.format_names import FrozenFormat
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.bucket_spec import BucketSpec, StateBytes
 from terrazzo.engine.plan.layout import Layout, Range, Slot, travels_in_blocks
@@ -84,7 +86,7 @@ class Bucket:
             matrices=travels_in_blocks(members[0].shape),
             diloco=sharding.diloco,
         )
-        self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
+        self.members, self.ledger, self.space = members, ledger, Space(layout, axes)
         self.gradient = Gradient(self.space, self.spec, members, ledger)
         self.moments: dict[str, Resting] = {}
         self.outer: list[Resting] = []
@@ -93,12 +95,22 @@ class Bucket:
         self._moment_places: list[tuple[Range, Resting]] = []
 
     @property
+    def axes(self) -> Axes:
+        """The axes of the mesh, and over which of them gradients of its parameters are summed."""
+        return self.space.axes
+
+    @property
+    def family(self) -> Family:
+        """The family of its parameters, which says over which axes their gradients are summed."""
+        return self.members[0].family
+
+    @property
     def slots(self) -> Sequence[Slot]:
         return self.space.layout.slots
 
     def coordinate(self, axis: str) -> tuple[int, int]:
         """This rank's index along an axis, and how many there are."""
-        along = self.sharding.axes.along(axis)
+        along = self.axes.along(axis)
         return along.rank, along.size
 
     def part(self, axes: tuple[str, ...]) -> Range:
@@ -112,7 +124,7 @@ class Bucket:
     @property
     def is_primary(self) -> bool:
         """Whether this rank's copy stands for those of all stages that share it: the first of them has that one."""
-        return not self.spec.stages or self.sharding.axes.stage == self.spec.stages[0]
+        return not self.spec.stages or self.axes.stage == self.spec.stages[0]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

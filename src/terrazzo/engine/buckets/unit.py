@@ -15,7 +15,6 @@ from terrazzo.engine.comm.label import title_of
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import Divisor, GradientFate
-from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 from terrazzo.engine.runtime.private_torch import plainly
 
@@ -59,11 +58,6 @@ class Unit:
         return module
 
     @property
-    def sharding(self) -> ShardingSpec:
-        """Settings of its first bucket. Precision and mesh are those of all; the plan may be its own family's."""
-        return self.buckets[0].sharding
-
-    @property
     def specs(self) -> Sequence[BucketSpec]:
         """Descriptions of its buckets."""
         return [bucket.spec for bucket in self.buckets]
@@ -79,7 +73,7 @@ class Unit:
 
     @property
     def comm_streams(self) -> CommStreams | None:
-        return self.sharding.axes.comm_streams
+        return self.buckets[0].axes.comm_streams
 
     @property
     def compiled(self) -> bool:

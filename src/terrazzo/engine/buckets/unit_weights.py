@@ -36,7 +36,7 @@ class UnitWeights:
 
     def __init__(self, names: tuple[str, ...], index: int, buckets: Sequence[Bucket]) -> None:
         self._buckets, self._trainable = buckets, [bucket for bucket in buckets if bucket.spec.trainable]
-        self._streams = buckets[0].sharding.axes.comm_streams
+        self._streams = buckets[0].axes.comm_streams
         self.updated = Label(Purpose.UPDATED, index, names=names)
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
@@ -201,7 +201,7 @@ def _then_gather(publish: Moves[None], updated: Label, buckets: Sequence[Bucket]
 def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[None]:
     """Bring resting weights in line with masters that are being updated in the background, once that has ended."""
     if updates:
-        with buckets[0].sharding.axes.tally.traffic.times_of("", "update").waiting():
+        with buckets[0].axes.tally.traffic.times_of("", "update").waiting():
             updates[0].wait()
         updates.clear()
         for bucket in (bucket for bucket in outlives_chain(lambda: buckets) if bucket.spec.trainable):

@@ -29,8 +29,8 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
     if not axes.live(axes.with_stages):
         return
     differing = []
-    for along in dict.fromkeys(bucket.sharding.axes.summed_over for bucket in buckets):
-        own = [bucket for bucket in buckets if bucket.sharding.axes.summed_over == along]
+    for along in dict.fromkeys(bucket.axes.summed_over for bucket in buckets):
+        own = [bucket for bucket in buckets if bucket.axes.summed_over == along]
         # of copies: memory that numpy has seen once cannot be given back
         hashes = {slot.name: digest(view(bucket.full.data, slot).clone()) for bucket in own for slot in bucket.slots}
         differing += axes.differing(hashes, along)
@@ -50,7 +50,7 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
 def broadcast_first(buckets: Iterable[Bucket]) -> None:
     """Take the gathered weights of the first rank, of those that hold the same parameters, on all. Collective."""
     for bucket in buckets:
-        axes = bucket.sharding.axes
+        axes = bucket.axes
         axes.broadcast(bucket.full.data, axes.summed_over)
         if (first := _of_first_stage(axes, bucket)) is not None:
             bucket.full.data.copy_(first)

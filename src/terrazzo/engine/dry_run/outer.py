@@ -25,7 +25,7 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
     tally, trained = Tally(), [bucket.spec for bucket in buckets if bucket.spec.outer_states]
     if not trained:
         return tally
-    axes, settings = buckets[0].sharding.axes, trained[0].diloco
+    axes, settings = buckets[0].axes, trained[0].diloco
     assert settings is not None, "an outer step has settings"
     along, traffic, ledger = axes.along(axes.replicas[0]), tally.traffic, tally.ledger
     for axis in axes.live((*axes.replicas, *axes.with_stages)):  # whether the round began alike

@@ -20,11 +20,11 @@ from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.moves import GradientFate
-from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
@@ -70,8 +70,8 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         units: in registration order; they need not be built.
         templates: what the optimizers keep for a parameter of each param group; none without.
     """
-    tally, sharding = Tally(), units[0].sharding
-    traffic, comm_streams = tally.traffic, sharding.axes.comm_streams and CommStreams(torch.device("meta"))
+    tally, axes = Tally(), units[0].buckets[0].axes
+    traffic, comm_streams = tally.traffic, axes.comm_streams and CommStreams(torch.device("meta"))
     counts = StepCounts(traffic, tally.ledger, comm_streams)
     counting = []
     for unit in units:
@@ -81,7 +81,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
         if step.behind_updates and any(bucket.spec.updated_off_device for bucket in unit.buckets):
             counting_unit.weights.begin_update()
-    meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
+    meeting = (lambda label, wanted: _meet(axes, traffic)) if weights_are_split(units) else None
     if step.stages is None:
         schedule = Schedule(counting, step.prefetch, meeting)
         earlier = GradientFate.LOCAL if step.local_sums else GradientFate.REDUCED
@@ -90,7 +90,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
             _forward(schedule, counting)
             _backward(schedule, counting)
             if schedule.fate is GradientFate.FINISHED or (schedule.meet is None and not step.local_sums):
-                _record_control(sharding, traffic, flags_numel(units))
+                _record_control(axes, traffic, flags_numel(units))
     else:
         chunks = step.stages.share_out([*map(parameters_of, units)])
         staged = PipelineSchedule(counting, chunks, step.prefetch, meeting)
@@ -104,9 +104,9 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
                     _backward(staged, counting)
         staged.end_micro_batches()
         staged.end_backward()
-        _record_control(sharding, traffic, flags_numel(units))
-    if sharding.precision.loss_scaling:
-        _record_control(sharding, traffic, 1)  # overflow
+        _record_control(axes, traffic, flags_numel(units))
+    if units[0].buckets[0].spec.precision.loss_scaling:
+        _record_control(axes, traffic, 1)  # overflow
     dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], matrix_needs(templates), tally)
     for unit, counting_unit in zip(units, counting, strict=True):
         for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
@@ -157,11 +157,11 @@ def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     schedule.end_backward()
 
 
-def _meet(sharding: ShardingSpec, traffic: Traffic) -> int:
-    _record_control(sharding, traffic, MEETING_NUMEL + 1)
+def _meet(axes: Axes, traffic: Traffic) -> int:
+    _record_control(axes, traffic, MEETING_NUMEL + 1)
     return 0
 
 
-def _record_control(sharding: ShardingSpec, traffic: Traffic, numel: int) -> None:
-    for _ in sharding.axes.live(sharding.axes.of_stage):
+def _record_control(axes: Axes, traffic: Traffic, numel: int) -> None:
+    for _ in axes.live(axes.of_stage):
         traffic.record("control", numel * torch.int64.itemsize)

@@ -29,6 +29,7 @@ from terrazzo.engine.optim.segments.swapped_groups import SwappedGroups
 from terrazzo.engine.optim.stock.settings import Settings, hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.optim.zeroing import note_zeroed
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.callers import is_inside_own_step
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import model_gone, weakly
@@ -42,6 +43,7 @@ __all__ = ["OptimizerDriver"]
 class Driven(Protocol):
     """What a driver asks of the model whose weights it steps: its `Engine`."""
 
+    sharding: ShardingSpec
     units: Sequence[Unit]
     progress: Progress
     schedule: Schedule
@@ -76,7 +78,7 @@ class OptimizerDriver:
     def __init__(self, optimizer: Optimizer, model: Driven, templates: Templates, first: int) -> None:
         self._model = weakref.ref(model)  # which owns this driver
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
-        self.sharding = self.units[0].sharding
+        self.sharding = model.sharding
         self.groups = SwappedGroups(optimizer, first)
         self._unpublished = False  # from the first change of master weights until the step's end
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it

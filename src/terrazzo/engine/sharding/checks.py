@@ -183,14 +183,14 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
 
 def warn_of_unused_formats(sharding: ShardingSpec, buckets: Iterable[Bucket]) -> None:
     """Warn of what a precision says of messages where none of `buckets` has any; see `Precision.unused_under`."""
-    of_buckets = [Precision.unused_under(bucket.sharding.plan, _data_axes(bucket)) for bucket in buckets]
+    of_buckets = [Precision.unused_under(bucket.spec.plan, _data_axes(bucket)) for bucket in buckets]
     for why, names in of_buckets[0].items():
         if all(why in unused for unused in of_buckets):
             _warn_of(sharding.precision, names, sharding.mesh_plan, why)
 
 
 def _data_axes(bucket: Bucket) -> Sequence[str]:
-    axes = bucket.sharding.axes
+    axes = bucket.axes
     return [axis for axis in axes.live(axes.summed_over) if axis not in SAME_DATA_AXES]
 
 

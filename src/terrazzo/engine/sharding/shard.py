@@ -244,7 +244,7 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
             continue
         for bucket in unit.buckets:
             loaded = [member.parameter for member in bucket.members if member.parameter not in fresh]
-            synchronize(loaded, axes, (*bucket.sharding.axes.summed_over, *bucket.sharding.axes.replicas))
+            synchronize(loaded, axes, (*bucket.axes.summed_over, *bucket.axes.replicas))
             bucket.build(store)
     values.finish()
     for built in prepared.optimizers:

@@ -65,13 +65,13 @@ def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -
     for bucket in (bucket for bucket in trainable if bucket in averages):
         yield SavedState(bucket, "average", averages[bucket], _share(bucket), alike_along(bucket))
     for bucket in trainable:
-        axes = bucket.sharding.axes
+        axes = bucket.axes
         alike = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.spec.outer_axes)
         for momentum in bucket.outer[1:]:
             share = momentum.range if bucket.is_primary and not axes.replica else Range(0, 0)
             yield SavedState(bucket, OUTER_MOMENTUM, momentum, share, alike, _zeroing(momentum))
     for bucket in trainable:
-        axes = bucket.sharding.axes
+        axes = bucket.axes
         for residual in bucket.gradient.residuals:
             kind, split, apart = residual.spec
             alike = tuple(axis for axis in axes.summed_over if axis not in (*split, *apart))
@@ -81,13 +81,13 @@ def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -
 
 def alike_along(bucket: Bucket) -> tuple[str, ...]:
     """The axes with more than one rank along which ranks hold the same weights and moments of a bucket."""
-    axes = bucket.sharding.axes
+    axes = bucket.axes
     return axes.live(axis for axis in axes.summed_over if axis not in bucket.spec.optim_axes)
 
 
 def share_in_replica(bucket: Bucket) -> Range:
     """Range that this rank saves of its replica's own states: ranks that hold the same save a part each."""
-    axes = bucket.sharding.axes
+    axes = bucket.axes
     if not bucket.is_primary:
         return Range(0, 0)
     split = bucket.spec.optim_axes
@@ -96,7 +96,7 @@ def share_in_replica(bucket: Bucket) -> Range:
 
 def _share(bucket: Bucket) -> Range:
     """Range that this rank saves of states that all replicas have alike: the first one saves them."""
-    return share_in_replica(bucket) if not bucket.sharding.axes.replica else Range(0, 0)
+    return share_in_replica(bucket) if not bucket.axes.replica else Range(0, 0)
 
 
 def _zeroing(state: Resting) -> Callable[[], None]:

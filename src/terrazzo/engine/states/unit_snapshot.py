@@ -34,7 +34,7 @@ class UnitSnapshot:
 
     def _look_at_gathered(self) -> None:
         """Note sums of the full weights that all ranks along data axes have now."""
-        shared = (bucket for bucket in self._unit.buckets if bucket.sharding.axes is self._engine.axes)
+        shared = (bucket for bucket in self._unit.buckets if bucket.axes is self._engine.axes)
         self._gathered = [_sum(bucket.full.data) for bucket in shared]
 
     def changed(self) -> list[str]:

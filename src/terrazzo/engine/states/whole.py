@@ -68,8 +68,8 @@ def whole_parameter(unit: Unit, bucket: Bucket, slot: Slot, data: Tensor) -> Ten
     Returns:
         A view of `data`; of a parameter that ranks share, a tensor of its own.
     """
-    own, axes = view(data, slot), bucket.sharding.axes
-    shared = axes.cut_along(bucket.members[0].family)
+    own, axes = view(data, slot), bucket.axes
+    shared = axes.cut_along(bucket.family)
     if not shared:
         return own
     (axis,) = shared

@@ -27,7 +27,7 @@ class ShownGradients:
 
     def __init__(self, answers: GradientAnswers, bucket: Bucket, first: int) -> None:
         self.bucket = bucket
-        self.is_dense = bucket.sharding.family is Family.DENSE
+        self.is_dense = bucket.family is Family.DENSE
         self.numbered = [
             (index, member.parameter, GradientStandIn.of(member, answers, first + index))
             for index, member in enumerate(bucket.members)

@@ -84,7 +84,7 @@ class MatrixSteps:
         finished: Mapping[Bucket, SummedGradient],
         off_device: OffDeviceUpdates,
     ) -> None:
-        axes, label = self._buckets[due[0].bucket].sharding.axes, Label(Purpose.MATRICES)
+        axes, label = self._buckets[due[0].bucket].axes, Label(Purpose.MATRICES)
         buffers = MatrixBuffers(optimizer.wire, axes.device, axes.tally.ledger)
         parts: dict[Segment, list[MatrixPart]] = {}
         for matrix in due:
