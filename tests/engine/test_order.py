@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.engine.schedule.order import Event, Order, Visit, merge
+from terrazzo.engine.schedule.order import Order
+from terrazzo.engine.schedule.visits import Event, Visit, merge
 
 UNITS = 6
 

@@ -18,7 +18,8 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm import backends
 from terrazzo.engine.comm.collectives import NativeCollectives
-from terrazzo.engine.schedule.order import Event, Order, Visit
+from terrazzo.engine.schedule.order import Order
+from terrazzo.engine.schedule.visits import Event, Visit
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
 from tests.helpers.cover import places
 from tests.helpers.processes import Pool

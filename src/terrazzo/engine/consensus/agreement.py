@@ -20,8 +20,8 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.schedule.backward import BackwardPass
-from terrazzo.engine.schedule.order import Event, Visit, merge
 from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.engine.schedule.visits import Event, Visit, merge
 
 __all__ = ["Agreement", "flags_numel"]
 

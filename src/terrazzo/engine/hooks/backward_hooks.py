@@ -20,7 +20,7 @@ from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import plainly, queue_callback
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.backward import BackwardPass
-from terrazzo.engine.schedule.order import UNKNOWN_FORWARD
+from terrazzo.engine.schedule.program import UNKNOWN_FORWARD
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 

@@ -19,8 +19,10 @@ torch comes to units, on the right what moves:
 No call but these decides what moves: what is in this rank's memory never does. A rank that skips A takes part in A's
 gathers when it comes to B, or to the end.
 
-    order       which units, in which order: the program that ranks agree on
     runnable    what is asked of a unit, be it a real one or one that counts bytes
+    visits      which units a forward ran; one list for all ranks
+    order       in which order units are gathered and reduced, from such a list
+    program     the order that ranks follow now, and what this rank has seen that is not in it
     gathered    weights that the program has gathered, and when each goes
     reductions  sums of gradients that are under way
     forward     one forward of the model along the program

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.schedule.gathered import GatheredWeights
-from terrazzo.engine.schedule.order import Program, position_from
+from terrazzo.engine.schedule.order import position_from
+from terrazzo.engine.schedule.program import Program
 from terrazzo.engine.schedule.reductions import Reductions
 from terrazzo.engine.schedule.runnable import Runnable
 from terrazzo.engine.schedule.straying import Straying

@@ -10,9 +10,11 @@ from collections import Counter
 
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.schedule.gathered import BackwardToCome, GatheredWeights
-from terrazzo.engine.schedule.order import Event, Program, position_from
+from terrazzo.engine.schedule.order import position_from
+from terrazzo.engine.schedule.program import Program
 from terrazzo.engine.schedule.runnable import Runnable
 from terrazzo.engine.schedule.straying import Straying
+from terrazzo.engine.schedule.visits import Event
 
 __all__ = ["ForwardPass"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.schedule.backward import BackwardPass
-from terrazzo.engine.schedule.order import Program
+from terrazzo.engine.schedule.program import Program
 from terrazzo.engine.schedule.runnable import Runnable
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.straying import Meet

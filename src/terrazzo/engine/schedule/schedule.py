@@ -18,7 +18,8 @@ from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.forward import ForwardPass
 from terrazzo.engine.schedule.gathered import BackwardToCome, GatheredWeights
-from terrazzo.engine.schedule.order import Order, Program
+from terrazzo.engine.schedule.order import Order
+from terrazzo.engine.schedule.program import Program
 from terrazzo.engine.schedule.reductions import Reductions
 from terrazzo.engine.schedule.runnable import Runnable
 from terrazzo.engine.schedule.straying import Meet, Straying

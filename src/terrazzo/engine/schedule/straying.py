@@ -11,7 +11,7 @@ from typing import Protocol
 
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.schedule.gathered import GatheredWeights
-from terrazzo.engine.schedule.order import Program
+from terrazzo.engine.schedule.program import Program
 from terrazzo.engine.schedule.runnable import Runnable
 
 __all__ = ["Meet", "Straying"]
