@@ -192,7 +192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss scale grows though steps overflowed between",
-        "engine/autograd/loss_scale.py",
+        "engine/progress/loss_scale.py",
         "self.skipped_steps += 1\n        self._good_steps = 0",
         "self.skipped_steps += 1",
         "engine/test_fp16.py",

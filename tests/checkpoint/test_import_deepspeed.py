@@ -21,8 +21,8 @@ from torch import Tensor
 
 from terrazzo.checkpoint.importers.deepspeed import DeepSpeedCheckpoint, recognises
 from terrazzo.checkpoint.importers.deepspeed.trained import scaler_counters
-from terrazzo.engine.autograd.loss_scale import DynamicLossScale
 from terrazzo.engine.plan.precision import LossScaling
+from terrazzo.engine.progress.loss_scale import DynamicLossScale
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint import faults
 from tests.helpers.imported import RunsCode, States, assert_same

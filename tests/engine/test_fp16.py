@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, ModelState, Precision, engine_of
-from terrazzo.engine.autograd.loss_scale import DynamicLossScale
+from terrazzo.engine.progress.loss_scale import DynamicLossScale
 from tests.engine.toys import (
     EVERY_PLAN,
     Block,

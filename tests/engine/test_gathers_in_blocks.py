@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.weights import weight_gathers
 from terrazzo.engine.buckets.weights.weight_gathers import update_way
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, Wire
+from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, WeightWire
 from terrazzo.errors import BadInput
 from tests.engine.narrow import as_sent
 from tests.engine.offload import runs
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_refused() -> None:
     assert str(gathering("int8")).endswith(", gathered in int8")
 
 
-class LowBits(Wire):
+class LowBits(WeightWire):
     """Sends what is computed with, but for the bits of it that are in the mask."""
 
     rounds = True
@@ -170,7 +170,7 @@ class LowBits(Wire):
 @pytest.mark.parametrize(("plan", "refused"), [("zero3", "Weights cannot be"), ("zero2", "New weights cannot")])
 def test_what_rounds_is_never_sent_as_if_it_did_not(plan: str, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wire of its own that has no way yet is refused before anything is built."""
-    monkeypatch.setattr(BucketSpec, "wire", LowBits())
+    monkeypatch.setattr(BucketSpec, "weight_wire", LowBits())
     if plan == "zero2":
         monkeypatch.setitem(weight_gathers._GATHERS, LowBits, weight_gathers._GATHERS[DtypeWire])
     with fake_group(2), pytest.raises(NotImplementedError, match=refused):
@@ -179,7 +179,7 @@ def test_what_rounds_is_never_sent_as_if_it_did_not(plan: str, refused: str, mon
 
 def test_values_of_any_wire_that_rounds_are_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights at rest, shown ones and what is adopted ask the wire, whatever it is."""
-    monkeypatch.setattr(BucketSpec, "wire", LowBits())
+    monkeypatch.setattr(BucketSpec, "weight_wire", LowBits())
     for ways in (weight_gathers._GATHERS, weight_gathers._UPDATES):
         monkeypatch.setitem(ways, LowBits, ways[DtypeWire])
     base = Net(width=37)

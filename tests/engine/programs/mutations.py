@@ -18,10 +18,10 @@ from terrazzo.engine.buckets.gradients import gradient
 from terrazzo.engine.buckets.gradients.finished import FinishedGradient
 from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.engine.buckets.weights.full import FullWeights
-from terrazzo.engine.consensus.progress import Denominator
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.optim import driver
 from terrazzo.engine.plan.moves import Divisor
+from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.sharding import prepare
 
 STRUCK = "tree.parts.0"

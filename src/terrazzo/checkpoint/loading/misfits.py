@@ -13,7 +13,7 @@ from terrazzo.checkpoint.source import AVERAGE, BESIDE_OPTIMIZER, BUFFER, WEIGHT
 from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
-from terrazzo.engine.plan.kinds import first_of, is_numbered, numbered
+from terrazzo.engine.plan.state_names import first_of, is_numbered, numbered
 
 __all__ = ["fitted_groups", "misfits", "unkept", "unstepped"]
 

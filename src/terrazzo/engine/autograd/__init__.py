@@ -2,7 +2,6 @@
 
     outputs      tensors in what a forward returns
     asides       tensors that modules have put aside in it, such as an auxiliary loss
-    loss_scale   fp16: what a forward hands over is multiplied on its way back
     listeners    functions that torch calls: each reaches whom it tells through a weak reference
     announce     hooks on those tensors, which tell that backward comes to a unit
     saved        weights that autograd has kept for backward: gathered again when it reads them

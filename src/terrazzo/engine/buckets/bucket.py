@@ -243,7 +243,7 @@ class Bucket:
 
     def as_seen(self, values: Tensor) -> Tensor:
         """Return what ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""
-        return self.spec.wire.as_seen(values, self.spec.compute_dtype)
+        return self.spec.weight_wire.as_seen(values, self.spec.compute_dtype)
 
     def _update_as_seen(self, values: Tensor) -> Tensor:
         """Return what new values become as weights at rest. `values` as for `as_seen`."""

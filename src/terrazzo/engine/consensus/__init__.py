@@ -8,7 +8,7 @@ Each rank keeps its own part of all states, so one that has done something else 
     a training forward ends, until the order    the units that ran; the merged list is the   agreement
     is settled                                  program from then on
     a forward or a backward ends                which exchange this is, steps, hyper-        pass_end, of what
-                                                parameters, edits, denominators              progress has noted
+                                                parameters, edits, denominators              `Progress` has noted
     a step's last backward ends                 the same, and which gradients there are      agreement, in pass_end
     a module exchanges rows, as of experts      whether all have come to it                  row_exchanges
     `tz.gathered(model, write=True)` ends       what has been written into weights           written_weights
@@ -22,8 +22,6 @@ What differs is named on every rank.
     digest            a hash that ranks compare in the place of a tensor
     equal_values      tensors that differ take the first rank's values
     written_weights   what users have written into weights: compared, or taken from the first rank
-    noted_numbers     hyper-parameters as a step has used them, and factors of gradients
-    progress          how far the training has come on this rank: what must be alike at every meeting
     pass_end          where ranks meet at the end of a pass; it raises if they have not run the same
     agreement         what they agree on there: the program of the next steps, and which gradients there are
     row_exchanges     where they meet besides: before modules that exchange rows, such as experts

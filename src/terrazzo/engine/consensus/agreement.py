@@ -15,9 +15,9 @@ import torch
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
-from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule

@@ -241,7 +241,7 @@ class CountingBucket:
             again = self._is_kept and self.spec.between_bytes > 0
             self.present, self._gathered_again, self._arrives = True, again, True
             self._count(bucket_memory.gather(self.spec, again))
-            self._is_kept = self._is_kept or self.spec.wire.codes_stay
+            self._is_kept = self._is_kept or self.spec.weight_wire.codes_stay
             self._record(self.spec.between_gathers if again else self.spec.weight_gathers)
             if self._overlaps:
                 self.decode()
@@ -268,13 +268,13 @@ class CountingBucket:
         if self.present and not self.spec.resident:
             self.decode()
             self._count(bucket_memory.release(self.spec))
-            self.present, self._is_kept = False, self._is_kept and not self.spec.wire.codes_stay
+            self.present, self._is_kept = False, self._is_kept and not self.spec.weight_wire.codes_stay
 
     def arrive(self) -> None:
         """Full weights can be read."""
         if self._is_kept:
             self._count(bucket_memory.arrive(self.spec))
-            self._is_kept = self.spec.wire.codes_stay
+            self._is_kept = self.spec.weight_wire.codes_stay
 
     def drop_between(self) -> None:
         if self._is_kept:

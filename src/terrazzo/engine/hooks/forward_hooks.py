@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from terrazzo.engine.autograd.announce import Announcements
 from terrazzo.engine.autograd.copies import Copies
 from terrazzo.engine.autograd.listeners import eager, inside_backward, on_backward
-from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
 from terrazzo.engine.autograd.saved import SavedWeights
 from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.engine.comm.label import Purpose
-from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.hooks.module_tree import ModuleTree
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.progress.loss_scale import LossScale
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import tree_map_only

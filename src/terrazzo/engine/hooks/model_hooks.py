@@ -8,11 +8,11 @@ from torch import nn
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.agreement import Agreement
-from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks, GradientListener
 from terrazzo.engine.hooks.forward_hooks import ForwardHooks
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch.optim import Optimizer
 
-from terrazzo.engine.autograd.loss_scale import LossScale
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.stock.template import Templates
+from terrazzo.engine.progress.loss_scale import LossScale
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.calls import do_nothing
 
 __all__ = ["Drivers"]

@@ -17,7 +17,6 @@ from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.counts.traffic import Traffic
-from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.dry_run.promise import Promise
 from terrazzo.engine.hooks.model_hooks import ModelHooks
@@ -33,6 +32,7 @@ from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 

@@ -7,7 +7,7 @@ goes through these modules, from top to bottom:
       torch's hook before it: OptimizerDriver._before_step               driver
         engine.before_step()           edits of users are taken over     model/engine
         SwappedGroups.hold_segments    segments replace parameters       swapped_groups
-        LossScale.skips                fp16 only: overflow ends here     autograd/loss_scale
+        LossScale.skips                fp16 only: overflow ends here     progress/loss_scale
         SwappedGroups.recut            split at parameters without       swapped_groups, segment
                                        a gradient
         OffDeviceUpdates.before_step   waits for updates that last       offload/background

@@ -15,11 +15,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from terrazzo.engine.autograd.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.consensus.noted_numbers import NotedNumbers
-from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.optim.clipping import overflowed
 from terrazzo.engine.optim.device_updates import DeviceUpdates
 from terrazzo.engine.optim.matrices.matrix_steps import MatrixSteps
@@ -30,6 +27,9 @@ from terrazzo.engine.optim.stock.settings import Settings, hyper_parameters, mov
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.progress.loss_scale import DynamicLossScale, LossScale
+from terrazzo.engine.progress.noted_numbers import NotedNumbers
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.callers import is_inside_own_step
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import model_gone, weakly

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 

@@ -7,7 +7,7 @@
     weight_wire     what weights are sent as
     diloco          replicas that train by themselves, and their outer step
     error_feedback  residuals, which codes of gradients leave: the formula, and which ranks have which
-    kinds           names of states of which several ranks have their own
+    state_names     names in checkpoints of states of which several ranks have their own
     moves           one collective or copy, and the sums that these make in each kind of backward pass
     gradient_wire   what gradients are sent as, and the moves that sum them
     bucket_spec     what follows from all of these for one bucket: its states, their memory, its moves

@@ -120,7 +120,7 @@ def decode(spec: BucketSpec, again: bool) -> Iterator[Allocation]:
 
     Nothing happens where weights are sent in a dtype. Argument as of `gather`.
     """
-    if spec.wire.codes_stay:
+    if spec.weight_wire.codes_stay:
         if not again:
             yield Allocation(_GATHERED, spec.between_bytes)
         yield from _scratch(spec)
@@ -142,7 +142,7 @@ def _scratch(spec: BucketSpec) -> Iterator[Allocation]:
 
 def arrive(spec: BucketSpec) -> Iterator[Allocation]:
     """Full weights can be read: what `between` kept in their place goes, but codes stay beside them."""
-    if not spec.wire.codes_stay:
+    if not spec.weight_wire.codes_stay:
         yield from drop_between(spec)
 
 
@@ -165,7 +165,7 @@ def rest_between(spec: BucketSpec, is_kept: bool) -> Iterator[Allocation]:
 
 def release(spec: BucketSpec) -> Iterator[Allocation]:
     """Full weights go, and codes that are kept beside them."""
-    if spec.wire.codes_stay:
+    if spec.weight_wire.codes_stay:
         yield from drop_between(spec)
     yield Allocation(_GATHERED, -spec.full_bytes)
 

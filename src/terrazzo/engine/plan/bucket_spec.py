@@ -36,7 +36,7 @@ from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
 from terrazzo.engine.plan.moves import GradientFate, MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
+from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 
 __all__ = ["BucketSpec", "StateBytes"]
 
@@ -175,7 +175,7 @@ class BucketSpec:
     # -- what weights and gradients are sent as ----------------------------------------------------------------
 
     @cached_property
-    def wire(self) -> Wire:
+    def weight_wire(self) -> WeightWire:
         """Format of weights as they are gathered for computing."""
         if self.packed is not None:
             return PackedWire(self.packed)
@@ -184,17 +184,17 @@ class BucketSpec:
         return DtypeWire(self.compute_dtype)
 
     @cached_property
-    def update_wire(self) -> Wire:
+    def update_wire(self) -> WeightWire:
         """Format of new weights on their way from the optimizer's to where weights rest.
 
         If it rounds, those at rest are what ranks see of the optimizer's.
         """
-        return self.wire if self._rounds_updates else DtypeWire(self.weight_dtype)
+        return self.weight_wire if self._rounds_updates else DtypeWire(self.weight_dtype)
 
     @property
     def _rounds_updates(self) -> bool:
         """Whether new weights are rounded as they are sent; where none are, nothing is."""
-        return self.wire.rounds and self.weight_axes != self.optim_axes
+        return self.weight_wire.rounds and self.weight_axes != self.optim_axes
 
     @cached_property
     def reduce_format(self) -> WireFormat | None:
@@ -272,7 +272,7 @@ class BucketSpec:
         if not self.regathered or self.between_axes == self.weight_axes:
             return 0
         numel = self.numel(self.between_axes)
-        return self.weight_bytes(numel) if self.wire.codes_stay else numel * self.compute_dtype.itemsize
+        return self.weight_bytes(numel) if self.weight_wire.codes_stay else numel * self.compute_dtype.itemsize
 
     def pending_dtype(self, fate: GradientFate) -> torch.dtype:
         """The dtype of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
@@ -291,12 +291,12 @@ class BucketSpec:
     @property
     def scratch_bytes(self) -> int:
         """Bytes to encode or decode what is sent of full weights, or to decode the codes that they rest in."""
-        return self.wire.scratch_bytes(self.full_numel, self._device_kind)
+        return self.weight_wire.scratch_bytes(self.full_numel, self._device_kind)
 
     @property
     def gathers_into_place(self) -> bool:
         """Whether memory for full weights is there before they come; else as they are decoded."""
-        return not self.wire.message_bytes(self.full_numel) or self.tiers.weight != "device"
+        return not self.weight_wire.message_bytes(self.full_numel) or self.tiers.weight != "device"
 
     def arriving_bytes(self, axes: tuple[str, ...]) -> int:
         """Bytes of the message that full weights come in, until it is decoded; 0 where they come straight.
@@ -304,19 +304,19 @@ class BucketSpec:
         Args:
             axes: over which they are split before.
         """
-        return self.wire.message_bytes(self.full_numel) if axes else 0
+        return self.weight_wire.message_bytes(self.full_numel) if axes else 0
 
     # -- collectives -------------------------------------------------------------------------------------------
 
     @cached_property
     def weight_gathers(self) -> Sequence[MoveBytes]:
         """Gathers of full weights from where they rest."""
-        return self._gathers(self.weight_axes, (), self.wire, "weights")
+        return self._gathers(self.weight_axes, (), self.weight_wire, "weights")
 
     @cached_property
     def between_gathers(self) -> Sequence[MoveBytes]:
         """Gathers of full weights in backward, from what `between` keeps of them."""
-        return self._gathers(self.between_axes, (), self.wire, "weights")
+        return self._gathers(self.between_axes, (), self.weight_wire, "weights")
 
     @cached_property
     def update_gathers(self) -> Sequence[MoveBytes]:
@@ -340,7 +340,9 @@ class BucketSpec:
             last=Reduction(partial, partial_axes, finish, optim, finishing_bytes),
         )
 
-    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], wire: Wire, what: str) -> list[MoveBytes]:
+    def _gathers(
+        self, source: tuple[str, ...], target: tuple[str, ...], wire: WeightWire, what: str
+    ) -> list[MoveBytes]:
         moves, own = [], self.numel(source)
         for cut in range(len(source) - 1, len(target) - 1, -1):
             wider = self.numel(source[:cut])

@@ -1,7 +1,7 @@
 """Formats that the weights of a bucket are sent in: sizes, and what they mean for memory and for values.
 
-One of three, which `BucketSpec.wire` is: a dtype, blocks of 8 bits, or the packed codes that they rest in. Each has its
-counterpart that moves tensors in `buckets/weights/weight_gathers`.
+`BucketSpec.weight_wire` is one of three: a dtype, blocks of 8 bits, or the packed codes that they rest in. Each has
+its counterpart that moves tensors in `buckets/weights/weight_gathers`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from terrazzo.engine.formats.format_names import FrozenFormat, WireFormat
 
-__all__ = ["BlockWire", "DtypeWire", "PackedWire", "Wire"]
+__all__ = ["BlockWire", "DtypeWire", "PackedWire", "WeightWire"]
 
 
-class Wire(ABC):
+class WeightWire(ABC):
     """Format that weights are sent in.
 
     Attributes:
@@ -55,7 +55,7 @@ class Wire(ABC):
 
 
 @dataclass(frozen=True)
-class DtypeWire(Wire):
+class DtypeWire(WeightWire):
     """Full weights in the dtype that is computed in, sent straight into their memory."""
 
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class DtypeWire(Wire):
 
 
 @dataclass(frozen=True)
-class BlockWire(Wire):
+class BlockWire(WeightWire):
     """Blocks, encoded for the message alone."""
 
     form: WireFormat
@@ -89,7 +89,7 @@ class BlockWire(Wire):
 
 
 @dataclass(frozen=True)
-class PackedWire(Wire):
+class PackedWire(WeightWire):
     """The codes that weights rest in, sent into the memory that they are decoded in."""
 
     form: FrozenFormat

@@ -21,7 +21,6 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.pass_end import meet, weights_are_split
-from terrazzo.engine.consensus.progress import Denominator, Progress
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
 from terrazzo.engine.hooks.model_hooks import ModelHooks
@@ -37,6 +36,8 @@ from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.unit_choice import Units
+from terrazzo.engine.progress.denominator import Denominator
+from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.pages import keep_freed, keeps, return_freed
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.engine.schedule.pipeline import PipelineSchedule

@@ -17,9 +17,9 @@ from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.plan.box import Box
-from terrazzo.engine.plan.kinds import first_of
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.partition import parameters_by_names
+from terrazzo.engine.plan.state_names import first_of
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer
 from terrazzo.engine.states.pieces import (

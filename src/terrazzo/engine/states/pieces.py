@@ -20,9 +20,9 @@ from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.plan.box import Owned
-from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
+from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.states.saved_states import SavedState, alike_along, saved_weights, share_in_replica
 from terrazzo.errors import Misuse, listed
 

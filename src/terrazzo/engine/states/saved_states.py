@@ -12,9 +12,9 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
-from terrazzo.engine.plan.kinds import numbered
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.runtime.calls import do_nothing
 
 __all__ = ["SavedState", "alike_along", "saved_states", "saved_weights", "share_in_replica"]

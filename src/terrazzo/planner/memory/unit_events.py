@@ -196,7 +196,7 @@ def unit_events(unit: UnitShape, placement: Placement) -> UnitEvents:
         gather_again=_gather(again, again=True),
         gather_late=_gather(own, publishes=any(map(bucket_memory.publishes_late, own))),
         publish=_sum_of(_allocated(bucket_memory.publish(b)) for b in trained),
-        rest_between=_sum_of(bucket_memory.rest_between(b, is_kept=b.wire.codes_stay) for b in again),
+        rest_between=_sum_of(bucket_memory.rest_between(b, is_kept=b.weight_wire.codes_stay) for b in again),
         arrive=_sum_of(bucket_memory.arrive(b) for b in again),
         release=_sum_of(bucket_memory.release(b) for b in own),
         between=sum(bucket_memory.staying_bytes(b) for b in own),

@@ -14,9 +14,9 @@ from torch import Tensor
 from terrazzo.engine.border.measuring.measured import measured_gradient
 from terrazzo.engine.border.measuring.measures import Spread
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.consensus.noted_numbers import NotedNumbers
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norm_dtype, norms
+from terrazzo.engine.progress.noted_numbers import NotedNumbers
 from terrazzo.errors import Misuse
 
 __all__ = ["GradientAnswers", "GradientKey"]

@@ -1,6 +1,6 @@
 """Ways for the weights of a bucket to come to this rank, and what is there of them between forward and backward.
 
-There is one way for each thing that weights are sent as, `BucketSpec.wire`:
+There is one way for each thing that weights are sent as, `BucketSpec.weight_wire`:
 
     wire         how weights come                               what `between` names
     DtypeWire    straight into the memory of full weights       a part of full weights, in their place, until the
@@ -28,7 +28,7 @@ from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Handle, Moves, outlives_chain
 from terrazzo.engine.formats.block_format import BlockCodes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
+from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 
 __all__ = ["UpdateWay", "unpack", "update_way", "weight_gather"]
 
@@ -44,8 +44,10 @@ def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Re
     Raises:
         NotImplementedError: for a wire that has none.
     """
-    if (way := _GATHERS.get(type(spec.wire))) is None:
-        raise NotImplementedError(f"Weights cannot be gathered as {type(spec.wire).__name__}: add its way to _GATHERS.")
+    if (way := _GATHERS.get(type(spec.weight_wire))) is None:
+        raise NotImplementedError(
+            f"Weights cannot be gathered as {type(spec.weight_wire).__name__}: add its way to _GATHERS."
+        )
     return way(spec, space, memory, weight, ledger)
 
 
@@ -75,7 +77,7 @@ class WeightGather(ABC):
 
     def __init__(self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> None:
         self._space, self._memory, self._weight, self._ledger = space, memory, weight, ledger
-        self._wire, self._scratch_bytes = spec.wire, spec.scratch_bytes
+        self._wire, self._scratch_bytes = spec.weight_wire, spec.scratch_bytes
         self._gathers_into_place = spec.gathers_into_place
         is_apart = spec.regathered and spec.between_axes != spec.weight_axes
         self._between_axes = spec.between_axes if is_apart else None
@@ -209,7 +211,7 @@ def unpack(codes: Tensor, blocks: BlockCodes, into: Tensor) -> None:
         into[part] = blocks.decode(codes[coded]).bfloat16()  # as they are saved, whatever is computed in
 
 
-_GATHERS: dict[type[Wire], type[WeightGather]] = {
+_GATHERS: dict[type[WeightWire], type[WeightGather]] = {
     DtypeWire: _DtypeGather,
     BlockWire: _BlockGather,
     PackedWire: _PackedGather,
@@ -237,7 +239,7 @@ def _update_in_blocks(
         message.unpack(buffer.data)
 
 
-_UPDATES: dict[type[Wire], Callable[..., Moves[None]]] = {
+_UPDATES: dict[type[WeightWire], Callable[..., Moves[None]]] = {
     DtypeWire: _update_in_dtype,
     BlockWire: _update_in_blocks,
 }

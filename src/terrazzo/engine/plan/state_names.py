@@ -1,4 +1,4 @@
-"""Names of states of which several ranks have their own: in checkpoints the first has the plain name, others a number.
+"""Names in checkpoints of states of which several ranks have their own: the first has the plain name, others a number.
 
 They are what optimizers keep in replicas that train by themselves, and the residuals of codes of gradients.
 """
