@@ -23,7 +23,8 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of, estimate
 from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.sharding.checks import check_graphs, check_kind, check_mesh, check_precision
+from terrazzo.engine.sharding.mesh_checks import check_kind, check_mesh
+from terrazzo.engine.sharding.settings_checks import check_graphs, check_precision
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
@@ -425,7 +426,7 @@ def test_a_kind_of_device_that_nobody_has_tried() -> None:
 
 def test_sums_that_nccl_would_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_group(2):
-        monkeypatch.setattr("terrazzo.engine.sharding.checks.backend_of", lambda group, device: "nccl")
+        monkeypatch.setattr("terrazzo.engine.sharding.settings_checks.backend_of", lambda group, device: "nccl")
         axes = Axes(init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), Tally())
         check_precision(tz.Precision.named("fp16"), axes)  # which reduces in fp32
         with pytest.raises(tz.BadInput, match=r"reduce='fp16' with NCCL.*Use reduce='fp32'"):
@@ -455,10 +456,10 @@ def test_a_process_group_whose_backend_cannot_serve_the_mesh() -> None:
         mesh: Any = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         axes: Any = SimpleNamespace(summed_over=("dp_shard",), device=torch.device("cuda", 0))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("terrazzo.engine.sharding.checks.backend_of", lambda group, device: "gloo")
+            patch.setattr("terrazzo.engine.sharding.mesh_checks.backend_of", lambda group, device: "gloo")
             with pytest.raises(tz.BadInput, match=r"CUDA.*gloo.*cpu:gloo,cuda:nccl"):
                 check_mesh(mesh, axes)
-            patch.setattr("terrazzo.engine.sharding.checks.backend_of", lambda group, device: "nccl")
+            patch.setattr("terrazzo.engine.sharding.mesh_checks.backend_of", lambda group, device: "nccl")
             axes.device = torch.device("cpu")
             with pytest.raises(tz.BadInput, match=r"CPU.*NCCL"):
                 check_mesh(mesh, axes)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations
-from terrazzo.engine.sharding.forwards import SAVED_OPS
+from terrazzo.engine.unit_forwards.activation_checkpointing import SAVED_OPS
 from tests.engine.toys import (
     TABLE_1D,
     Net,

@@ -35,7 +35,8 @@ INNER_LAYERS = {
     "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
         *("runtime", "comm", "mesh", "pipeline", "formats", "plan", "buckets", "schedule", "autograd", "progress"),
-        *("consensus", "hooks", "optim", "offload", "dry_run", "model", "states", "border", "sharding", ""),
+        *("consensus", "hooks", "optim", "offload", "unit_forwards", "dry_run", "model", "states", "border"),
+        *("sharding", ""),
     ),
     "engine.buckets": ("resting", "parameters", "gradients", "weights", CORE, ""),
     "engine.border": ("measuring", "gradients", CORE, ""),

@@ -2,25 +2,26 @@
 
 Folders, from the lowest to the highest:
 
-    runtime     threads, devices, memory, and torch's own runtime
-    comm        how ranks exchange
-    mesh        the axes of the mesh, and the collectives along each
-    pipeline    the stages of a model that this rank runs
-    formats     what numbers look like in fewer bits than any dtype has
-    plan        what is stated: flat spaces, places, what moves
-    buckets     what is in memory, and how parameters are views of it
-    schedule    when it moves
-    autograd    what a forward leaves behind, in autograd's graph and on modules
-    progress    what changes from step to step: the loss scale, divisors, hyper-parameters
-    consensus   what ranks must have alike, and where they compare it
-    hooks       what torch calls while a model runs
-    optim       stock optimizers over flat master weights
-    offload     what is away from the device
-    dry_run     memory and traffic of a step that has not run
-    model       a sharded model as one object
-    states      what there is to save of it, and how it comes back
-    border      what a user may do with it: how that is intercepted, and what is answered
-    sharding    tz.shard, and what comes before it
+    runtime        threads, devices, memory, and torch's own runtime
+    comm           how ranks exchange
+    mesh           the axes of the mesh, and the collectives along each
+    pipeline       the stages of a model that this rank runs
+    formats        what numbers look like in fewer bits than any dtype has
+    plan           what is stated: flat spaces, places, what moves
+    buckets        what is in memory, and how parameters are views of it
+    schedule       when it moves
+    autograd       what a forward leaves behind, in autograd's graph and on modules
+    progress       what changes from step to step: the loss scale, divisors, hyper-parameters
+    consensus      what ranks must have alike, and where they compare it
+    hooks          what torch calls while a model runs
+    optim          stock optimizers over flat master weights
+    offload        what is away from the device
+    unit_forwards  what is put around forwards of units before a model is sharded
+    dry_run        memory and traffic of a step that has not run
+    model          a sharded model as one object
+    states         what there is to save of it, and how it comes back
+    border         what a user may do with it: how that is intercepted, and what is answered
+    sharding       tz.shard, and what comes before it
 
 Four ways through it, each from its first call to its last:
 
@@ -74,7 +75,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     offload.needs                               what rests away from the device, likewise
     offload.nvme.swap_file                      swap files and their folders, for advice on them
     offload.nvme.swap_folder
-    sharding.mesh_checks                        whether a model was divided for a mesh
+    sharding.shared_parts_checks                whether a model was divided for a mesh
     consensus.joint_checks                      what ranks are told alike, or refuse as one
     consensus.equal_values                      tensors that all ranks have alike before a model is cut
     buckets.parameters.note                     whose hooks are on a weight, and what replaces one
@@ -110,7 +111,6 @@ from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
-from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.states.listing import Listed, listing
@@ -121,6 +121,8 @@ from terrazzo.engine.states.restore import StateReader
 from terrazzo.engine.states.state_dict import whole_state_dict
 from terrazzo.engine.states.unit_snapshot import UnitSnapshot
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
+from terrazzo.engine.unit_forwards.activation_checkpointing import checkpoint_activations
+from terrazzo.engine.unit_forwards.compiled_units import compile_units
 
 __all__ = [
     "DTYPES",

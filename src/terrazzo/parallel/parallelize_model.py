@@ -14,7 +14,7 @@ from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES
 from terrazzo.engine.mesh.meshes import expert_mesh
-from terrazzo.engine.sharding.mesh_checks import check_uncut
+from terrazzo.engine.sharding.shared_parts_checks import check_uncut
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode, check_names

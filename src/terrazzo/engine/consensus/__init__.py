@@ -4,7 +4,7 @@ Each rank keeps its own part of all states, so one that has done something else 
 
     when                                        what                                         where
     tz.shard, tz.attach, before they change     model, arguments, versions; one rank's       joint_checks, of facts
-    anything                                    refusal is everyone's                        from sharding/compared
+    anything                                    refusal is everyone's                        in sharding/compared_facts
     a training forward ends, until the order    the units that ran; the merged list is the   agreement
     is settled                                  program from then on
     a forward or a backward ends                which exchange this is, steps, hyper-        pass_end, of what

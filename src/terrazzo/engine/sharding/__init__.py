@@ -4,9 +4,11 @@
 `engine.estimate` stops there:
 
     prepare                             what is asked for is read, on all ranks or on none      prepare
-      _check_model, _read_arguments     the model's kind, units, plan, optimizers               model_checks, checks,
-                                                                                                mesh_checks
-      check_alike                       ranks have the same model, and were told the same       compared
+      check_group, check_mesh           whether ranks can exchange                              mesh_checks
+      _check_model, _read_arguments     the model's kind, units, plan, optimizers               model_checks,
+                                                                                                settings_checks,
+                                                                                                shared_parts_checks
+      check_alike                       ranks have the same model, and were told the same       compared_facts
       _lay_out: a Bucket for each group and what these cannot do is refused                     packed_checks,
                                                                                                 matrix_checks
     ------------------------------------------------------------------------------------------------------------
@@ -19,18 +21,18 @@
 One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the `Layout` of a `Bucket`, elements of the
 `Resting` that holds this rank's part, and a view of `FullWeights`.
 
-    shard           `tz.shard` and the functions that act on a sharded model
-    prepare         all that precedes a change
-    model_checks    what a model may be made of: modules, parameters, dtypes
-    checks          what must hold of mesh, precision, offload and optimizers
-    mesh_checks     parts of parameters and sequences that ranks share: whether they fit the mesh
-    matrix_checks   whether matrices that an optimizer updates whole can be
-    replica_checks  whether replicas can train by themselves
-    packed_checks   whether frozen matrices can be kept in 4 bits
-    compared        what ranks have alike
-    initial_values  what a model on the meta device begins with, unit by unit
-    attach          puts optimizers on a sharded model
-    forwards        activation checkpointing and compilation of units, applied before `tz.shard`
+    shard                `tz.shard` and the functions that act on a sharded model
+    prepare              all that precedes a change
+    model_checks         what a model may be made of: modules, parameters, dtypes
+    mesh_checks          whether ranks can exchange, on devices and axes that are known
+    settings_checks      what must hold of precision, offload and optimizers
+    shared_parts_checks  parts of parameters and sequences that ranks share: whether they fit the mesh
+    matrix_checks        whether matrices that an optimizer updates whole can be
+    replica_checks       whether replicas can train by themselves
+    packed_checks        whether frozen matrices can be kept in 4 bits
+    compared_facts       what ranks have alike
+    initial_values       what a model on the meta device begins with, unit by unit
+    attach               puts optimizers on a sharded model
 
 Read them in that order.
 """

@@ -20,9 +20,9 @@ from terrazzo.engine.optim.stock.param_groups import assign_groups, choose_kerne
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.sharding.checks import check_several
-from terrazzo.engine.sharding.compared import optimizer_facts, state_facts
+from terrazzo.engine.sharding.compared_facts import optimizer_facts, state_facts
 from terrazzo.engine.sharding.matrix_checks import check_matrices
+from terrazzo.engine.sharding.settings_checks import check_several
 from terrazzo.engine.states.restore import FullStates, restore_optimizer
 from terrazzo.errors import Misuse
 

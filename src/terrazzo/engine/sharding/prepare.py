@@ -37,24 +37,33 @@ from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.compiled import compilation_of
-from terrazzo.engine.sharding.checks import (
+from terrazzo.engine.sharding.compared_facts import (
+    buffer_facts,
+    check_versions,
+    model_facts,
+    optimizer_facts,
+    state_facts,
+)
+from terrazzo.engine.sharding.initial_values import check_initializable
+from terrazzo.engine.sharding.matrix_checks import check_matrices
+from terrazzo.engine.sharding.mesh_checks import check_group, check_kind, check_mesh
+from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_model
+from terrazzo.engine.sharding.packed_checks import check_packed
+from terrazzo.engine.sharding.replica_checks import check_diloco
+from terrazzo.engine.sharding.settings_checks import (
     check_graphs,
-    check_group,
-    check_kind,
-    check_mesh,
     check_offload,
     check_precision,
     check_several,
     warn_of_unused,
     warn_of_unused_formats,
 )
-from terrazzo.engine.sharding.compared import buffer_facts, check_versions, model_facts, optimizer_facts, state_facts
-from terrazzo.engine.sharding.initial_values import check_initializable
-from terrazzo.engine.sharding.matrix_checks import check_matrices
-from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
-from terrazzo.engine.sharding.model_checks import check_device, check_dtypes, check_model
-from terrazzo.engine.sharding.packed_checks import check_packed
-from terrazzo.engine.sharding.replica_checks import check_diloco
+from terrazzo.engine.sharding.shared_parts_checks import (
+    check_experts_shared,
+    check_parts,
+    check_sequences,
+    check_stages,
+)
 from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count
 

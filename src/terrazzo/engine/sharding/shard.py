@@ -44,8 +44,8 @@ from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.initial_values import InitialValues
-from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
+from terrazzo.engine.sharding.shared_parts_checks import exchanged_along
 from terrazzo.errors import BadInput, listed, warn
 from terrazzo.given_numbers import is_number
 

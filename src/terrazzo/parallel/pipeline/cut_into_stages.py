@@ -16,7 +16,7 @@ from terrazzo.engine import STAGES_OF, give_up
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.partition import parameters_by_names
-from terrazzo.engine.sharding.mesh_checks import check_uncompiled, check_uncut
+from terrazzo.engine.sharding.shared_parts_checks import check_uncompiled, check_uncut
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.peft_adapters import adapted
 from terrazzo.parallel.pipeline.model_line import own_line

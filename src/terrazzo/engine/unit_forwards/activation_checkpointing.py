@@ -1,12 +1,7 @@
-"""Activation checkpointing and per-unit compilation, applied to a model before it is sharded.
-
-Both wrap the unit's own `forward`, inside the hooks: recomputation happens while the unit's weights are gathered for
-its backward, and compiled graphs never see the engine.
-"""
+"""Activation checkpointing of units: what their forwards keep for backward, and what runs again."""
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,17 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.offload.activations import OffloadedActivations
-from terrazzo.engine.plan.unit_choice import Units, find_units
+from terrazzo.engine.plan.unit_choice import Units
+from terrazzo.engine.unit_forwards.layered_forward import Forward, surround, unit_modules
 from terrazzo.errors import BadInput, Misuse, did_you_mean
 from terrazzo.given_numbers import is_count
+from terrazzo.marks import is_sharded
 from terrazzo.words import CHECKPOINT_MODES
 
-__all__ = ["checkpoint_activations", "compile_units"]
-
-Forward = Callable[..., Any]
-Layer = Callable[[Forward], Forward]
+__all__ = ["checkpoint_activations"]
 
 
 SAVED_OPS = (
@@ -95,73 +88,10 @@ def checkpoint_activations(
     elif mode == "selective_half":
         context = _half_context
     offloading = OffloadedActivations() if offload else None
-    for module in _unit_modules(model, units)[::every]:
-        _surround(module, functools.partial(_checkpointed, context, offload))
+    for module in unit_modules(model, units)[::every]:
+        surround(module, functools.partial(_checkpointed, context, offload))
         if offloading is not None:
-            _surround(module, offloading)
-
-
-def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
-    """Compile each unit's forward. Call it before `tz.shard`, after `checkpoint_activations`.
-
-    Args:
-        units: as for `tz.shard`.
-        options: for `torch.compile`.
-
-    Raises:
-        BadInput: for a unit whose forward somebody has wrapped around offloading; nothing is compiled then.
-    """
-
-    def compiled(forward: Forward) -> Forward:
-        return torch.compile(forward, **options)
-
-    modules = _unit_modules(model, units)
-    for module in modules:
-        if hasattr(module.forward, "offloading") and not isinstance(module.forward, LayeredForward):
-            raise BadInput(
-                f"The forward of a {type(module).__name__}, whose activations are offloaded, has been wrapped since: "
-                "compile units before that, right behind checkpoint_activations."
-            )
-    for module in modules:
-        _surround(module, compiled)
-
-
-class LayeredForward:
-    """A module's forward with layers around it, which a deep copy of the module has around its own forward.
-
-    A function in its place would be shared by both, and the copy would compute with the weights of the original. What
-    the outermost function has of attributes, this object has too: they tell that it is compiled.
-
-    Args:
-        inner: a bound method, or what somebody else has put in its place.
-        layers: from the innermost; each makes a function of a forward.
-    """
-
-    def __init__(self, inner: Forward, layers: Sequence[Layer]) -> None:
-        run = inner
-        for layer in layers:
-            run = layer(run)  # of functions, so that the compiler sees the same code for all units
-        functools.update_wrapper(self, run)
-        self.inner, self.layers, self._run = inner, layers, run  # last: what somebody has put there may have an 'inner'
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayeredForward:
-        return LayeredForward(copy.deepcopy(self.inner, memo), copy.deepcopy(self.layers, memo))
-
-
-def _surround(module: nn.Module, layer: Layer) -> None:
-    """Put a layer around a module's forward, but inside of offloading: copies stay out of compiled graphs."""
-    forward: Any = module.forward
-    inner, layers = (forward.inner, forward.layers) if isinstance(forward, LayeredForward) else (forward, ())
-    is_offloaded = bool(layers) and isinstance(layers[-1], OffloadedActivations)
-    behind = len(layers) - 1 if is_offloaded else len(layers)
-    module.forward = LayeredForward(inner, (*layers[:behind], layer, *layers[behind:]))
-
-
-def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
-    return [model.get_submodule(name) for name in find_units(model, units)[0]]
+            surround(module, offloading)
 
 
 def _checkpointed(context: Callable[[], Any] | None, keeps_keywords: bool, forward: Forward) -> Forward:

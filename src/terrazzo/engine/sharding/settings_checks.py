@@ -1,4 +1,4 @@
-"""Checks before a model is sharded, on every rank from data that all ranks share."""
+"""Checks of precision, offload and optimizers: what the device cannot do, and what does not go together."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGES
+from terrazzo.engine.mesh.family import SAME_DATA_AXES
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
@@ -20,69 +19,16 @@ from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import BadInput, Misuse, warn
+from terrazzo.errors import BadInput, warn
 
 __all__ = [
     "check_graphs",
-    "check_group",
-    "check_kind",
-    "check_mesh",
     "check_offload",
     "check_precision",
     "check_several",
     "warn_of_unused",
     "warn_of_unused_formats",
 ]
-
-
-def check_group() -> None:
-    """Refuse to go on without a process group, through which ranks hear of each other's errors.
-
-    Raises:
-        Misuse: there.
-    """
-    if not dist.is_initialized():
-        raise Misuse(
-            "tz.shard needs torch.distributed. Call torch.distributed.init_process_group() first, in a script that "
-            "'terrazzo run --ranks N script.py' or 'torchrun --nproc-per-node=N script.py' starts; N may be 1."
-        )
-
-
-def check_kind(kind: str) -> None:
-    """Refuse a mesh on devices whose streams and pinned memory this version does not know.
-
-    Raises:
-        BadInput: there.
-    """
-    if kind not in devices.KINDS:
-        raise BadInput(
-            f"The mesh is on {kind!r}; this version runs on {' and '.join(devices.KINDS)}, AMD's GPUs being cuda to "
-            "torch as well. Build the mesh with init_device_mesh('cpu', ...) to try a script there."
-        )
-
-
-def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
-    """Refuse a mesh without data axes, with unknown axes, or with a backend that cannot serve it.
-
-    Raises:
-        BadInput: there.
-    """
-    dims = mesh.mesh_dim_names or ()
-    if not axes.summed_over or any(dim not in (*DATA_AXES, *SAME_DATA_AXES, STAGES) for dim in dims):
-        raise BadInput(
-            f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
-            "dp_replicate, dp_shard and cp, of which it needs one, tp and pp; ep is cut out of these. Make it with "
-            "tz.mesh, or name them: "
-            'mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
-        )
-    backend = backend_of(mesh.get_group(axes.summed_over[0]), axes.device)
-    if axes.device.type == "cuda" and backend == "gloo":
-        raise BadInput(
-            "The mesh is on CUDA, but the process group's backend for CUDA tensors is gloo. Initialise it with "
-            'init_process_group("cpu:gloo,cuda:nccl").'
-        )
-    if axes.device.type == "cpu" and backend == "nccl":
-        raise BadInput('The mesh is on the CPU, but the process group is NCCL. Use init_process_group("cpu:gloo").')
 
 
 def check_precision(precision: Precision, axes: Axes) -> None:

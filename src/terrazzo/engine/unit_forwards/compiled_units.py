@@ -1,0 +1,39 @@
+"""Compilation of units, one by one: their graphs never see the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo.engine.plan.unit_choice import Units
+from terrazzo.engine.unit_forwards.layered_forward import Forward, LayeredForward, surround, unit_modules
+from terrazzo.errors import BadInput
+
+__all__ = ["compile_units"]
+
+
+def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
+    """Compile each unit's forward. Call it before `tz.shard`, after `checkpoint_activations`.
+
+    Args:
+        units: as for `tz.shard`.
+        options: for `torch.compile`.
+
+    Raises:
+        BadInput: for a unit whose forward somebody has wrapped around offloading; nothing is compiled then.
+    """
+
+    def compiled(forward: Forward) -> Forward:
+        return torch.compile(forward, **options)
+
+    modules = unit_modules(model, units)
+    for module in modules:
+        if hasattr(module.forward, "offloading") and not isinstance(module.forward, LayeredForward):
+            raise BadInput(
+                f"The forward of a {type(module).__name__}, whose activations are offloaded, has been wrapped since: "
+                "compile units before that, right behind checkpoint_activations."
+            )
+    for module in modules:
+        surround(module, compiled)
