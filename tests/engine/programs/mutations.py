@@ -20,7 +20,7 @@ from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.optim import driver
-from terrazzo.engine.plan.moves import Divisor
+from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.progress.denominator import Denominator
 from terrazzo.engine.sharding import prepare
 
@@ -31,8 +31,8 @@ STRUCK = "tree.parts.0"
 def a_rank_is_left_out_of_a_sum(patch: pytest.MonkeyPatch) -> None:
     take = Gradient._take_unreduced
 
-    def taken(self: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        elements, lent = take(self, dtype)
+    def taken(self: Gradient, fate: GradientFate) -> tuple[torch.Tensor, bool]:
+        elements, lent = take(self, fate)
         return elements.zero_() if _struck(self) and dist.get_rank() == 1 else elements, lent
 
     patch.setattr(Gradient, "_take_unreduced", taken)
@@ -118,9 +118,9 @@ def an_absent_gradient_is_stepped_on(patch: pytest.MonkeyPatch) -> None:
     """Parameters that no rank ran are updated with a gradient of zero."""
     take = gradient.Gradient._take_unreduced
 
-    def taken(self: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    def taken(self: Gradient, fate: GradientFate) -> tuple[torch.Tensor, bool]:
         self.seen = [True] * len(self.seen)
-        return take(self, dtype)
+        return take(self, fate)
 
     patch.setattr(gradient.Gradient, "_take_unreduced", taken)
 

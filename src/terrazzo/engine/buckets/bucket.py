@@ -72,18 +72,18 @@ class Bucket:
         axes, first, align = sharding.axes, members[0].parameter, sharding.align(packed)
         layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), align)
         self.spec = BucketSpec(
-            layout.numel,
-            sharding.plan,
-            sharding.precision,
-            sharding.ranks,
-            tiers,
+            full_numel=layout.numel,
+            plan=sharding.plan,
+            precision=sharding.precision,
+            ranks=sharding.ranks,
+            tiers=tiers,
             trainable=members[0].trainable,
             keep=keep,
             stored=None if first.dtype.is_floating_point else first.dtype,
             on_host=axes.device.type == "cpu",
             stages=members[0].stages,
             packed=packed,
-            matrices=travels_in_blocks(members[0].shape),
+            in_blocks=first.dtype.is_floating_point and travels_in_blocks(members[0].shape),
             diloco=sharding.diloco,
         )
         self.members, self.ledger, self.space = members, ledger, Space(layout, axes)
@@ -92,7 +92,7 @@ class Bucket:
         self.outer: list[Resting] = []
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
-        self._moment_places: list[tuple[Range, Resting]] = []
+        self._moment_rooms: list[tuple[Range, Resting]] = []
 
     @property
     def axes(self) -> Axes:
@@ -173,30 +173,30 @@ class Bucket:
             windows: for each state, by name, those of this rank's elements that have it.
         """
         axes, tier, precision = self.spec.optim_axes, self.spec.tiers.optim, self.spec.precision
-        form, places = precision.narrow, self._moment_places
+        form, rooms = precision.narrow, self._moment_rooms
         states: dict[str, Resting] = {}
         for name, room in self.rooms_left(windows).items():
             if room is None:
                 if form is None:
                     everything = windows[name] == self.space.range(axes)
                     space = self.space if everything else self.space.windowed(windows[name])
-                    place = store.state(space, axes, precision.shown_moments, tier)
+                    state = store.state(space, axes, precision.shown_moments, tier)
                 else:
-                    place = store.state(self.space.as_bytes(form.blocks), axes, torch.uint8, tier)
-                places.append((windows[name], place))
-                room = len(places) - 1
-            place = places[room][1]
+                    state = store.state(self.space.as_bytes(form.blocks), axes, torch.uint8, tier)
+                rooms.append((windows[name], state))
+                room = len(rooms) - 1
+            state = rooms[room][1]
             if form is None:
-                states[name] = place
+                states[name] = state
             else:
-                states[name] = CodedState(self.space, axes, place, form.blocks.of(name), torch.float32)
+                states[name] = CodedState(self.space, axes, state, form.blocks.of(name), torch.float32)
         self.moments = states
 
     def rooms_left(self, windows: Mapping[str, Range]) -> dict[str, int | None]:
         """Choose, for each state, one of the rooms that earlier optimizers have left; None: it needs one of its own."""
-        free, rooms = list(range(len(self._moment_places))), dict[str, int | None]()
+        free, rooms = list(range(len(self._moment_rooms))), dict[str, int | None]()
         for name, window in windows.items():
-            fitting = (room for room in free if self._moment_places[room][0].intersect(window).numel == window.numel)
+            fitting = (room for room in free if self._moment_rooms[room][0].intersect(window).numel == window.numel)
             rooms[name] = next(fitting, None)
             free = [room for room in free if room != rooms[name]]
         return rooms
@@ -349,7 +349,7 @@ class Bucket:
             own: those of this rank; None where its part of `weight` is there.
         """
         if own is not None:
-            yield from weight.take(own)
+            yield from weight.fill_own(own)
         yield from self._update(weight, self.spec.optim_axes)
 
     @property

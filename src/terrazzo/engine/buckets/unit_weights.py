@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,6 +16,13 @@ from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
 
 __all__ = ["UnitWeights"]
+
+
+@dataclass
+class _UnderWay:
+    """The update that masters are in, or that weights at rest are behind; the chain that follows it ends it."""
+
+    job: Job | None = None
 
 
 class UnitWeights:
@@ -40,9 +48,7 @@ class UnitWeights:
         self.updated = Label(Purpose.UPDATED, index, names=names)
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
-        self._updates: list[
-            Job
-        ] = []  # one at most; in a list, so that a chain can take it out without holding this object
+        self._update = _UnderWay()
         self._when_present: Callable[[], None] | None = None
 
     @property
@@ -67,12 +73,12 @@ class UnitWeights:
     def at_hand(self) -> bool:
         arriving = self._publishing is not None
         readable = all(bucket.full.present or (bucket.spec.resident and arriving) for bucket in self._buckets)
-        return bool(self._gathering) or (readable and not self._updates)
+        return bool(self._gathering) or (readable and not self.updating)
 
     def gather(self, label: Label, from_rest: bool = False) -> None:
         self._finish_gather()
-        if self._updates:
-            publish = _publish_updated(self._buckets, self._updates)
+        if self.updating:
+            publish = _publish_updated(self._buckets, self._update)
             self._gathering = [
                 Transfer(_then_gather(publish, self.updated, self._buckets, from_rest), label, self._streams)
             ]
@@ -92,8 +98,8 @@ class UnitWeights:
 
     def _start_publishing_updated(self) -> None:
         """Start to bring updated weights in line, where no gather is under way that does so itself."""
-        if self._updates and not self._gathering:
-            self._gathering = [Transfer(_publish_updated(self._buckets, self._updates), self.updated, self._streams)]
+        if self.updating and not self._gathering:
+            self._gathering = [Transfer(_publish_updated(self._buckets, self._update), self.updated, self._streams)]
 
     def wait(self) -> None:
         self.finish_publishing()
@@ -114,22 +120,22 @@ class UnitWeights:
 
     def begin_update(self, update: Job) -> None:
         """Note that master weights change until `update` has ended: weights at rest wait for that."""
-        self._updates[:] = [update]
+        self._update.job = update
         for bucket in self._trainable:
             bucket.full.hide()
 
     @property
     def updating(self) -> bool:
         """Whether an update is under way, or has ended and the weights at rest are not in line yet."""
-        return bool(self._updates)
+        return self._update.job is not None
 
     def catch_up(self) -> None:
         """Wait for the update that is under way, and bring resting weights in line."""
         self.finish_publishing()
         if self._gathering:
             self.wait()
-        elif self._updates:
-            Transfer(_publish_updated(self._buckets, self._updates), self.updated).finish()
+        elif self.updating:
+            Transfer(_publish_updated(self._buckets, self._update), self.updated).finish()
 
     def rest_between(self) -> None:
         self._finish_gather()
@@ -198,12 +204,12 @@ def _then_gather(publish: Moves[None], updated: Label, buckets: Sequence[Bucket]
     yield from at_once([Transfer(chain) for chain in _gathers(buckets, from_rest)])
 
 
-def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[None]:
+def _publish_updated(buckets: Sequence[Bucket], update: _UnderWay) -> Moves[None]:
     """Bring resting weights in line with masters that are being updated in the background, once that has ended."""
-    if updates:
+    if update.job is not None:
         with buckets[0].axes.tally.traffic.times_of("", "update").waiting():
-            updates[0].wait()
-        updates.clear()
+            update.job.wait()
+        update.job = None
         for bucket in (bucket for bucket in outlives_chain(lambda: buckets) if bucket.spec.trainable):
             yield from bucket.publish(copied=bucket.own_weight is not None)
             if bucket.spec.resident:

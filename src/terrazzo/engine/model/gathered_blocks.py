@@ -92,7 +92,7 @@ class GatheredBlocks:
             self._enter(outer)
             if outer is None:
                 for bucket in self._buckets:
-                    bucket.full.free_storage()
+                    bucket.full.detach_storage()
             self._schedule.rest()
         if write:
             publish()

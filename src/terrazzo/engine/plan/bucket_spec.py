@@ -49,7 +49,7 @@ class StateBytes(NamedTuple):
     nbytes: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class BucketSpec:
     """Parameters of one unit that share a flat index space.
 
@@ -66,7 +66,7 @@ class BucketSpec:
         on_host: whether collectives reach the host's memory: ranks on CPUs.
         stages: the ranks along the axis of stages that have these parameters, where several do: all hold them alike.
         packed: in which frozen weights rest and are gathered; None: in a dtype.
-        matrices: whether its parameters are matrices, which may be sent in 8 bits; see `travels_in_blocks`.
+        in_blocks: whether its parameters may be sent in blocks, as matrices may; see `travels_in_blocks`.
         diloco: how replicas train by themselves, if they do.
     """
 
@@ -81,7 +81,7 @@ class BucketSpec:
     on_host: bool = False
     stages: tuple[int, ...] = ()
     packed: FrozenFormat | None = None
-    matrices: bool = False
+    in_blocks: bool = False
     diloco: DiLoCo | None = None
     _numels: dict[tuple[str, ...], int] = field(default_factory=dict, init=False, repr=False)
 
@@ -179,7 +179,7 @@ class BucketSpec:
         """Format of weights as they are gathered for computing."""
         if self.packed is not None:
             return PackedWire(self.packed)
-        if self.precision.gather is not None and self.matrices and self.stored is None:
+        if self.precision.gather is not None and self.in_blocks:
             return BlockWire(self.precision.gather)
         return DtypeWire(self.compute_dtype)
 
@@ -199,7 +199,7 @@ class BucketSpec:
     @cached_property
     def reduce_format(self) -> WireFormat | None:
         """Format of gradients along `block_axis`; None where they are sent in a dtype."""
-        return self.precision.quantized_reduce if self.trainable and self.matrices and self.stored is None else None
+        return self.precision.quantized_reduce if self.trainable and self.in_blocks else None
 
     @cached_property
     def block_axis(self) -> str | None:

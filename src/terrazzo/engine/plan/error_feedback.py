@@ -52,9 +52,9 @@ def residuals_along(block: str, split: tuple[str, ...], ranks: Iterable[str]) ->
         ranks: all axes over which gradients are summed, innermost first.
     """
     order = [*split, *(axis for axis in ranks if axis not in split)]  # in which they are summed
-    place = order.index(block)
-    later = tuple(order[place + 1 :])
-    gradients = ResidualSpec(RESIDUAL, split[:place], (block, *later))
+    position = order.index(block)
+    later = tuple(order[position + 1 :])
+    gradients = ResidualSpec(RESIDUAL, split[:position], (block, *later))
     return [gradients] if block in split else [gradients, ResidualSpec(RESIDUAL_OF_SUMS, (*split, block), later)]
 
 

@@ -6,7 +6,7 @@ torch comes to units, on the right what moves:
     call                         goes through                           what moves
     Schedule.begin_forward       ForwardPass                            nothing yet
     ForwardPass.enter(A)         GatheredWeights.gather, Unit.weights   A is gathered, B ahead; A is here as it returns
-    ForwardPass.leave(A)         GatheredWeights.put_down               A goes to `between`
+    ForwardPass.leave(A)         GatheredWeights.reshard                A goes to `between`
     enter(B), leave(B)           the same                               B is on its way already
     Schedule.end_forward         ForwardPass.end, Straying.serve        what only other ranks run
     Schedule.begin_backward      BackwardPass                           nothing yet

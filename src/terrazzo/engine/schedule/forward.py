@@ -61,7 +61,7 @@ class ForwardPass:
         self._weights.expect_backward(unit, to_come)
         self._running[unit.index] -= 1
         self.program.note(unit.index, Event.LEAVE if comes else Event.LEAVE_FOR_GOOD)
-        self._weights.put_down(unit, self.backward_follows)  # which must not depend on this rank's data
+        self._weights.reshard(unit, self.backward_follows)  # which must not depend on this rank's data
 
     def end(self) -> None:
         """The forward has ended here: take part in what other ranks may still run."""
@@ -84,7 +84,7 @@ class ForwardPass:
             unit = self._weights.units[self._order.forward[skipped]]
             unit.weights.wait()
             if not self._running[unit.index]:
-                self._weights.put_down(unit, self.backward_follows)
+                self._weights.reshard(unit, self.backward_follows)
 
     def _come_to(self, position: int) -> None:
         """Start gathering the unit at `position` of the program and those to prefetch."""

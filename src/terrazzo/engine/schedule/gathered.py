@@ -28,7 +28,7 @@ class GatheredWeights:
 
     Two things are told apart. What the program has gathered is the same on every rank, and alone decides what is
     gathered next: `gather`, `leave_forward` and `leave_backward` change it. Which memory may go depends on this rank
-    too, whose data may have led it elsewhere: a unit's weights stay here while its backward is awaited, `put_down` at
+    too, whose data may have led it elsewhere: a unit's weights stay here while its backward is awaited, resharded to
     `between` or whole.
 
     Args:
@@ -42,7 +42,7 @@ class GatheredWeights:
 
     def __init__(self, units: Sequence[Runnable], prefetch: int) -> None:
         self.units, self.prefetch = units, prefetch
-        self._here: set[int] = set()  # gathered by the program, and not put down yet
+        self._here: set[int] = set()  # gathered by the program, and not resharded yet
         self._awaited: set[int] = set()  # units whose backward will be announced, or comes with any
         self._until_end: set[int] = set()  # of these, whose weights stay until backward ends
         self.step_in_flight = False
@@ -66,7 +66,7 @@ class GatheredWeights:
         self.prefetch = max(self.prefetch, count)
 
     def has(self, unit: Runnable) -> bool:
-        """Whether the program has gathered `unit`, and not put it down yet; the same on every rank."""
+        """Whether the program has gathered `unit`, and not resharded it yet; the same on every rank."""
         return unit.index in self._here
 
     def put_back(self, unit: Runnable) -> None:
@@ -92,22 +92,22 @@ class GatheredWeights:
         """The backward of `unit` has been announced."""
         self._awaited.discard(unit.index)
 
-    # -- weights that are put down -----------------------------------------------------------------------------
+    # -- weights that are resharded ----------------------------------------------------------------------------
 
-    def put_down(self, unit: Runnable, backward_follows: bool) -> None:
-        """A forward of `unit` has ended."""
+    def reshard(self, unit: Runnable, backward_follows: bool) -> None:
+        """A forward of `unit` has ended: its weights go to the plan's `between`, or to rest if no backward follows."""
         if unit.index not in self._until_end:
             unit.weights.rest_between() if backward_follows else unit.weights.release()
 
     def leave_forward(self, left: Iterable[int], backward_follows: bool) -> None:
         """The program has left these units in a forward."""
-        put_down = (index for index in left if not backward_follows or self.units[index].weights.regathered)
-        self._here.difference_update(put_down)
+        resharded = (index for index in left if not backward_follows or self.units[index].weights.regathered)
+        self._here.difference_update(resharded)
 
     def end_forward(self, backward_follows: bool) -> None:
-        """A forward has ended everywhere: put down what no announced backward will."""
+        """A forward has ended everywhere: reshard what no announced backward will."""
         left = [unit for unit in self.units if not backward_follows or unit.index not in self._awaited]
-        do_all(functools.partial(self.put_down, unit, backward_follows) for unit in left)
+        do_all(functools.partial(self.reshard, unit, backward_follows) for unit in left)
 
     def abandon_forward(self) -> None:
         """A forward raised."""
@@ -121,7 +121,7 @@ class GatheredWeights:
         if not self.step_in_flight or unit.weights.regathered:
             self._here.discard(unit.index)
         if self.step_in_flight and is_over:
-            self.put_down(unit, backward_follows=True)
+            self.reshard(unit, backward_follows=True)
         elif unit.index not in self._awaited and is_over:
             unit.weights.rest()
 

@@ -20,7 +20,7 @@ class RunnableWeights(Protocol):
 
     @property
     def regathered(self) -> bool:
-        """Whether backward gathers weights again that forward has put down."""
+        """Whether backward gathers weights again that forward has resharded."""
 
     @property
     def at_hand(self) -> bool:

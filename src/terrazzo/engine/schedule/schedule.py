@@ -174,7 +174,7 @@ class Schedule:
     def leave_alone(self, unit: Runnable, to_come: BackwardToCome) -> None:
         """A call of `enter_alone` has ended."""
         self._weights.expect_backward(unit, to_come)
-        self._weights.put_down(unit, to_come is BackwardToCome.ANNOUNCED)
+        self._weights.reshard(unit, to_come is BackwardToCome.ANNOUNCED)
 
     def gather_early(self, unit: Runnable) -> None:
         """Every rank gathers a unit before the program comes to it."""

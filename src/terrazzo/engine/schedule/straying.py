@@ -69,7 +69,7 @@ class Straying:
         self._gather(unit)
         unit.weights.wait()
         if not was_at_hand:
-            self._weights.put_down(unit, during.backward_follows)
+            self._weights.reshard(unit, during.backward_follows)
 
     def _gather(self, unit: Runnable) -> None:
         unit.weights.gather(self._weights.label(Purpose.STRAY, unit.index), from_rest=True)

@@ -116,17 +116,17 @@ class PlannedBucket(BucketSpec):
         axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())
         super().__init__(
-            round_up(self.end, align * split) if self.padded else self.end,
-            placement.expert_plan if self.dealt > 1 else placement.plan,
-            precision,
-            axes,
-            placement.tiers,
-            tensors[0].trainable,
-            keep,
+            full_numel=round_up(self.end, align * split) if self.padded else self.end,
+            plan=placement.expert_plan if self.dealt > 1 else placement.plan,
+            precision=precision,
+            ranks=axes,
+            tiers=placement.tiers,
+            trainable=tensors[0].trainable,
+            keep=keep,
             on_host=placement.host > 0,
             stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
             packed=packed,
-            matrices=travels_in_blocks(tensors[0].shape),
+            in_blocks=travels_in_blocks(tensors[0].shape),
             diloco=placement.diloco,
         )
         each = self.optimizer.bytes_each(precision)

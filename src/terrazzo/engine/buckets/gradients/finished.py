@@ -26,7 +26,7 @@ class FinishedGradient:
     """
 
     _store: StateStore  # from `build` on
-    _place: Resting | None  # None on the device: each finished gradient is a tensor of its own
+    _at_rest: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
     def __init__(self, space: Space, spec: BucketSpec) -> None:
         self.space, self._spec = space, spec
@@ -38,7 +38,7 @@ class FinishedGradient:
         self._store = store
         spec, tier = self._spec, self._spec.tiers.grad
         dtype = spec.precision.accumulate
-        self._place = None if tier == "device" else store.state(self.space, spec.optim_axes, dtype, tier)
+        self._at_rest = None if tier == "device" else store.state(self.space, spec.optim_axes, dtype, tier)
 
     @property
     def exists(self) -> bool:
@@ -55,10 +55,10 @@ class FinishedGradient:
             for part in resting.cuts(resting.range):
                 with resting.opened(part, "change") as sums:
                     sums.add_(data.part(part).to(sums.device))
-        elif self._place is None:
+        elif self._at_rest is None:
             self.sum = SummedGradient(data)
         else:
-            self.sum = SummedGradient(self._place, self._store.commit(self._place, data))
+            self.sum = SummedGradient(self._at_rest, self._store.commit(self._at_rest, data))
 
     def handed_over(self, stepped: Sequence[Range], seen: Iterable[Range]) -> SummedGradient:
         """Return the gradient for an update, which waits until it has landed, and applies the clipping factor itself.
@@ -88,7 +88,7 @@ class FinishedGradient:
         self.changes += 1
         if finished is None:
             return
-        if self._place is None:
+        if self._at_rest is None:
             finished.change(lambda data: multiply(data, factor))
             return
         finished.put_off(factor)

@@ -77,7 +77,7 @@ class Gradient:
         self._counts = [first or not member.replicated for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
-        self._partial_place: Buffer | None = None
+        self._partial_at_rest: Buffer | None = None
 
     def build(self, store: StateStore) -> None:
         """Allocate what lies elsewhere than on the device."""
@@ -215,10 +215,10 @@ class Gradient:
             self._partial = SummedGradient(sums)
             self.ledger.acquire(sums.nbytes - counted_bytes)
             return
-        if self._partial_place is None:
+        if self._partial_at_rest is None:
             host = self._store.extra_host(sums.nbytes).view(sums.dtype)
-            self._partial_place = Buffer(self.space, sums.axes, host)
-        self._partial = SummedGradient(self._partial_place, self._store.commit(self._partial_place, sums))
+            self._partial_at_rest = Buffer(self.space, sums.axes, host)
+        self._partial = SummedGradient(self._partial_at_rest, self._store.commit(self._partial_at_rest, sums))
 
     def _complete(self, partial: Tensor, reduction: Reduction, divisor: Divisor) -> Moves[Tensor]:
         """Sum over the remaining axes, divide once, and bring the finished gradient to its tier."""
@@ -250,9 +250,9 @@ class Gradient:
                 data = yield from along.all_reduce(data.to(wire), dtype, divides_by)
         return data
 
-    def _encoding(self, place: int, loss_scale: float) -> Encode:
-        """Return the encoder for one place of the sum: it adds the residual there, if there is error feedback."""
-        return functools.partial(self.residuals[place].encode, loss_scale=loss_scale) if self.residuals else encode_all
+    def _encoding(self, number: int, loss_scale: float) -> Encode:
+        """Return the encoder of gradients (0) or of their sums (1): with error feedback it adds their residual."""
+        return functools.partial(self.residuals[number].encode, loss_scale=loss_scale) if self.residuals else encode_all
 
     # -- between steps -----------------------------------------------------------------------------------------
 
@@ -329,13 +329,13 @@ class Gradient:
 
 def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
     """Exchange a tensor among stages: those of all, in order; `own` is this rank's. Collective over them; blocks."""
-    links, place = axes.along(axes.stages[0]), axes.stage
-    others, handles = {stage: torch.empty_like(own) for stage in stages if stage != place}, []
+    links, here = axes.along(axes.stages[0]), axes.stage
+    others, handles = {stage: torch.empty_like(own) for stage in stages if stage != here}, []
     for source in stages:  # all begin their messages in one order: NCCL waits for each before the next on its route
-        if source == place:
-            handles += [links.send(own, MessageRoute(kind, place, stage), _TAGS[kind]) for stage in others]
+        if source == here:
+            handles += [links.send(own, MessageRoute(kind, here, stage), _TAGS[kind]) for stage in others]
         else:
-            handles.append(links.receive(others[source], MessageRoute(kind, source, place), _TAGS[kind]))
+            handles.append(links.receive(others[source], MessageRoute(kind, source, here), _TAGS[kind]))
     for handle in handles:
         handle.wait()
-    return [own if stage == place else others[stage] for stage in stages]
+    return [own if stage == here else others[stage] for stage in stages]

@@ -20,7 +20,7 @@ __all__ = ["Residual"]
 
 
 class Residual:
-    """Residual of the elements of one bucket that this rank encodes at one place of a sum: of gradients, or of sums.
+    """Residual of the elements of one bucket that this rank encodes: of gradients, or of their sums.
 
     Methods are given the indices of parameters; None means all.
 
@@ -59,8 +59,8 @@ class Residual:
         if not axes.is_first(beside):
             return None
         number, apart = 0, [axis for axis in self.spec.apart if axis not in beside]
-        for place, size in axes.cuts(apart):
-            number = number * size + place
+        for rank, size in axes.cuts(apart):
+            number = number * size + rank
         return number, axes.size(apart)
 
     def encode(self, values: Tensor, blocks: BlockCodes, into: Tensor, loss_scale: float) -> None:

@@ -153,10 +153,10 @@ class Buffer(Resting):
 
     def gather(self, source: Resting) -> Moves[Tensor]:
         """Fill this buffer from `source`, which is split over more axes: cast, then one all-gather per axis."""
-        yield from self.take(source)
+        yield from self.fill_own(source)
         return (yield from self.complete(source.axes))
 
-    def take(self, source: Resting) -> Moves[None]:
+    def fill_own(self, source: Resting) -> Moves[None]:
         """Fill this rank's part from `source`, which is split over more axes; nothing to do where they are one."""
         own = self.narrow(source.axes).data
         if not (isinstance(source, Buffer) and source.data.data_ptr() == own.data_ptr()):

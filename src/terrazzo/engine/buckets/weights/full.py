@@ -4,7 +4,7 @@ Their life, by the methods that begin each part of it:
 
     gather           on their way into `FullMemory`, as their `WeightGather` brings them
     install          there: modules and users may read the parameters
-    rest_between     put down until backward, but for what `between` keeps
+    rest_between     gone until backward, but for what `between` keeps
     release, rest    gone; after `rest`, so is what `between` has kept
 """
 
@@ -76,7 +76,7 @@ class FullWeights:
             from_rest: gather from where weights rest, even where `between` keeps more of them on this rank.
         """
         if not from_rest and self.present:
-            self._gather.put_down()  # to gather the same part as ranks that have released them
+            self._gather.keep_between()  # to gather the same part as ranks that have released them
         yield from self._gather.fill(from_rest)
         return self.data
 
@@ -97,7 +97,7 @@ class FullWeights:
     def rest_between(self) -> None:
         """Keep the part that the plan's `between` names from forward to backward, and release the rest."""
         if self.present and self._regathered:
-            self._gather.put_down()
+            self._gather.keep_between()
             self._release_full()
 
     def release(self) -> None:
@@ -121,9 +121,9 @@ class FullWeights:
         """Release them and what is kept for backward: weights have changed, or the step is over."""
         do_all((self.release, self._gather.drop_between))
 
-    def free_storage(self) -> None:
+    def detach_storage(self) -> None:
         """Leave their memory to whoever has views of it; the next full weights get other memory."""
-        self._memory.leave(follow=self.edits.move)
+        self._memory.detach(follow=self.edits.move)
 
     def hide(self, arrive: Callable[[], None] | None = None) -> None:
         """Refuse to have resident weights read before `install`: they are being updated elsewhere.

@@ -79,17 +79,17 @@ class FullMemory:
             self._ledger.acquire(self.data.nbytes)
 
     def free(self, follow: Callable[[], None]) -> None:
-        """Give it back, or leave it where numpy has it. `follow` as for `leave`."""
+        """Give it back, or leave it where numpy has it. `follow` as for `detach`."""
         storage = self.data.untyped_storage()
         if self._stays or not storage.size():
             return
         if not storage.resizable():  # numpy has it
-            self.leave(follow)
+            self.detach(follow)
             return
         self._ledger.release(self.data.nbytes)
         storage.resize_(0)
 
-    def leave(self, follow: Callable[[], None]) -> None:
+    def detach(self, follow: Callable[[], None]) -> None:
         """Leave it to whoever has views of it; the next full weights get other memory.
 
         Args:

@@ -92,7 +92,7 @@ class WeightGather(ABC):
         """
 
     @abstractmethod
-    def put_down(self) -> None:
+    def keep_between(self) -> None:
         """Full weights are about to go until backward: keep a part of them."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class _DtypeGather(WeightGather):
     def _source(self, from_rest: bool) -> Resting:
         return self._weight if from_rest or self.between is None else self.between
 
-    def put_down(self) -> None:
+    def keep_between(self) -> None:
         if self.between is None and self._between_axes is not None:
             part = self._memory.buffer.narrow(self._between_axes)
             self.between = Buffer(part.space, part.axes, part.data.clone())
@@ -176,7 +176,7 @@ class _PackedGather(WeightGather):
         self.between = Buffer(codes.space, codes.axes, copied)
         self._ledger.acquire(copied.nbytes)
 
-    def put_down(self) -> None:
+    def keep_between(self) -> None:
         pass  # codes have been there since the gather
 
     def arrived(self) -> None:
