@@ -18,10 +18,12 @@ __all__ = [
     "FILL_IN",
     "PRECISION_SPELLINGS",
     "PRESET_DTYPES",
+    "ROUNDINGS",
     "SCHEDULES",
     "STYLE_NAMES",
     "TIERS",
     "CheckpointMode",
+    "Rounding",
     "check_schedule",
     "dtype_named",
     "preset_named",
@@ -40,6 +42,10 @@ CHECKPOINT_MODES: tuple[CheckpointMode, ...] = get_args(CheckpointMode)
 DTYPE_SPELLINGS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 """torch's name of every dtype that a state may have, by its name in configurations."""
 _DTYPE_OF = {spelling: name for name, long in DTYPE_SPELLINGS.items() for spelling in (name, long)}
+
+Rounding = Literal["nearest", "stochastic", "remainder"]
+"""How a step in fp32 of master weights in bf16 is rounded."""
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 DTYPE_FIELDS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
 """The fields of a `Precision` that are dtypes."""

@@ -8,13 +8,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from terrazzo.config.section import Named
-from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, dtype_named, preset_named
+from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, Rounding, dtype_named, preset_named
 
 __all__ = ["PrecisionConfig"]
 
 DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 MomentsName = Literal["fp32", "bf16", "fp16", "fp64", "int8", "fp8"]
-Rounding = Literal["nearest", "stochastic", "remainder"]
 GatherName = Literal["compute", "int8", "fp8"]
 QuantizedReduceName = Literal["none", "int8", "int4"]
 FrozenName = Literal["nf4", "nf4-double"]

@@ -8,7 +8,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -23,7 +23,15 @@ from terrazzo.engine.plan.layout import ALIGN
 from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.given_numbers import is_count, is_number
-from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
+from terrazzo.words import (
+    DTYPE_FIELDS,
+    DTYPE_SPELLINGS,
+    PRESET_DTYPES,
+    ROUNDINGS,
+    Rounding,
+    dtype_named,
+    preset_named,
+)
 
 __all__ = [
     "DTYPES",
@@ -33,9 +41,6 @@ __all__ = [
     "LossScaling",
     "Precision",
 ]
-
-Rounding = Literal["nearest", "stochastic", "remainder"]
-ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, spelling) for name, spelling in DTYPE_SPELLINGS.items()}
