@@ -361,7 +361,7 @@ def test_the_bill_has_two_copies_in_bf16_of_what_a_rank_sends(plan: str, shape: 
         states = bill.weight_bytes + bill.master_bytes + bill.moments_bytes
         assert engine.state_bytes() == states + bill.residual_bytes
         assert engine.peak_transient_bytes == bill.transient_bytes
-        kept = 4 * copies * sum(bucket.spec.full_numel for bucket in engine.trainable() if bucket.spec.matrices)
+        kept = 4 * copies * sum(bucket.spec.full_numel for bucket in engine.trainable() if bucket.spec.in_blocks)
         without = estimate(
             Net(width=64), sgd, plan, precision=replace(sending(), error_feedback=False), mesh=mesh_of(shape)
         )
