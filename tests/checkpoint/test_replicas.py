@@ -84,7 +84,7 @@ def test_a_flipped_bit_of_what_few_models_have_is_found(state: str) -> None:
         check_replicas(model)
         if rank == 2:
             engine = engine_of(model)
-            bucket: Any = next(each for each in engine.units[1].buckets if each.spec.matrices)
+            bucket: Any = next(each for each in engine.units[1].buckets if each.spec.in_blocks)
             resting = {
                 "average": lambda: engine.averages[bucket],
                 "error_feedback": lambda: bucket.gradient.residuals[0].committed,
