@@ -21,10 +21,10 @@ import torch
 from terrazzo import cli
 from terrazzo.config import Config, load_config
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.launch.rank.process_group import Ranks
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.shell_command import fold_command, terrazzo_command
 from terrazzo.train import start_trainer
-from terrazzo.train.launch.rank.process_group import Ranks
-from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.session.build_session import open_session

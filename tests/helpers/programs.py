@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
+from terrazzo.launch.launcher_pipe import REPORT
 from terrazzo.telemetry.watchdog.watched_rank import TASK
-from terrazzo.train.launch.launcher_pipe import REPORT
 from tests.helpers.forkserver import spawning_by_fork
 from tests.helpers.untraced import PLANNED, leave_out_traces
 

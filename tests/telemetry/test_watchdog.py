@@ -477,8 +477,8 @@ import torch, torch.distributed as dist
 from pathlib import Path
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.train.launch.launcher_pipe import Milestone
-from terrazzo.train.launch.rank.rank_process import RankProcess
+from terrazzo.launch.launcher_pipe import Milestone
+from terrazzo.launch.rank.rank_process import RankProcess
 from terrazzo.telemetry.watchdog.recording import open_flight_recorder
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
@@ -527,8 +527,8 @@ process.run(work)
 
 LAUNCH = """
 import sys
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.start_ranks import launch_ranks
 from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.watchdog import Patience
 sys.exit(launch_ranks(LaunchSpec(2, sys.argv[1:]), patience=Patience(1.0, 600.0)))

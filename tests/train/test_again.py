@@ -14,13 +14,13 @@ import pytest
 
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.restart_policy import RestartPoint, RestartPolicy
+from terrazzo.launch.launcher.run_end import RunEnd
+from terrazzo.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.rank.restart_note import Restart, refuse_restarts, take_restart_note
+from terrazzo.launch.stopping.notices import Notices
 from terrazzo.train.checkpoints.restart_points import restarts_of
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.restart_policy import RestartPoint, RestartPolicy
-from terrazzo.train.launch.launcher.run_end import RunEnd
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
-from terrazzo.train.launch.rank.restart_note import Restart, refuse_restarts, take_restart_note
-from terrazzo.train.launch.stopping.notices import Notices
 from tests.helpers import programs
 from tests.train.test_loop import command, curve, environment, metrics, one_rank_of
 from tests.train.test_session import config_in, trained
@@ -173,7 +173,7 @@ import sys
 from pathlib import Path
 from terrazzo.config import load_config
 from terrazzo.train import start_trainer
-from terrazzo.train.launch.launcher import local_ranks
+from terrazzo.launch.launcher import local_ranks
 
 local_ranks.SIBLING_GRACE_S = 1.0
 LaunchSpec, again = start_trainer.LaunchSpec, start_trainer.restarts_of

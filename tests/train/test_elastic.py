@@ -16,17 +16,17 @@ import pytest
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.rank_slots import RankSlots, slots_of
+from terrazzo.launch.launcher.restart_policy import RestartPoint, RestartPolicy
+from terrazzo.launch.launcher.run_end import RunEnd
+from terrazzo.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.launcher_pipe import LauncherPipe
+from terrazzo.launch.machine import ranks_to_start
+from terrazzo.launch.rank.rank_process import RankProcess
+from terrazzo.launch.stopping.notices import Notices
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import FlightRecorder
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.rank_slots import RankSlots, slots_of
-from terrazzo.train.launch.launcher.restart_policy import RestartPoint, RestartPolicy
-from terrazzo.train.launch.launcher.run_end import RunEnd
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
-from terrazzo.train.launch.launcher_pipe import LauncherPipe
-from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.launch.rank.rank_process import RankProcess
-from terrazzo.train.launch.stopping.notices import Notices
-from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.preflight import check_fewer
 from terrazzo.train.settings.run_command import RunCommand
 from terrazzo.train.trainer_rank import _RankOfRun

@@ -18,10 +18,10 @@ from terrazzo.planner.report.words import count_text, setup_text
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import ModelOnPaper, prepare_model
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.planning.summary import summary_lines
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.report.mesh_picture import mesh_picture
+from terrazzo.train.report.summary import summary_lines
 from tests.helpers.cover import mostly_long
 from tests.train.test_preferences import lines, train
 from tests.train.test_tensor import on_mesh, run_folder

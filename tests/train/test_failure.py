@@ -28,13 +28,13 @@ from terrazzo.errors import (
     SwapFailed,
 )
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED, reason_of
+from terrazzo.launch.launcher.run_end import RunEnd
+from terrazzo.launch.launcher_pipe import REPORT
+from terrazzo.launch.rank import failure_reporters
+from terrazzo.launch.rank.rank_process import RankProcess
+from terrazzo.launch.stopping import preemption
+from terrazzo.launch.stopping.preemption import stays_stopped
 from terrazzo.telemetry.log.exit_note import overrule_exit
-from terrazzo.train.launch.launcher.run_end import RunEnd
-from terrazzo.train.launch.launcher_pipe import REPORT
-from terrazzo.train.launch.rank import failure_reporters
-from terrazzo.train.launch.rank.rank_process import RankProcess
-from terrazzo.train.launch.stopping import preemption
-from terrazzo.train.launch.stopping.preemption import stays_stopped
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 

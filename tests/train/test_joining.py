@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.machine import cuda_index
-from terrazzo.train.launch.rank import rendezvous
-from terrazzo.train.launch.rank.rendezvous import meet
+from terrazzo.launch.machine import cuda_index
+from terrazzo.launch.rank import rendezvous
+from terrazzo.launch.rank.rendezvous import meet
 
 
 @contextmanager

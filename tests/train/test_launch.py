@@ -18,15 +18,15 @@ import torch
 from terrazzo.config import Config, LaunchConfig, config_from_dict
 from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
+from terrazzo.launch.environment import adopt_slurm, first_host, is_rank
+from terrazzo.launch.launcher import local_ranks
+from terrazzo.launch.launcher.local_ranks import LaunchSpec, LocalRank, LocalRanks
+from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
+from terrazzo.launch.launcher.start_ranks import environment_of
+from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
+from terrazzo.launch.machine import ranks_to_start, resolve_device, set_threads
+from terrazzo.launch.rank.process_group import _agree_on_device, join
 from terrazzo.telemetry.watchdog.watchdog import Patience
-from terrazzo.train.launch.environment import adopt_slurm, first_host, is_rank
-from terrazzo.train.launch.launcher import local_ranks
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec, LocalRank, LocalRanks
-from terrazzo.train.launch.launcher.run_end import RanksAtEnd, report_end
-from terrazzo.train.launch.launcher.start_ranks import environment_of
-from terrazzo.train.launch.launcher_pipe import Failure, Milestone, first_failure
-from terrazzo.train.launch.machine import ranks_to_start, resolve_device, set_threads
-from terrazzo.train.launch.rank.process_group import _agree_on_device, join
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
@@ -34,7 +34,7 @@ RANK = """
 import os, sys, time, torch, torch.distributed as dist
 from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.rank.rank_process import RankProcess
+from terrazzo.launch.rank.rank_process import RankProcess
 rank = int(os.environ["RANK"])
 
 def work():
@@ -65,8 +65,8 @@ RankProcess(rank).run(work)
 
 LAUNCH = """
 import sys
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.start_ranks import launch_ranks
 sys.exit(launch_ranks(LaunchSpec(2, sys.argv[1:])))
 """
 
@@ -192,7 +192,7 @@ def test_nobody_is_told_of_a_stop_where_a_rank_has_failed(tmp_path: Path) -> Non
 
 FAILING = """
 import os, time
-from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
+from terrazzo.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
 launcher = LauncherPipe(int(os.environ[REPORT]))
 launcher.reach(Milestone.READY)
 launcher.fail(Failure(0, time.monotonic_ns(), 2, "not a fruit"), ValueError())

@@ -16,9 +16,9 @@ import pytest
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.exchange import agree, broadcast_json, gather_json
+from terrazzo.launch.rank.process_group import agree_on_config
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.ring import EventKind
-from terrazzo.train.launch.rank.process_group import agree_on_config
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 

@@ -13,8 +13,8 @@ from terrazzo.checkpoint import latest, open_source
 from terrazzo.config import Config, OptimizerConfig
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
+from terrazzo.launch.rank.process_group import Ranks
 from terrazzo.planner.memory.matrices import matrix_updates
-from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check

@@ -19,20 +19,20 @@ from terrazzo.engine import Plan
 from terrazzo.engine.offload.nvme.swap_space import SwapSpace
 from terrazzo.engine.offload.options import Offload
 from terrazzo.errors import BadInput
+from terrazzo.launch.rank.process_group import Ranks
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes
 from terrazzo.telemetry.steps import memory
-from terrazzo.train.launch.rank.process_group import Ranks
-from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.run_estimate import estimate_run
-from terrazzo.train.planning.summary import bytes_line, summary_lines
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight import offload_room as offload
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.preflight.offload_room import check_folders, host_lacks_room, offload_notes
+from terrazzo.train.report.summary import bytes_line, summary_lines
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.settings.folders import make_swap_folders, swap_folders
 from terrazzo.train.settings.plan import build_offload, build_plan

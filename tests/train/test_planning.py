@@ -40,10 +40,10 @@ from terrazzo.train.planning import run_estimate as promise
 from terrazzo.train.planning import summary
 from terrazzo.train.planning.as_setup import executed_share, setup_of
 from terrazzo.train.planning.run_estimate import estimate_run, traced_memory
-from terrazzo.train.planning.summary import Pace, summary_lines, utilisation
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.report import log_window
+from terrazzo.train.report.summary import Pace, summary_lines, utilisation
 from terrazzo.train.start_trainer import start_training
 from tests.helpers import programs
 

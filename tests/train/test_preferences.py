@@ -16,11 +16,11 @@ from terrazzo.config import ObjectiveConfig, config_from_dict, load_config
 from terrazzo.config.sections.objective import OBJECTIVES
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
+from terrazzo.launch.rank.process_group import Ranks
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import IGNORED, Batch, load_data
-from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.objectives import CLASSES, DPO, objective_of

@@ -24,8 +24,8 @@ from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.states import unit_snapshot
 from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted
+from terrazzo.launch.rank.process_group import Ranks
 from terrazzo.train.data import Cursor
-from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check

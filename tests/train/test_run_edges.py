@@ -28,18 +28,18 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import ModelState
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import INTERRUPTED
+from terrazzo.launch.rank.process_group import Ranks
+from terrazzo.launch.stopping import stop_request as stop_signals
+from terrazzo.launch.stopping.notices import Notices
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, Loader
 from terrazzo.train.data import load as load_module
-from terrazzo.train.launch.rank.process_group import Ranks
-from terrazzo.train.launch.stopping import stop_request as stop_signals
-from terrazzo.train.launch.stopping.notices import Notices
-from terrazzo.train.launch.stopping.stop_request import StopRequest
-from terrazzo.train.launch.stopping.trainer_notices import cut_short_text
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
+from terrazzo.train.report.stop_notices import cut_short_text
 from terrazzo.train.session import build_session
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
@@ -390,10 +390,10 @@ time.sleep(60)
 
 LAUNCH_WITH_NOTICES = """
 import sys
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
-from terrazzo.train.launch.stopping import stop_request as stop_signals
-from terrazzo.train.launch.stopping.notices import Notices
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.stopping import stop_request as stop_signals
+from terrazzo.launch.stopping.notices import Notices
 sys.exit(launch_ranks(LaunchSpec(1, sys.argv[1:]), notices=Notices("asked", lambda: "cut short")))
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.rank import scratch_folder
-from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
+from terrazzo.launch.rank import scratch_folder
+from terrazzo.launch.rank.scratch_folder import ScratchFolder
 
 PREFIX = f".terrazzo-scratch-{os.getuid()}-"
 

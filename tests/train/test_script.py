@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.launcher import start_ranks as launcher
-from terrazzo.train.launch.launcher.labelled_output import LabelledOutput
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.run_end import RanksAtEnd, report_end
-from terrazzo.train.launch.launcher_pipe import REPORT, Failure, Milestone
-from terrazzo.train.launch.script import start_script as launching
+from terrazzo.launch.launcher import start_ranks as launcher
+from terrazzo.launch.launcher.labelled_output import LabelledOutput
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
+from terrazzo.launch.launcher_pipe import REPORT, Failure, Milestone
+from terrazzo.launch.script import start_script as launching
 from tests.train.test_launch import Ended, S
 
 STARTED = [
@@ -278,7 +278,7 @@ def test_a_line_of_the_first_rank_is_one_write_also_where_python_is_unbuffered(t
     reader, writer = os.pipe2(os.O_DIRECT)  # each read gives one write
     told, tell = os.pipe()
     environment = {**os.environ, "RANK": "0", "PYTHONUNBUFFERED": "1", REPORT: str(tell)}
-    command = [sys.executable, "-m", "terrazzo.train.launch.script.script_rank", str(script)]
+    command = [sys.executable, "-m", "terrazzo.launch.script.script_rank", str(script)]
     done = subprocess.run(command, stdout=writer, env=environment, pass_fds=[tell], timeout=60, check=False)
     written = [os.read(reader, 100) for _ in range(3)]
     for end in (reader, writer, told, tell):
@@ -292,7 +292,7 @@ def test_the_traceback_of_a_mistake_ends_where_the_script_calls_this_package(tmp
     script = tmp_path / "mine.py"
     script.write_text("from terrazzo.words import tier_shares\ndef asks():\n    tier_shares('moon')\nasks()\n")
     told, tell = os.pipe()
-    command = [sys.executable, "-m", "terrazzo.train.launch.script.script_rank", str(script)]
+    command = [sys.executable, "-m", "terrazzo.launch.script.script_rank", str(script)]
     environment = {**os.environ, "RANK": "0", REPORT: str(tell)}
     subprocess.run(command, env=environment, pass_fds=[tell], timeout=60, check=False)
     os.close(tell)

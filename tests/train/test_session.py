@@ -22,13 +22,13 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config, without_passwords
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
+from terrazzo.launch.rank.process_group import Ranks, agree_on_data
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import JsonLines, rows_of, run_lines
 from terrazzo.train import loop
 from terrazzo.train.checkpoints.resume import data_changes
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import ByteTokenizer, load_data
-from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
-from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.objectives import NextToken

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.launch.rank.process_group import Ranks
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.checkpoints.export import describe_model
-from terrazzo.train.launch.rank.process_group import Ranks
-from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.lora import add_adapters, with_adapters

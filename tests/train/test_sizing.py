@@ -12,7 +12,7 @@ import pytest
 from terrazzo.config import config_from_dict
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.train.planning import as_setup
-from terrazzo.train.planning.rank_count import sizing_of
+from terrazzo.train.report.rank_count import sizing_of
 
 GIB = 2**30
 CONFIG = {

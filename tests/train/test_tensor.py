@@ -17,9 +17,9 @@ import torch
 import terrazzo as tz
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
+from terrazzo.launch.rank.process_group import Ranks
 from terrazzo.parallel import VocabularyLoss
 from terrazzo.train.data.sequences import SequenceDataset
-from terrazzo.train.launch.rank.process_group import Ranks
 from terrazzo.train.preflight import check
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.session.build_session import open_session

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("config", "exchange", "hosts", "parallel"),
     ("checkpoint", "dialects", "planner", "telemetry"),
+    ("launch",),
     ("",),
     ("train", "integrations"),
     ("cli",),
@@ -41,14 +42,15 @@ INNER_LAYERS = {
     "engine.buckets": ("resting", "parameters", "gradients", "weights", CORE, ""),
     "engine.border": ("measuring", "gradients", CORE, ""),
     "engine.optim": ("stock", "segments", "matrices", CORE, ""),
+    "launch": (CORE, "stopping", "rank", "launcher", "script", ""),
     "planner": (
         *("caching", "model", "machine", "setup", "layout", "figures", "memory", "traffic", "timing", "gate"),
         *("report", "assemble", "choice", CORE, ""),
     ),
     "telemetry": ("log", "steps", "flight", "display", "watchdog", "profiling", CORE, ""),
     "train": (
-        *("settings", "launch", "data", "model", "checkpoints", "session", "planning", "preflight", "steps"),
-        *("report", "calibration", CORE, ""),
+        *("settings", "data", "model", "checkpoints", "planning", "preflight", "session", "steps", "report"),
+        *("calibration", CORE, ""),
     ),
 }
 

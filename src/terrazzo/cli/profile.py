@@ -51,7 +51,7 @@ def _lines(outcome: ProfiledScript, folder: Path) -> list[str]:
         unseen = [] if outcome.code else [_UNSEEN]
         return ["no step of a torch.optim optimizer was seen, so there is nothing to say.", *unseen]
     from terrazzo.errors import BadInput, counted
-    from terrazzo.train.planning.run_review import RunReview  # it imports torch and the trainer
+    from terrazzo.train.report.run_review import RunReview  # it imports torch and the trainer
 
     try:
         verdict = RunReview(folder).verdict()

@@ -24,6 +24,6 @@ def report(
     what was promised beside what was measured, plan and configuration. A run writes its own when it ends.
     """
     from terrazzo.cli.shared.terminal import say
-    from terrazzo.train.planning.run_review import RunReview  # the trainer, which other verbs do without
+    from terrazzo.train.report.run_review import RunReview  # the trainer, which other verbs do without
 
     say(str(RunReview(run).write_page(against)))

@@ -39,7 +39,7 @@ def run(
 
     terrazzo run --ranks 2 -m package.module --lr 1e-3
     """
-    from terrazzo.train.launch.script.start_script import Script, run_script  # imports torch
+    from terrazzo.launch.script.start_script import Script, run_script  # imports torch
 
     rest = list(arguments or [])
     if ranks is None:

@@ -33,7 +33,7 @@ def train(
     any more (`| head`), it goes on, and log.folder has them.
     """
     from terrazzo.config import load_config
-    from terrazzo.train.launch.environment import adopt_slurm, is_rank
+    from terrazzo.launch.environment import adopt_slurm, is_rank
 
     if config.suffix == ".py":
         raise BadInput(f"'{config}' is a script, and no configuration: write {terrazzo_command()} run {config}.")

@@ -14,7 +14,7 @@ def verdict(run: RunArgument, as_json: AsJsonOption = False) -> None:
     """
     from terrazzo.cli.shared.terminal import columns, say, say_json
     from terrazzo.errors import BadInput
-    from terrazzo.train.planning.run_review import RunReview  # the trainer, which other verbs do without
+    from terrazzo.train.report.run_review import RunReview  # the trainer, which other verbs do without
 
     review = RunReview(run)
     bound, sizing = review.verdict(), review.sizing()

@@ -90,7 +90,7 @@ class _WatchedRun:
 
     def verdict(self, lines: Lines) -> str | None:
         """What bounds the run's step, as a sentence; None before the first record."""
-        from terrazzo.train.planning.run_review import RunReview
+        from terrazzo.train.report.run_review import RunReview
 
         bound = RunReview(self._files.path, lines).verdict() if lines else None
         return None if bound is None else str(bound)

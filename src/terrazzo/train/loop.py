@@ -10,10 +10,10 @@ import torch.distributed as dist
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm.counts.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import StepRecorder
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.run_checkpoints import refuse_lost
-from terrazzo.train.launch.stopping.stop_request import StopRequest
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.report import LogWindow, RunReport
 from terrazzo.train.session.session import Session

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from terrazzo.config import Config
 from terrazzo.errors import counted
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.machine import ranks_to_start, resolve_device
 from terrazzo.telemetry import RunConsole
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.checkpoints.restart_points import restarts_of
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
-from terrazzo.train.launch.machine import ranks_to_start, resolve_device
-from terrazzo.train.launch.stopping.trainer_notices import launcher_notices
 from terrazzo.train.preflight import check, check_fewer
+from terrazzo.train.report.stop_notices import launcher_notices
 from terrazzo.train.settings.run_command import RunCommand
 from terrazzo.train.trainer_rank import train_as_rank
 

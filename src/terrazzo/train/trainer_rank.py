@@ -16,22 +16,22 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.launch.launcher_pipe import REPORT, Milestone
+from terrazzo.launch.rank.process_group import Ranks, agree_on_config, join
+from terrazzo.launch.rank.rank_process import RankProcess
+from terrazzo.launch.rank.restart_note import refuse_restarts, take_restart_note
+from terrazzo.launch.stopping.notices import say_now
+from terrazzo.launch.stopping.preemption import STAYS_STOPPED, stays_stopped
+from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import FlightRecorder
 from terrazzo.telemetry.log.exit_note import forget_exit
 from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import open_flight_recorder
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.telemetry.watchdog.watched_rank import look_after
-from terrazzo.train.launch.launcher_pipe import REPORT, Milestone
-from terrazzo.train.launch.rank.process_group import Ranks, agree_on_config, join
-from terrazzo.train.launch.rank.rank_process import RankProcess
-from terrazzo.train.launch.rank.restart_note import refuse_restarts, take_restart_note
-from terrazzo.train.launch.stopping.notices import say_now
-from terrazzo.train.launch.stopping.preemption import STAYS_STOPPED, stays_stopped
-from terrazzo.train.launch.stopping.stop_request import StopRequest
-from terrazzo.train.launch.stopping.trainer_notices import rank_notices
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
+from terrazzo.train.report.stop_notices import rank_notices
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.run_command import RunCommand

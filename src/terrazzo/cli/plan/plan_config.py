@@ -11,13 +11,13 @@ from terrazzo.cli.plan.options import PlanArguments
 from terrazzo.cli.plan.sources import FromConfig
 from terrazzo.config import Config, MeshConfig, load_config
 from terrazzo.errors import BadInput
+from terrazzo.launch.machine import ranks_to_start
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
 from terrazzo.planner.choice.edits import Changed, Kinds, best_edits
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.train.calibration.calibrate import calibrate
-from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.planning.run_estimate import estimate_run
 
 __all__ = ["plan_config"]

@@ -1,7 +1,7 @@
 """Why a run may stand still: the table of causes, with all their words, and whether each ends the run.
 
 `stall` finds the cause, and fills in ranks, exchanges and hosts. A stall is one of the ways in which a run ends; the
-others, such as a failure or a stop, are in `train.launch.launcher.run_end`.
+others, such as a failure or a stop, are in `launch.launcher.run_end`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from pathlib import Path
 from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exit_codes import BAD_INPUT
+from terrazzo.launch.machine import ranks_to_start
+from terrazzo.launch.rank.scratch_folder import ScratchFolder
 from terrazzo.planner import Setup, TimeFigures
 from terrazzo.planner.timing.calibration import Calibration, Software, figures_of, processor, run_of
 from terrazzo.planner.timing.compute import step_flops
@@ -18,8 +20,6 @@ from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
 from terrazzo.train.calibration.trial import Trial
-from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.run_estimate import estimate_run
 from terrazzo.train.preflight import check

@@ -23,14 +23,14 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.exchange import broadcast_json, gather_json
+from terrazzo.launch.environment import is_rank
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.launcher_pipe import Milestone
+from terrazzo.launch.machine import ranks_to_start
+from terrazzo.launch.rank.process_group import join
+from terrazzo.launch.rank.rank_process import RankProcess
 from terrazzo.telemetry import PeakMemory
-from terrazzo.train.launch.environment import is_rank
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
-from terrazzo.train.launch.launcher_pipe import Milestone
-from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.launch.rank.process_group import join
-from terrazzo.train.launch.rank.rank_process import RankProcess
 from terrazzo.train.model.prepare import ModelOnPaper
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.session.build_session import open_session

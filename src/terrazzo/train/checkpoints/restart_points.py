@@ -5,10 +5,10 @@ from __future__ import annotations
 from terrazzo.checkpoint import latest, open_source, step_of
 from terrazzo.config import Config, without_passwords
 from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.launch.launcher.rank_slots import slots_of
+from terrazzo.launch.launcher.restart_policy import RestartPoint, RestartPolicy
 from terrazzo.telemetry import RunConsole
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, noted_run
-from terrazzo.train.launch.launcher.rank_slots import slots_of
-from terrazzo.train.launch.launcher.restart_policy import RestartPoint, RestartPolicy
 
 __all__ = ["restarts_of"]
 

@@ -20,9 +20,9 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput, FolderLost, Misuse
 from terrazzo.exchange import broadcast_json, on_first, together
 from terrazzo.files import GIB
+from terrazzo.launch.rank.process_group import Ranks
 from terrazzo.train.checkpoints.local_checkpoints import LocalCheckpoints
 from terrazzo.train.checkpoints.resume import saying_what_differs
-from terrazzo.train.launch.rank.process_group import Ranks
 
 __all__ = ["RunCheckpoints", "refuse_lost"]
 

@@ -10,6 +10,7 @@ import torch
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
+from terrazzo.launch.machine import ranks_here, resolve_device
 from terrazzo.planner import Cluster, Device, Framework, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.closed_form import merged
@@ -18,7 +19,6 @@ from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.planner.setup.setup import Loss, UpdateKernel
 from terrazzo.planner.timing.compute import repeated_flops_per_token
-from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.head_loss import gives_loss, wants_loss_without_logits
 from terrazzo.train.model.lora import with_adapters

@@ -15,13 +15,13 @@ from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
+from terrazzo.launch.machine import ranks_here, resolve_device
 from terrazzo.planner import MemoryFigures, Setup, findings
 from terrazzo.planner.figures import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
-from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight.local_checkpoint_settings import local_room
 from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes

@@ -11,10 +11,10 @@ from terrazzo.config import Config
 from terrazzo.engine.offload.nvme.swap_file import left_behind_bytes
 from terrazzo.engine.offload.nvme.swap_folder import free_bytes, inspect_folder, is_memory
 from terrazzo.files import gib_text
+from terrazzo.launch.machine import ranks_here, resolve_device
 from terrazzo.planner import MemoryFigures
 from terrazzo.planner.figures import Term
 from terrazzo.telemetry import available_host_bytes
-from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.settings.folders import is_own, swap_folders
 
 __all__ = ["check_folders", "host_lacks_room", "offload_notes"]

@@ -10,7 +10,7 @@ from terrazzo.engine import engine_of
 from terrazzo.telemetry import JsonLines, ReportPage, Sink, TensorBoard, lines_of
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.model.objectives import Validation
-from terrazzo.train.planning.summary import summary_lines
+from terrazzo.train.report.summary import summary_lines
 from terrazzo.train.session.session import Session
 
 __all__ = ["LogFiles"]

@@ -12,7 +12,7 @@ from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import PeakMemory, StepMetrics, Stopwatch
 from terrazzo.train.model.expert_load import ExpertLoad, counters_of
 from terrazzo.train.planning.as_setup import executed_share, matmul_format
-from terrazzo.train.planning.summary import Pace, utilisation
+from terrazzo.train.report.summary import Pace, utilisation
 from terrazzo.train.session.session import Session
 
 __all__ = ["LogWindow"]

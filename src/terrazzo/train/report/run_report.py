@@ -22,12 +22,12 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.model.head_loss import why_all_logits
 from terrazzo.train.model.objectives import Validation
-from terrazzo.train.planning.run_review import RunReview
-from terrazzo.train.planning.summary import bytes_line, summarize
 from terrazzo.train.report.log_files import LogFiles
 from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.mesh_picture import mesh_picture
+from terrazzo.train.report.run_review import RunReview
 from terrazzo.train.report.run_screen import RunScreen
+from terrazzo.train.report.summary import bytes_line, summarize
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.plan import mesh_shape
 from terrazzo.train.settings.run_command import RunCommand

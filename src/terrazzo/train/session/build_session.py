@@ -18,6 +18,8 @@ from terrazzo.config import Config
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError, listed
 from terrazzo.exchange import broadcast_json, on_first, patiently, together
+from terrazzo.launch.rank.process_group import Ranks, agree_on_data
+from terrazzo.launch.rank.restart_note import Restart
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import RunConsole, resident_bytes
 from terrazzo.train.checkpoints.resume import (
@@ -28,8 +30,6 @@ from terrazzo.train.checkpoints.resume import (
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_data
 from terrazzo.train.data.sources import named_sources
-from terrazzo.train.launch.rank.process_group import Ranks, agree_on_data
-from terrazzo.train.launch.rank.restart_note import Restart
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.expert_load import count_rows
 from terrazzo.train.model.huggingface import weight_files

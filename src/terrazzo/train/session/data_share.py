@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.config import Config
+from terrazzo.launch.rank.process_group import Ranks
 from terrazzo.parallel import Context
 from terrazzo.train.data import IGNORED, Batch
-from terrazzo.train.launch.rank.process_group import Ranks
 
 __all__ = ["DataShare", "share_of"]
 

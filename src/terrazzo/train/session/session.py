@@ -15,11 +15,11 @@ from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first
+from terrazzo.launch.rank.process_group import Ranks
+from terrazzo.launch.rank.restart_note import Restart
 from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, TokenData
-from terrazzo.train.launch.rank.process_group import Ranks
-from terrazzo.train.launch.rank.restart_note import Restart
 from terrazzo.train.session.data_share import DataShare
 from terrazzo.train.session.dpo_reference import reference_state
 from terrazzo.train.session.run_progress import RunProgress

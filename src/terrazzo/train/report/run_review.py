@@ -25,8 +25,8 @@ from terrazzo.telemetry import (
 )
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.planning.rank_count import RankCount, sizing_of
-from terrazzo.train.planning.summary import summary_lines
+from terrazzo.train.report.rank_count import RankCount, sizing_of
+from terrazzo.train.report.summary import summary_lines
 from terrazzo.train.settings.plan import empty_rows
 
 __all__ = ["RunReview"]

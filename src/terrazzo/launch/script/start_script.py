@@ -14,17 +14,17 @@ from typing import NamedTuple, NoReturn
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, counted
+from terrazzo.launch.environment import adopt_slurm, is_rank, require_environment, starter
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.start_ranks import launch_ranks
+from terrazzo.launch.machine import ranks_to_start
+from terrazzo.launch.stopping.notices import Notices
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.tether import interpreter_flags
-from terrazzo.train.launch.environment import adopt_slurm, is_rank, require_environment, starter
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.start_ranks import launch_ranks
-from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.launch.stopping.notices import Notices
 
 __all__ = ["Script", "run_script"]
 
-_RANK = "terrazzo.train.launch.script.script_rank"
+_RANK = "terrazzo.launch.script.script_rank"
 
 
 class Script(NamedTuple):

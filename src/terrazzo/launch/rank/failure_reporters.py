@@ -23,10 +23,10 @@ from terrazzo.config import without_passwords
 from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import FAILED, PREEMPTED
 from terrazzo.files import replace_file
+from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, LauncherPipe, Reporter
+from terrazzo.launch.rank.scratch_folder import ScratchFolder
+from terrazzo.launch.stopping.preemption import leave_note
 from terrazzo.telemetry.log.torchrun_report import report_to_torchrun, torchrun_file
-from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, LauncherPipe, Reporter
-from terrazzo.train.launch.rank.scratch_folder import ScratchFolder
-from terrazzo.train.launch.stopping.preemption import leave_note
 
 __all__ = ["reporter_of", "says_all"]
 

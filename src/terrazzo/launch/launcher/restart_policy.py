@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput, counted
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec
-from terrazzo.train.launch.launcher.rank_slots import RankSlots
-from terrazzo.train.launch.launcher.run_end import RunEnd
-from terrazzo.train.launch.rank.restart_note import Restart
+from terrazzo.launch.launcher.local_ranks import LaunchSpec
+from terrazzo.launch.launcher.rank_slots import RankSlots
+from terrazzo.launch.launcher.run_end import RunEnd
+from terrazzo.launch.rank.restart_note import Restart
 
 __all__ = ["RestartPoint", "RestartPolicy"]
 

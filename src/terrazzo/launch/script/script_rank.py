@@ -1,4 +1,4 @@
-"""One rank of a script: `python -m terrazzo.train.launch.script.script_rank SCRIPT ...`, or `-m MODULE` for the script.
+"""One rank of a script: `python -m terrazzo.launch.script.script_rank SCRIPT ...`, or `-m MODULE` for the script.
 
 The script runs as `__main__`, as if by itself. Its uncaught exception goes to the launcher, which shows the first one.
 """
@@ -15,8 +15,8 @@ from types import TracebackType
 from terrazzo import tether
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
+from terrazzo.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
 from terrazzo.tether import become
-from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
 
 __all__ = ["own_frames"]
 

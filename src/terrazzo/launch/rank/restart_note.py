@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.environment import starter
+from terrazzo.launch.environment import starter
 
 __all__ = ["Restart", "refuse_restarts", "take_restart_note"]
 

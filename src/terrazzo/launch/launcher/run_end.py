@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from terrazzo.config import without_passwords
 from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, reason_of
+from terrazzo.launch.launcher.local_ranks import LocalRank
+from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
+from terrazzo.launch.stopping.notices import Notices, say_now
 from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.telemetry.watchdog.stall import Stall
-from terrazzo.train.launch.launcher.local_ranks import LocalRank
-from terrazzo.train.launch.launcher_pipe import Failure, Milestone, first_failure
-from terrazzo.train.launch.stopping.notices import Notices, say_now
 
 __all__ = ["RanksAtEnd", "RunEnd", "report_end"]
 

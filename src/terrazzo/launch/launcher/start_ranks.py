@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.topology import cpus_of_a_rank
 from terrazzo.exit_codes import PREEMPTED, STALLED
+from terrazzo.launch.launcher.local_ranks import LaunchSpec, LocalRanks
+from terrazzo.launch.launcher.restart_policy import RestartPolicy
+from terrazzo.launch.launcher.run_end import RanksAtEnd, RunEnd, report_end
+from terrazzo.launch.launcher_pipe import Milestone
+from terrazzo.launch.stopping.notices import Notices, say_now
+from terrazzo.launch.stopping.received_signals import ReceivedSignals
 from terrazzo.telemetry.watchdog.evidence import keep_evidence
 from terrazzo.telemetry.watchdog.watchdog import Patience
-from terrazzo.train.launch.launcher.local_ranks import LaunchSpec, LocalRanks
-from terrazzo.train.launch.launcher.restart_policy import RestartPolicy
-from terrazzo.train.launch.launcher.run_end import RanksAtEnd, RunEnd, report_end
-from terrazzo.train.launch.launcher_pipe import Milestone
-from terrazzo.train.launch.stopping.notices import Notices, say_now
-from terrazzo.train.launch.stopping.received_signals import ReceivedSignals
 
 __all__ = ["environment_of", "launch_ranks"]
 

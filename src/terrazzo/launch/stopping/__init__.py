@@ -3,6 +3,5 @@
 received_signals  the signals that a launcher receives
 stop_request      the request to stop on a rank, on which all ranks agree at the end of a step
 notices           what is said about it, and what to call when ranks have ended
-trainer_notices   the notices of a run of the trainer
 preemption        keeps a run stopped that was asked to stop, and that torchrun would start again
 """

@@ -1,4 +1,4 @@
-"""What is said when a run of the trainer is stopped: by its launcher, or by rank 0 if there is none."""
+"""What is said when a run is stopped: by its launcher, or by rank 0 if there is none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from terrazzo.checkpoint import latest
 from terrazzo.config import Config, without_passwords
+from terrazzo.launch.stopping.notices import Notices
 from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
-from terrazzo.train.launch.stopping.notices import Notices
 from terrazzo.train.settings.run_command import RunCommand
 
 __all__ = ["cut_short_text", "launcher_notices", "rank_notices"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
-from terrazzo.train.launch.machine import resolve_device
+from terrazzo.launch.machine import resolve_device
 
 __all__ = ["RankSlots", "slots_of"]
 

@@ -19,16 +19,16 @@ import torch.distributed as dist
 
 from terrazzo.engine.runtime.system import is_ending, is_stopped
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.launch.environment import RUN_ID
+from terrazzo.launch.launcher.labelled_output import LabelledOutput
+from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
+from terrazzo.launch.stopping.received_signals import ReceivedSignals
 from terrazzo.telemetry.watchdog.evidence import Suspect
 from terrazzo.telemetry.watchdog.memory_kills import MemoryKills
 from terrazzo.telemetry.watchdog.recording import ASK, DESCRIPTORS, Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
 from terrazzo.tether import interpreter_flags, tethered
-from terrazzo.train.launch.environment import RUN_ID
-from terrazzo.train.launch.launcher.labelled_output import LabelledOutput
-from terrazzo.train.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
-from terrazzo.train.launch.stopping.received_signals import ReceivedSignals
 
 __all__ = ["LaunchSpec", "LocalRank", "LocalRanks"]
 

@@ -16,8 +16,8 @@ from terrazzo.config import Config, LaunchConfig, setting_texts, without_passwor
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
-from terrazzo.train.launch import environment, machine
-from terrazzo.train.launch.rank.rendezvous import meet
+from terrazzo.launch import environment, machine
+from terrazzo.launch.rank.rendezvous import meet
 
 __all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
 

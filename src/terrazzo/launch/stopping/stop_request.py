@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.exit_codes import INTERRUPTED
-from terrazzo.train.launch.stopping.notices import Notices, say_now
+from terrazzo.launch.stopping.notices import Notices, say_now
 
 __all__ = ["StopRequest"]
 

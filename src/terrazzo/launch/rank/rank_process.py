@@ -14,9 +14,9 @@ from typing import NoReturn
 from terrazzo.config import without_passwords
 from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import FAILED, INTERRUPTED, reason_of
+from terrazzo.launch.launcher_pipe import Failure, Milestone, Reporter
+from terrazzo.launch.rank.failure_reporters import reporter_of, says_all
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, note_of_code
-from terrazzo.train.launch.launcher_pipe import Failure, Milestone, Reporter
-from terrazzo.train.launch.rank.failure_reporters import reporter_of, says_all
 
 __all__ = ["RankProcess"]
 
