@@ -213,7 +213,7 @@ def test_where_a_file_is_to_stay_another_name_is_asked_for(monkeypatch: pytest.M
     ("arguments", "said"),
     [
         (("mine.json",), "must end with .yaml or .yml"),
-        (("nowhere/mine.yaml",), "There is no folder 'nowhere'"),
+        (("nowhere/mine.yaml",), "there is no folder 'nowhere'"),
         (("--goal", "fintune"), "Did you mean 'finetune'?"),
         (("--goal", "finetune"), "--model has no default here"),
         (("--goal", "finetune", "--model", "gpt2"), "holds no weights to begin from"),

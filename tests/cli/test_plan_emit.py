@@ -60,6 +60,7 @@ def test_how_the_model_begins_is_written_and_is_its_weights_where_they_are(folde
     assert re.search(r"# .*begin as random numbers.*\n(# .*\n)*.*pretrained\.\nmodel:", text)
     (folder / "model.safetensors").write_bytes(b"")
     (folder / "tokenizer.json").write_text("{}")
+    path.unlink()
     emit(folder, path)
     written = yaml.safe_load(path.read_text())
     assert written["model"] == {"kind": "huggingface", "path": str(folder), "weights": "pretrained"}
@@ -74,6 +75,7 @@ def test_adapters_begin_beside_weights_that_are_there(folder: Path, tmp_path: Pa
     config = load_config(path, ["data.source=python-stdlib", "data.tokenizer=bytes"])
     assert (config.lora.rank, config.model.weights) == (4, "pretrained")
     (folder / "model.safetensors").write_bytes(b"")
+    path.unlink()
     emit(folder, path, "--lora", "4")
     assert "safetensors" not in path.read_text()
 
@@ -95,6 +97,18 @@ def test_what_is_emitted_is_planned_again_without_its_data(tmp_path: Path) -> No
     result = CliRunner().invoke(cli.app, ["plan", str(path), "--json", "--gpu", "h100-sxm"])
     assert result.exit_code == 0, result.exception
     assert json.loads(result.stdout)["setup"]["strategy"] == "zero2"
+
+
+def test_what_was_filled_in_is_not_replaced(tmp_path: Path) -> None:
+    """The command that `plan` prints can be repeated, as long as nobody has changed the file."""
+    path = tmp_path / "gpt2.yaml"
+    emit("gpt2", path)
+    emit("gpt2", path)
+    path.write_text(mine := path.read_text().replace("FILL-IN", "mine.txt", 1))
+    error = CliRunner().invoke(cli.app, ["plan", "--model", "gpt2", *CPU, "--emit", str(path)]).exception
+    assert isinstance(error, BadInput)
+    assert f"--emit would replace '{path}'" in str(error)
+    assert path.read_text() == mine
 
 
 def test_a_full_disk_is_said_of_its_file(tmp_path: Path) -> None:

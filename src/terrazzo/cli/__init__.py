@@ -17,8 +17,8 @@
 How a verb is written:
 
 - It is a function with annotated parameters, which typer turns into options; its docstring is what `--help` prints. It
-  is in the verb's file, or in `command` or `commands` of its folder. The options of `plan` and `init` are rows of a
-  table (`plan.options`, `init.questions`), which `shared.parameters` turns into parameters.
+  is in the verb's file, or in `command` or `commands` of its folder. Options that several verbs have, or that are more
+  than an option, are rows of a table: `config.options`, `plan.options`, `init.questions`; see `shared.options`.
 - Its file does not import torch, so that `--help` comes at once. The function imports what does the work, and passes on
   typed values; options that belong together are one object (`PlanArguments`, `ContextOptions`, `HuggingFaceOptions`).
   In `checkpoint` and `config` each verb has a file of its name with one function that does the work:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from terrazzo.cli.shared.arguments import whole_number
 from terrazzo.errors import BadInput
 from terrazzo.shell_command import terrazzo_command
 
@@ -56,9 +57,7 @@ def _ranks_of(target: str, arguments: list[str]) -> tuple[int | None, list[str]]
     first, equals, value = (arguments or [""])[0].partition("=")
     if first == _RANKS:
         text, rest = (value, arguments[1:]) if equals else ("".join(arguments[1:2]), arguments[2:])
-        if not text.isdecimal() or int(text) < 1:
-            raise BadInput(f"{_RANKS} is '{text}', expected a whole number above 0.")
-        return int(text), rest
+        return whole_number(_RANKS, text), rest
     if any(argument.partition("=")[0] == _RANKS for argument in arguments):
         raise BadInput(
             f"{_RANKS} stands among the arguments of '{target}': write"

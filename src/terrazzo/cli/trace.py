@@ -26,16 +26,12 @@ def trace(
     import json
 
     from terrazzo.cli.shared.terminal import say
-    from terrazzo.errors import BadInput
+    from terrazzo.cli.shared.written_files import writing
     from terrazzo.telemetry import flights_of, trace_of
     from terrazzo.telemetry.log.run_folder import RunFolder
 
     events = trace_of(flights_of(run), steps)
     path = out or RunFolder(run).trace
-    try:
+    with writing(path):
         path.write_text(json.dumps(events), encoding="utf-8")
-    except OSError as error:
-        raise BadInput(
-            f"'{path}' cannot be written ({error.strerror or error}): name another file by --out."
-        ) from error
     say(str(path))

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.config.options import CONTEXT_PARAMETERS, AllOption, ContextOptions, FileArgument, FromOption
+from terrazzo.cli.config.options import CONTEXT_ROWS, AllOption, ContextOptions, FileArgument, FromOption
 from terrazzo.cli.shared.arguments import AsJsonOption
-from terrazzo.cli.shared.parameters import with_parameters
+from terrazzo.cli.shared.options import with_options
 from terrazzo.cli.shared.verb import Verb
 
 __all__ = ["config"]
@@ -22,7 +22,7 @@ config = typer.Typer(
 
 
 @config.command(cls=Verb)
-@with_parameters(CONTEXT_PARAMETERS, before="everything")
+@with_options(CONTEXT_ROWS, before="everything")
 def explain(
     file: FileArgument,
     name: FromOption = None,
@@ -40,7 +40,7 @@ def explain(
 
 
 @config.command(cls=Verb)
-@with_parameters(CONTEXT_PARAMETERS, before="as_json")
+@with_options(CONTEXT_ROWS, before="as_json")
 def check(
     file: FileArgument,
     name: FromOption = None,
@@ -57,7 +57,7 @@ def check(
 
 
 @config.command(cls=Verb)
-@with_parameters(CONTEXT_PARAMETERS, before="as_json")
+@with_options(CONTEXT_ROWS, before="as_json")
 def convert(  # structure: signature fixed by the command line
     file: FileArgument,
     to: Annotated[str, typer.Option(metavar="DIALECT", help="the dialect to write; terrazzo is one of them")],
@@ -85,7 +85,7 @@ def convert(  # structure: signature fixed by the command line
 
 
 @config.command(cls=Verb)
-@with_parameters(CONTEXT_PARAMETERS, before="as_json")
+@with_options(CONTEXT_ROWS, before="as_json")
 def diff(  # structure: signature fixed by the command line
     a: Annotated[Path, typer.Argument(metavar="A", help="A configuration in YAML, JSON or TOML.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another, of any dialect.")],

@@ -10,6 +10,7 @@ from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.cli.config.text import cell_text, columns_text, say_report, say_verdicts
 from terrazzo.cli.shared.terminal import say
+from terrazzo.cli.shared.written_files import check_file, writing
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KINDS, KeyVerdict
 from terrazzo.dialects.registry import dialect
@@ -52,7 +53,8 @@ def convert_config(
     is_written = partial or not conversion.refused
     text = _text(conversion, understood, out)
     if is_written and out is not None:
-        _write(out, text)
+        with writing(out), out.open("x", encoding="utf-8") as file:
+            file.write(text)
     if as_json:
         say_report(_as_json(str(file), conversion, understood.context, out if is_written else None))
     else:
@@ -69,22 +71,13 @@ def convert_config(
 def _check_out(out: Path) -> None:
     if out.exists():
         raise BadInput(f"'{out}' exists, and is not overwritten: name another file, or move it away.")
-    if not out.parent.is_dir():
-        raise BadInput(f"There is no folder '{out.parent}' for '{out.name}': make it, or name another.")
+    check_file("--out", out)
 
 
 def _text(conversion: Conversion, understood: Understood, out: Path | None) -> str:
     named = out if out is not None and out.suffix else Path(f"document{conversion.target.suffix}")
     kind = format_of(named)
     return to_text(conversion.document, kind, understood.loaded, conversion.verdicts, conversion.target.program)
-
-
-def _write(out: Path, text: str) -> None:
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise BadInput(f"'{out}' cannot be written: {error}.") from None
 
 
 # -- the report ----------------------------------------------------------------------------------------------------

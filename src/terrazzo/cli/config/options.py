@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from inspect import Parameter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.shared.parameters import option_parameter
+from terrazzo.cli.shared.options import CommandOption, option_field, rows_of
 
-__all__ = ["CONTEXT_PARAMETERS", "AllOption", "ContextOptions", "FileArgument", "FromOption"]
+__all__ = ["CONTEXT_ROWS", "AllOption", "ContextOptions", "FileArgument", "FromOption"]
 
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="A configuration in YAML, JSON or TOML, or a script of arguments.")
@@ -23,30 +23,22 @@ AllOption = Annotated[
 ]
 
 
-class ContextOptions(NamedTuple):
+def _option(usage: str, words: str, **more: Any) -> Any:
+    return option_field(CommandOption(usage, words, "What the file does not say", **more))
+
+
+@dataclass(frozen=True)
+class ContextOptions:
     """What the file does not say, as given on the command line; None for what was left out."""
 
-    world: int | None
-    model: str | None
-    load_dtype: str | None
-    trainer: Path | None
-    library: list[str] | None
+    world: int | None = _option("--world", "number of ranks", least=1)
+    model: str | None = _option("--model NAME|PATH", "a preset such as llama3-8b, or a config.json")
+    load_dtype: str | None = _option("--load-dtype", "dtype in which the model is loaded: fp32, bf16 or fp16")
+    trainer: Path | None = _option("--trainer FILE", "TrainingArguments that resolve 'auto'")  # noqa: RUF009 - a field
+    library: list[str] | None = _option(  # noqa: RUF009 - a field
+        "--library NAME=VERSION", "of the library that reads it, such as deepspeed=0.16.0: defaults have changed"
+    )
 
 
-def _context_parameter(name: str, kind: Any, help: str, **more: Any) -> Parameter:
-    return option_parameter(name, kind, typer.Option(help=help, rich_help_panel="What the file does not say", **more))
-
-
-CONTEXT_PARAMETERS = (
-    _context_parameter("world", int, "number of ranks", min=1),
-    _context_parameter("model", str, "a preset such as llama3-8b, or a config.json", metavar="NAME|PATH"),
-    _context_parameter("load_dtype", str, "dtype in which the model is loaded: fp32, bf16 or fp16"),
-    _context_parameter("trainer", Path, "TrainingArguments that resolve 'auto'", metavar="FILE"),
-    _context_parameter(
-        "library",
-        list[str],
-        "of the library that reads it, such as deepspeed=0.16.0: defaults have changed",
-        metavar="NAME=VERSION",
-    ),
-)
-"""The parameters for the fields of `ContextOptions`, which all verbs have."""
+CONTEXT_ROWS: list[CommandOption] = rows_of(ContextOptions)
+"""The options for the fields of `ContextOptions`, which all verbs have."""

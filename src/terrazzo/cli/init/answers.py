@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from terrazzo.cli.init.questions import Question
+from terrazzo.cli.shared.arguments import whole_number
 from terrazzo.config import config_from_dict
 from terrazzo.errors import ALL, BadInput, did_you_mean
 from terrazzo.planner import Cluster, ModelShape, model_shape
@@ -119,7 +120,7 @@ def _default_ranks(answers: InitAnswers) -> str:
 
 def _ranks(text: str, answers: InitAnswers) -> int:
     machine = answers["gpu"]
-    ranks = _whole("--ranks", text, MOST_DEVICES)
+    ranks = whole_number("--ranks", text, MOST_DEVICES)
     if machine.is_here and not machine.on_cpu and ranks > machine.cluster.count:
         raise BadInput(f"--ranks is {ranks}, but this machine has {machine.cluster.count} GPUs, one for each rank.")
     return ranks
@@ -131,7 +132,7 @@ def _default_sequence(answers: InitAnswers) -> str:
 
 
 def _sequence(text: str, answers: InitAnswers) -> int:
-    sequence, positions = _whole("--seq", text), answers["model"].shape.positions
+    sequence, positions = whole_number("--seq", text), answers["model"].shape.positions
     if not answers["model"].built_in and positions and sequence > positions:
         raise BadInput(f"--seq is {sequence}, but {answers['model'].name} has positions for {positions} tokens.")
     return sequence
@@ -143,22 +144,13 @@ def _default_batch(answers: InitAnswers) -> str:
 
 
 def _batch(text: str, answers: InitAnswers) -> int:
-    batch, ranks = _whole("--global-batch", text), answers["ranks"]
+    batch, ranks = whole_number("--global-batch", text), answers["ranks"]
     if batch % ranks:
         raise BadInput(
             f"--global-batch is {batch}, which {ranks} ranks cannot share: take {batch // ranks * ranks or ranks} or"
             f" {(batch // ranks + 1) * ranks}."
         )
     return batch
-
-
-def _whole(flag: str, text: str, most: int | None = None) -> int:
-    """A whole number above 0, and no more than `most` where that is given."""
-    number = int(text) if text.isdecimal() and len(text) < 19 else 0
-    if number < 1 or (most is not None and number > most):
-        bounds = "above 0" if most is None else f"from 1 to {most:,}"
-        raise BadInput(f"{flag} is '{text}', expected a whole number {bounds}.")
-    return number
 
 
 class _Answer(NamedTuple):
@@ -182,7 +174,8 @@ ANSWERS = {
     "seq": _Answer(_default_sequence, _sequence),
     "global_batch": _Answer(_default_batch, _batch),
     "steps": _Answer(
-        lambda answers: "1000" if answers["goal"] == "pretrain" else "300", lambda text, _: _whole("--steps", text)
+        lambda answers: "1000" if answers["goal"] == "pretrain" else "300",
+        lambda text, _: whole_number("--steps", text),
     ),
 }
 """For each question, by its name."""
@@ -194,7 +187,7 @@ def answer(question: Question, text: str | None, answers: InitAnswers) -> Any:
     Raises:
         BadInput: the answer is not possible, or there is no default.
     """
-    default, read = ANSWERS[question.name]
+    default, read = ANSWERS[question.argument]
     text = default(answers) if text is None else text
     if text is None:
         raise BadInput(f"{question.flag} has no default here. {question.text}?")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import Parameter
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from terrazzo.cli.init.questions import QUESTIONS, Question
-from terrazzo.cli.shared.parameters import option_parameter, with_parameters
+from terrazzo.cli.init.questions import QUESTIONS
+from terrazzo.cli.shared.options import with_options
 from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
@@ -24,12 +23,7 @@ __all__ = ["init"]
 T = TypeVar("T")
 
 
-def _parameter(question: Question) -> Parameter:
-    shown = typer.Option(question.flag, metavar=question.metavar, help=question.help)
-    return option_parameter(question.name, str, shown)
-
-
-@with_parameters(map(_parameter, QUESTIONS), before="yes")
+@with_options(QUESTIONS, before="yes")
 def init(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", show_default=False, help="The YAML file to write; default train.yaml.")
@@ -56,7 +50,7 @@ def init(
 
 def _check_askable(texts: Mapping[str, str | None], yes: bool) -> None:
     """Refuse open questions if there is no terminal to ask them on."""
-    missing = [question.flag for question in QUESTIONS if texts[question.name] is None]
+    missing = [question.flag for question in QUESTIONS if texts[question.argument] is None]
     if missing and not yes and not _can_ask():
         raise BadInput(
             f"There is no terminal to ask on, and these are not given: {', '.join(missing)}. Give them, or --yes for"
@@ -84,12 +78,12 @@ def _answers(texts: Mapping[str, str | None], yes: bool) -> InitAnswers:
     by_name: dict[str, Any] = {}
     answers = cast("InitAnswers", by_name)
     for question in QUESTIONS:
-        text, read = texts[question.name], partial(answer, question, answers=answers)
+        text, read = texts[question.argument], partial(answer, question, answers=answers)
         if text is None and not yes:
-            default = ANSWERS[question.name].default(answers)
-            by_name[question.name] = _ask_until_read(question.text, default, read)
+            default = ANSWERS[question.argument].default(answers)
+            by_name[question.argument] = _ask_until_read(question.text, default, read)
         else:
-            by_name[question.name] = read(text)
+            by_name[question.argument] = read(text)
     return answers
 
 
@@ -109,10 +103,7 @@ def _can_ask() -> bool:
 
 def _checked_file(file: Path) -> Path:
     """`file`; raises `BadInput` if it cannot be written."""
-    if file.suffix.lower() not in (".yaml", ".yml"):
-        raise BadInput(f"FILE is '{file}': its name must end with .yaml or .yml.")
-    if not file.parent.is_dir():
-        raise BadInput(f"There is no folder '{file.parent}' for '{file.name}': make it, or name another.")
-    if file.is_dir():
-        raise BadInput(f"FILE is '{file}', which is a folder: name a file in it.")
+    from terrazzo.cli.shared.written_files import check_file  # what writes YAML, which --help does without
+
+    check_file("FILE", file, (".yaml", ".yml"))
     return file

@@ -6,8 +6,6 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +17,7 @@ from terrazzo.cli.plan.files import check_files, emit, files_of, missing_parts
 from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments
 from terrazzo.cli.plan.sources import FromConfig, FromCount, FromModel, PlanSource
 from terrazzo.cli.plan.values import by_option, check_tier
+from terrazzo.cli.shared.written_files import writing
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
@@ -191,23 +190,14 @@ def _refuse_options(source: PlanSource, arguments: PlanArguments) -> None:
 
 def _write(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArguments) -> None:
     if arguments.emit is not None and isinstance(source, FromModel):
-        with _writing(arguments.emit):
+        with writing(arguments.emit):
             emit(_best(answer), source.name, arguments.emit)
     if arguments.picture is not None:
-        with _writing(arguments.picture):
+        with writing(arguments.picture):
             save_picture(answer.chart(), arguments.picture)
     if arguments.html is not None and isinstance(answer, Answer):
-        with _writing(arguments.html):
+        with writing(arguments.html):
             _write_page(answer, arguments, arguments.html)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turns an `OSError`, which for a full disk names no file, into `BadInput`."""
-    try:
-        yield
-    except OSError as error:
-        raise BadInput(f"'{error.filename or path}' cannot be written: {error.strerror or error}.") from error
 
 
 def _write_page(answer: Answer, arguments: PlanArguments, path: Path) -> None:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.plan.options import OPTION_ROWS, PlanOption
+from terrazzo.cli.plan.options import OPTION_ROWS
 from terrazzo.cli.plan.values import read_arguments
-from terrazzo.cli.shared.parameters import option_parameter, with_parameters
+from terrazzo.cli.shared.options import with_options
 
 __all__ = ["plan"]
 
 
-def _parameter(option: PlanOption) -> Parameter:
-    is_switch = option.kind is bool and "/" not in option.names[0]
-    default = False if is_switch else None if option.is_number else option.default
-    shown = typer.Option(
-        *option.names, help=option.help, metavar=option.metavar, rich_help_panel=option.panel, show_default=False
-    )
-    return option_parameter(option.argument, str if option.is_number else option.kind, shown, default)
-
-
-@with_parameters(map(_parameter, OPTION_ROWS))
+@with_options(OPTION_ROWS)
 def plan(
     invocation: typer.Context,
     config: Annotated[

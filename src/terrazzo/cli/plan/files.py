@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from terrazzo.cli.shared.written_files import with_comments, write_model
+from terrazzo.cli.shared.written_files import check_file, refuse_other, with_comments, write_model
 from terrazzo.documents import write_json
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
@@ -23,14 +23,8 @@ def check_files(emitted: Path | None, picture: Path | None, page: Path | None) -
     """Raise `BadInput` for names that cannot be written."""
     named = (("--emit", emitted, EMITTED), ("--picture", picture, SUFFIXES), ("--html", page, (".html", ".htm")))
     for option, path, suffixes in named:
-        if path is None:
-            continue
-        if path.suffix.lower() not in suffixes:
-            raise BadInput(f"{option} is '{path}': its name must end with {' or '.join(suffixes)}.")
-        if not path.parent.is_dir():
-            raise BadInput(f"{option} is '{path}', but there is no folder '{path.parent}': make it, or name another.")
-        if path.is_dir():
-            raise BadInput(f"{option} is '{path}', which is a folder: name a file in it.")
+        if path is not None:
+            check_file(option, path, suffixes)
 
 
 def emit(estimate: Estimate, model: str, path: Path) -> None:
@@ -41,15 +35,16 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
         path: of the configuration.
 
     Raises:
-        BadInput: the plan cannot fit or run, or another model's config.json is there.
+        BadInput: the plan cannot fit or run, or there is another configuration, or another model's config.json.
     """
     if estimate.memory.fits is False:
         raise BadInput(f"--emit: nothing is written, because the plan {verdict(estimate.memory)}.")
     files = files_of(estimate, model, path)
-    if files.model_config is not None:
-        write_model(files.model_config, path.with_suffix("") / "config.json", "--emit")
     as_json = path.suffix.lower() == ".json"
     text = write_json(files.config) if as_json else with_comments(files.config, _comments(estimate, files))
+    refuse_other(path, text, f"--emit would replace '{path}', which has other settings: name another file, or move it.")
+    if files.model_config is not None:
+        write_model(files.model_config, path.with_suffix("") / "config.json", "--emit")
     path.write_text(text, encoding="utf-8")
 
 

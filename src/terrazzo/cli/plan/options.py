@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import Parameter
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
+
+from terrazzo.cli.shared.options import CommandOption, option_field, rows_of
 
 __all__ = ["OPTION_ROWS", "PlanArguments", "PlanOption"]
 
@@ -16,53 +17,27 @@ CONFIG, PARAMS = frozenset({"CONFIG"}), frozenset({"--params"})
 
 
 @dataclass(frozen=True)
-class PlanOption:
-    """One option.
+class PlanOption(CommandOption):
+    """An option of `terrazzo plan`.
 
     Attributes:
-        usage: its names and the metavar, as the help shows them.
-        help: its text in the help.
         field: the field of the planner's `Request` that it sets; empty if it sets none.
         beside: what it may be given with other than `--model`: `CONFIG`, `--params`.
-        default: the value if it is not given; None leaves the choice open.
         unit: the factor from the option's value to the field's: 1e9 for GB.
-        panel: the section of the help.
-        kind: the type of the value; a `bool` is a switch, off by default.
     """
 
-    usage: str
-    help: str
     field: str = ""
     beside: frozenset[str] = frozenset()
-    default: Any = None
     unit: float | None = None
-    panel: str = ""
-    kind: type = str
 
-    @cached_property
-    def names(self) -> list[str]:
-        """Its names, with `--`."""
-        return [word for word in self.usage.split() if word.startswith("--")]
-
-    @cached_property
-    def metavar(self) -> str | None:
-        """What stands for the value in the help."""
-        return " ".join(word for word in self.usage.split() if word not in self.names) or None
-
-    @cached_property
-    def flag(self) -> str:
-        """Its first name; of `--on/--off` the one that turns it on."""
-        return self.names[0].partition("/")[0]
-
-    @cached_property
+    @property
     def is_number(self) -> bool:
         """Whether the value is a number. typer gets it as text, so that errors are in our own words."""
         return self.kind in (int, float)
 
-    @cached_property
-    def argument(self) -> str:
-        """The name of the command's parameter for it."""
-        return self.flag.removeprefix("--").replace("-", "_")
+    @property
+    def parameter(self) -> Parameter:
+        return replace(self, kind=str, default=None).parameter if self.is_number else super().parameter
 
     def in_unit(self, value: Any) -> Any:
         """The option's value in the unit of the field: GB in bytes."""
@@ -70,8 +45,7 @@ class PlanOption:
 
 
 def _option(panel: str, usage: str, words: str, name: str = "", **more: Any) -> Any:
-    """A dataclass field that is an option; its `kind` is taken from the annotation."""
-    return field(metadata={"option": PlanOption(usage, words, name, panel=panel, **more)})
+    return option_field(PlanOption(usage, words, panel, field=name, **more))
 
 
 _model, _machines, _training = partial(_option, "Model"), partial(_option, "Machines"), partial(_option, "Training")
@@ -305,14 +279,5 @@ class PlanArguments:
         return {row.field: row.in_unit(getattr(self, row.argument)) for row in OPTION_ROWS if row.field}
 
 
-def _rows() -> Iterator[PlanOption]:
-    """The options among the fields of `PlanArguments`, each with the `kind` of its annotation."""
-    hints = get_type_hints(PlanArguments)
-    for each in fields(PlanArguments):
-        if (row := each.metadata.get("option")) is not None:
-            kind, *_ = [kind for kind in get_args(hints[each.name]) or (hints[each.name],) if kind is not NoneType]
-            yield replace(row, kind=kind)
-
-
-OPTION_ROWS = [*_rows()]
+OPTION_ROWS: list[PlanOption] = rows_of(PlanArguments)
 """All options, in the order of the help."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from terrazzo.cli.plan.options import PlanArguments
 from terrazzo.cli.plan.sources import FromConfig
+from terrazzo.cli.shared.arguments import whole_number
 from terrazzo.config import Config, MeshConfig, load_config
 from terrazzo.errors import BadInput
 from terrazzo.launch.machine import ranks_to_start
@@ -87,7 +87,7 @@ def _calibrated(source: FromConfig) -> str:
 
 def _ranks(arguments: PlanArguments, config: Config) -> int:
     if arguments.gpus is not None:
-        return _whole("--gpus", arguments.gpus)
+        return whole_number("--gpus beside a configuration", arguments.gpus)
     if arguments.gpu is not None and config.launch.ranks is None:
         raise BadInput("The configuration does not say how many ranks there are (launch.ranks): give --gpus N.")
     return ranks_to_start(config) if arguments.gpu is None else config.rank_numbers[-1]
@@ -102,9 +102,3 @@ def _cluster(request: Request) -> Cluster | None:
     here = this_machine()
     host = request.host_memory_bytes or here.host_memory_bytes
     return build_cluster(replace(request, gpu=here.device, host_memory_bytes=host))
-
-
-def _whole(name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or not int(text):
-        raise BadInput(f"{name} is '{text}'; beside a configuration it is one whole number above 0.")
-    return int(text)

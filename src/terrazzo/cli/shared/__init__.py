@@ -2,8 +2,8 @@
 
 verb           the class of a command, and answers to options that it does not have
 arguments      arguments and options that several commands have
-parameters     turns rows of a table into a command's parameters
+options        options that are rows of a table
 terminal       prints lines, tables and JSON
-written_files  writes a configuration with comments, and a model's config.json
+written_files  which files are refused before any work, and the texts of those for the trainer
 unread         ends a command whose output nobody reads any more: `terrazzo ... | head`
 """

@@ -1,16 +1,17 @@
-"""Writes files for `terrazzo train`: a configuration with comments that say why, and a model's config.json."""
+"""Files that verbs write: which are refused before any work, and the texts of those for `terrazzo train`."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from terrazzo.documents import write_json, write_yaml
 from terrazzo.errors import BadInput
 
-__all__ = ["with_comments", "write_model"]
+__all__ = ["check_file", "refuse_other", "with_comments", "write_model", "writing"]
 
 WIDTH = 110
 
@@ -24,6 +25,35 @@ def with_comments(document: Mapping[str, Any], comments: Mapping[str, Sequence[s
     return "\n".join(parts)
 
 
+def check_file(named: str, path: Path, suffixes: Sequence[str] = ()) -> None:
+    """Raise `BadInput`, before any work, for a file that cannot be written; `named` is what has named it: `--emit`.
+
+    Args:
+        suffixes: one of which its name must have; default: any.
+    """
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise BadInput(f"{named} is '{path}': its name must end with {' or '.join(suffixes)}.")
+    if not path.parent.is_dir():
+        raise BadInput(f"{named} is '{path}', but there is no folder '{path.parent}': make it, or name another.")
+    if path.is_dir():
+        raise BadInput(f"{named} is '{path}', which is a folder: name a file in it.")
+
+
+def refuse_other(path: Path, text: str, problem: str) -> None:
+    """Raise `BadInput` with this message if the file is there, and has another text."""
+    if path.is_file() and path.read_bytes() != text.encode():
+        raise BadInput(problem)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an `OSError`, which for a full disk names no file, into `BadInput`."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"'{error.filename or path}' cannot be written: {error.strerror or error}.") from error
+
+
 def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
     """Write a model's config.json; `writer` names the command in errors.
 
@@ -31,7 +61,6 @@ def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
         BadInput: another model's file is there.
     """
     text = write_json(config)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise BadInput(f"{writer} would replace '{path}', the config of another model: give FILE another name.")
+    refuse_other(path, text, f"{writer} would replace '{path}', the config of another model: give FILE another name.")
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
