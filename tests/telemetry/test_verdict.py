@@ -22,7 +22,7 @@ from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
 from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.display.tables import tables_of
 from terrazzo.telemetry.steps.step_recorder import TIME_CAUSES
-from terrazzo.train.planning import run_review
+from terrazzo.train.report import run_review
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained
 

@@ -37,12 +37,11 @@ from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.planning import as_setup as planning
 from terrazzo.train.planning import run_estimate as promise
-from terrazzo.train.planning import summary
 from terrazzo.train.planning.as_setup import executed_share, setup_of
 from terrazzo.train.planning.run_estimate import estimate_run, traced_memory
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
-from terrazzo.train.report import log_window
+from terrazzo.train.report import log_window, summary
 from terrazzo.train.report.summary import Pace, summary_lines, utilisation
 from terrazzo.train.start_trainer import start_training
 from tests.helpers import programs
