@@ -53,8 +53,8 @@ def convert_config(
     is_written = partial or not conversion.refused
     text = _text(conversion, understood, out)
     if is_written and out is not None:
-        with writing(out), out.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with writing(out), out.open("x", encoding="utf-8") as opened:
+            opened.write(text)
     if as_json:
         say_report(_as_json(str(file), conversion, understood.context, out if is_written else None))
     else:
