@@ -44,11 +44,11 @@ class _AskedAfter(StopRequest):
     """Signals belong to the main thread: it is asked after so many steps, or never."""
 
     def __init__(self, steps: int | None = None) -> None:
-        self._requested, self._left = False, steps
+        self.requested, self._left = False, steps
 
     def agreed(self, broken: bool) -> tuple[bool, bool]:
         self._left = None if self._left is None else self._left - 1
-        self._requested = self._left == 0
+        self.requested = self._left == 0
         return super().agreed(broken)
 
 

@@ -87,10 +87,12 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> 
     [
         ({"dp_shard": 4}, "plan.mesh.dp_shard 4 says how many there are, 4: leave plan.mesh.dp_shard out"),
         ({"tp": 2, "dp_shard": 2}, "plan.mesh.dp_shard 2 says how many there are, 4"),
+        ({"dp_replicate": None}, "dp_replicate and dp_shard are both null, .* set plan.mesh.dp_shard to the ranks of"),
+        ({"dp_replicate": None, "dp_shard": 3}, r"multiples of 3 of them \(plan.mesh: pp, dp_shard, cp and tp\)"),
         ({"tp": 3}, r"multiples of 3 of them \(plan.mesh: pp, dp_replicate, cp and tp\), and two of these are not"),
     ],
 )
-def test_a_mesh_that_fixes_how_many_there_are_is_refused(mesh: dict[str, int], said: str) -> None:
+def test_a_mesh_that_fixes_how_many_there_are_is_refused(mesh: dict[str, int | None], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         config_from_dict({"launch": {"ranks": "2:4", "restarts": 1}, "plan": {"name": "zero3", "mesh": mesh}})
 
@@ -132,20 +134,30 @@ def on(devices_seen: Sequence[int], numbers: Sequence[int]) -> RankSlots:
 def test_a_device_that_fails_is_left_out_and_others_take_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     places = on([5, 5, 5, 5], [2, 3, 4])
     assert (places.ranks, places.environment) == (4, {})
-    assert places.lost(1) == "rank 1 of 4 fails at its start again, on device 1"
+    assert places.follow(1) == "rank 1 of 4 fails at its start again, on device 1"
     assert (places.ranks, places.environment) == (4, {"CUDA_VISIBLE_DEVICES": "0,2,3,4"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e")
-    assert places.lost(3) == "rank 3 of 4 fails at its start again, on device 4"
+    assert places.follow(3) == "rank 3 of 4 fails at its start again, on device 4"
     assert (places.ranks, places.environment) == (3, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-c,GPU-d"})
-    assert places.lost(None) == ""
+    assert places.follow(None) == ""
 
 
 def test_devices_that_cannot_be_seen_any_more_take_ranks_away() -> None:
     places = on([4, 3, 1], [2, 4])
-    assert places.lost(0) == "1 device of 4 cannot be seen any more"
+    assert places.follow(0) == "1 device of 4 cannot be seen any more"
     assert (places.ranks, places.environment) == (2, {})
     with pytest.raises(BadInput, match=r"2 devices of 3 cannot be seen any more, and 2 ranks are the least"):
-        places.lost(None)
+        places.follow(None)
+
+
+def test_devices_that_are_seen_again_are_taken_at_the_next_restart() -> None:
+    places = on([4, 2, 4, 5], [2, 4])
+    assert places.follow(None) == "2 devices of 4 cannot be seen any more"
+    assert places.ranks == 2
+    assert places.follow(None) == "4 devices can be seen in the place of 2"
+    assert (places.ranks, places.environment) == (4, {})
+    assert places.follow(1) == "5 devices can be seen in the place of 4"
+    assert places.ranks == 4
 
 
 def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,8 +52,11 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def spawn_rank(rank: int, work: Callable[[], int], claims: Path | None = None) -> int:
-    """A process that does the work as a rank, seven steps of which are done, and whose run `claims` a folder."""
+def spawn_rank(rank: int, work: Callable[[], int], claims: Path | None = None, *, asked: bool = True) -> int:
+    """A process that does the work as a rank, seven steps of which are done, and whose run `claims` a folder.
+
+    `asked` says whether it was, if it ends because it was to stop.
+    """
 
     def claim_and_work(process: RankProcess) -> int:
         if claims is not None:
@@ -63,6 +66,7 @@ def spawn_rank(rank: int, work: Callable[[], int], claims: Path | None = None) -
     def body() -> None:
         tether.PARENT = os.getppid()
         process = RankProcess(rank)
+        process.asked = asked
         process.run(lambda: claim_and_work(process))
 
     return spawn_child(body)
@@ -251,6 +255,17 @@ def test_ranks_that_have_failed_and_those_of_other_machines_that_come_go_on(atte
     assert not ranks_stay_stopped()
     attempts(2)  # a failure, after they have gone on
     assert not ranks_stay_stopped()
+
+
+def test_ranks_of_a_machine_that_nobody_has_asked_to_stop_go_on(attempts: Callable[[int], None]) -> None:
+    """They have stopped because those of another were asked, as it is taken away."""
+    assert reap(spawn_rank(0, lambda: PREEMPTED, asked=False)) == PREEMPTED
+    attempts(1)
+    assert not ranks_stay_stopped()
+    assert reap(spawn_rank(0, lambda: PREEMPTED)) == PREEMPTED
+    assert reap(spawn_rank(1, lambda: PREEMPTED, asked=False)) == PREEMPTED
+    attempts(2)
+    assert ranks_stay_stopped(), "one of its ranks was asked"
 
 
 def test_ranks_go_on_together_or_not_at_all(attempts: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,8 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Loader
 from terrazzo.train.preflight import check
-from terrazzo.train.settings.plan import build_offload, check_rounds
+from terrazzo.train.preflight.replica_settings import check_samples_of_groups
+from terrazzo.train.settings.plan import build_offload, check_rounds, mesh_shape
 from tests.helpers import programs
 from tests.train.test_again import LAUNCHER, killed_by, weights
 from tests.train.test_data_loader import make_dataset
@@ -69,15 +76,20 @@ def test_a_replica_that_is_killed_in_a_round_changes_no_loss_and_no_weight(tmp_p
     assert weights(killed) == weights(undisturbed)
 
 
+FOLLOWING = ("plan.mesh.dp_replicate=null", "plan.mesh.dp_shard=2")
+
+
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_rank_that_is_lost_leaves_fewer_to_each_group(tmp_path: Path) -> None:
-    """The oracle is a run of two groups of one rank that begins at the same checkpoint of two groups of two."""
+@pytest.mark.parametrize("mesh", [(), FOLLOWING], ids=["two groups of one", "one group of two"])
+def test_a_rank_that_is_lost_leaves_fewer_to_each_group_or_fewer_groups(tmp_path: Path, mesh: tuple[str, ...]) -> None:
+    """The oracle is a run of so many ranks that begins at the same checkpoint of two groups of two."""
     fewer, whole = tmp_path / "fewer", tmp_path / "whole"
     for each in (fewer, whole):
         each.mkdir()
     (tmp_path / "rank.py").write_text(RANK)
-    words = [*APART, "checkpoint.every=3", "checkpoint.keep_last=null", "model.dropout=0", "train.sample_tokens=0"]
+    words = [*APART, *mesh, "checkpoint.every=3", "checkpoint.keep_last=null", "model.dropout=0"]
+    words += ["train.sample_tokens=0"]
     started = command(fewer, *words, "launch.ranks=2:4", "launch.restarts=2")
     lost = {**environment(), "LOST": "3"}
     launcher = programs.Program("-c", LAUNCHER, str(tmp_path / "rank.py"), *started[2:], env=lost)
@@ -97,14 +109,87 @@ def test_a_rank_that_is_lost_leaves_fewer_to_each_group(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_a_replica_leaves_and_comes_back_by_the_mesh_of_the_next_start(tmp_path: Path) -> None:
-    alone = ("plan.mesh.dp_replicate=1", "plan.sync_every=null", "plan.outer.traffic=fp32")
-    for ranks, words in ((2, ("train.steps=6",)), (1, (*alone, "train.steps=12")), (2, ("train.steps=18",))):
-        for end in programs.on_ranks(ranks, *command(tmp_path, *APART, *words, "checkpoint.every=6")):
-            assert end.returncode == 0, end.stderr
+def test_a_group_leaves_and_comes_back_by_the_number_of_ranks(tmp_path: Path) -> None:
+    words = [*APART, "plan.mesh.dp_replicate=null", "plan.mesh.dp_shard=1", "checkpoint.every=6"]
+    for ranks, steps, groups in ((2, 6, "2 groups"), (1, 12, "1 group"), (2, 18, "2 groups")):
+        ends = programs.on_ranks(ranks, *command(tmp_path, *words, f"train.steps={steps}"))
+        assert [end.returncode for end in ends] == [0] * ranks, ends[0].stderr
+        assert f"{groups} (plan.mesh.dp_replicate) train" in ends[0].stdout
     losses = {point[0]: point[1] for point in curve(tmp_path)}
-    assert list(losses) == [3, 6, 7, 8, 9, 10, 11, 12, 15, 18]
+    assert list(losses) == [3, 6, 9, 12, 15, 18]
     assert losses[6] > losses[12] > losses[18]
+    for summary in metrics(tmp_path, "summary"):
+        for what in ("traffic", "transient", "state"):
+            assert summary[f"{what}_bytes_measured"] == summary[f"{what}_bytes_promised"]
+
+
+def agent(folder: Path, port: int, *words: str) -> subprocess.Popen[str]:
+    """A torchrun of one rank that goes on with those that are there, as on a machine of its own."""
+    meets = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "localhost")
+    soon = ("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1", "--max-restarts", "3")
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", *meets, *soon]
+    return subprocess.Popen(
+        [sys.executable, *launcher, *command(folder, *words, "launch.ranks=null")],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(agent: subprocess.Popen[str]) -> None:
+    """As a machine that is lost."""
+    lists = Path(f"/proc/{agent.pid}/task").glob("*/children")
+    ranks = {int(pid) for children in lists for pid in children.read_text().split()}
+    for pid in (agent.pid, *ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    agent.wait()
+
+
+def until(agent: subprocess.Popen[str], *patterns: str) -> list[re.Match[str]]:
+    """The first lines that match, one behind the other."""
+    assert agent.stdout is not None
+    found, said = list[re.Match[str]](), list[str]()
+    for line in agent.stdout:
+        said.append(line)
+        if match := re.search(patterns[len(found)], line):
+            found.append(match)
+            if len(found) == len(patterns):
+                return found
+    raise AssertionError("".join(said))
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds ranks in /proc")
+@pytest.mark.parametrize("gently", [True, False], ids=["taken away", "lost"])
+def test_a_machine_joins_and_leaves_under_torchrun(tmp_path: Path, gently: bool) -> None:
+    words = [*APART, "plan.mesh.dp_replicate=null", "plan.mesh.dp_shard=1", "train.steps=300000", "checkpoint.every=60"]
+    words += ["train.eval_every=null", "train.sample_tokens=0"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    groups, row, resumed = r"rounds +(\d) groups?", r"^ +(\d+) +\d+\.\d{4}", r"resumed at step (\d+)"
+    first = agent(tmp_path, port, *words)
+    agents, late = [first], threading.Timer(200, lambda: [end(each) for each in agents])
+    late.start()
+    try:
+        alone, _ = until(first, groups, row)
+        agents.append(second := agent(tmp_path, port, *words))
+        stopped, together, joined, _ = until(first, r"stopped +step (\d+)", groups, resumed, row)
+        second.terminate() if gently else end(second)
+        saved = until(first, r"stopped +step (\d+)")[0][1] if gently else joined[1]
+        left, went_on, _ = until(first, groups, resumed, row)
+    finally:
+        late.cancel()
+        for each in agents:
+            end(each)
+    assert [match[1] for match in (alone, together, left)] == ["1", "2", "1"]
+    assert joined[1] == stopped[1], "what the group alone had done is kept, to the end of its round"
+    assert went_on[1] == saved if gently else int(went_on[1]) >= int(saved)
+    assert not int(joined[1]) % 3 and not int(went_on[1]) % 3
 
 
 @pytest.mark.parametrize(
@@ -130,6 +215,19 @@ def test_what_cannot_be_is_refused_before_the_start(tmp_path: Path, raw: dict[st
     with pytest.raises(BadInput, match=said):
         check(config_from_dict({**base, **raw, "plan": plan}), 4)
     assert not any(tmp_path.iterdir())
+
+
+def test_groups_that_follow_the_ranks_are_whole_and_have_samples(tmp_path: Path) -> None:
+    plan = {"mesh": {"dp_replicate": None, "dp_shard": 2}, "sync_every": 3}
+    raw = {"log": {"folder": str(tmp_path / "run")}, "launch": {"device": "cpu"}, "train": {"steps": 99}, "plan": plan}
+    config = config_from_dict({**raw, "batch": {"global_batch": 8, "micro_batch": 2}})
+    assert [mesh_shape(config.plan.mesh, ranks)["dp_replicate"] for ranks in (2, 4, 6)] == [1, 2, 3]
+    for ranks, numbers in ((3, "2 or 4"), (1, "2")):
+        with pytest.raises(BadInput, match=rf"groups of 2 ranks .* this run has {ranks} ranks?: start {numbers}, or"):
+            mesh_shape(config.plan.mesh, ranks)
+    check_samples_of_groups(config, 4)
+    with pytest.raises(BadInput, match=r"leaves none to 1 of the 3 groups .*: set batch\.global_batch=12, or start"):
+        check(config, 6)
 
 
 def test_rounds_are_counted_from_where_a_run_goes_on() -> None:

@@ -282,7 +282,7 @@ class Asked(StopRequest):
     """Hears of SIGTERM when the test says so: handlers belong to the main thread, and ranks are threads here."""
 
     def __init__(self) -> None:
-        self._requested, self._interrupts = False, 0
+        self.requested, self._interrupts = False, 0
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, times: int, code: int, 
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
             _wait_until(lambda: times == 1 and (tmp_path / "stderr").stat().st_size > 0)
-        assert stop._requested
+        assert stop.requested
 
     assert reap(spawn_child(work)) == code
     assert (tmp_path / "stderr").read_text() == said

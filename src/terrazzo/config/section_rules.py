@@ -82,16 +82,17 @@ def rank_range(launch: LaunchConfig, mesh: MeshConfig) -> Iterator[str]:
     ranks = launch.ranks
     if not isinstance(ranks, str):
         return
-    if mesh.dp_shard is not None:
+    if mesh.dp_shard is not None and mesh.dp_replicate is not None:
         yield (
             f"launch.ranks '{ranks}' lets ranks become fewer, and plan.mesh.dp_shard {mesh.dp_shard} says how many"
             f" there are, {mesh.fixed * mesh.dp_shard}: leave plan.mesh.dp_shard out, which then is what the others"
-            " leave"
+            " leave, or set plan.mesh.dp_replicate to null, and groups of so many ranks come and go"
         )
     elif len(launch.numbers(mesh.fixed)) < 2:
         yield (
             f"launch.ranks '{ranks}' lets ranks become fewer, but the mesh has multiples of {mesh.fixed} of them"
-            " (plan.mesh: pp, dp_replicate, cp and tp), and two of these are not within: make the range wider"
+            f" (plan.mesh: pp, {'dp_replicate' if mesh.dp_replicate else 'dp_shard'}, cp and tp), and two of these are"
+            " not within: make the range wider"
         )
 
 

@@ -93,6 +93,7 @@ class _RankOfRun:
             self._announce_steps(session)
             with _looked_after(session, flight_recorder):
                 code = TrainingLoop(session, self.stop, self.command, self._step_end(flight_recorder)).run()
+        self.process.asked = self.stop.requested  # of others alone, such as those of a machine that is taken away
         dist.destroy_process_group()
         return code
 

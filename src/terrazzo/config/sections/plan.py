@@ -19,7 +19,12 @@ class MeshConfig(Section):
     """
 
     pp: int = Field(1, gt=0, description="parts of the ranks that have other layers each (pipeline parallelism)")
-    dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
+    dp_replicate: int | None = Field(
+        1,
+        gt=0,
+        description="groups of ranks; each group holds all states of a hybrid plan; null, beside dp_shard: the number "
+        "of ranks divided by the others",
+    )
     dp_shard: int | None = Field(
         None, gt=0, description="ranks of a group that split states; null: the number of ranks divided by the others"
     )
@@ -34,12 +39,27 @@ class MeshConfig(Section):
 
     @property
     def fixed(self) -> int:
-        """Product of the degrees of all axes but `dp_shard`; the number of ranks is a multiple of it."""
-        return self.pp * self.dp_replicate * self.ranks_per_batch
+        """Product of the degrees of all axes but the one that follows the number of ranks, a multiple of it.
+
+        That is `dp_shard`, or `dp_replicate` where this is null.
+        """
+        return self.pp * (self.dp_replicate or self.dp_shard or 1) * self.ranks_per_batch
+
+    def groups(self, world_size: int) -> int:
+        """Number of groups along `dp_replicate`, over `world_size` ranks."""
+        return self.dp_replicate or world_size // self.fixed
 
     def readers(self, world_size: int) -> int:
         """Number of parts that the sequences of a batch are dealt out in, over `world_size` ranks."""
         return world_size // (self.ranks_per_batch * self.pp)
+
+    def _disagreements(self) -> Iterator[str]:
+        if self.dp_replicate is None and self.dp_shard is None:
+            yield (
+                "dp_replicate and dp_shard are both null, and one of them is what the others leave of the ranks: set"
+                " plan.mesh.dp_shard to the ranks of one group, such as 1, or plan.mesh.dp_replicate to how many groups"
+                " there are"
+            )
 
 
 class OuterConfig(Section):

@@ -1,4 +1,4 @@
-"""Which slots are left for the ranks of a run when some are lost, and how many ranks there can be then.
+"""Which slots there are for the ranks of a run when some are lost or come back, and how many ranks there can be then.
 
 A slot is a GPU, or on a CPU just a number.
 """
@@ -47,8 +47,8 @@ class RankSlots:
         names = [str(number) for number in range(self._there)] if visible is None else visible.split(",")
         return {_VISIBLE: ",".join(names[number] for number in used)}
 
-    def lost(self, rank: int | None) -> str:
-        """Give up slots that are lost; returns what was lost in words, empty if nothing was.
+    def follow(self, rank: int | None) -> str:
+        """Give up slots that are lost, and take those that have come; returns which in words, empty if there are none.
 
         Args:
             rank: the rank that has failed at its start again, whose slot is given up; None if there is none.
@@ -57,8 +57,9 @@ class RankSlots:
             BadInput: too few slots are left for the smallest number of ranks.
         """
         before, now = self.ranks, self._seen()
-        if now < self._there:  # the remaining devices have new numbers
-            what = f"{counted(self._there - now, 'device')} of {self._there} cannot be seen any more"
+        if now != self._there:  # devices have new numbers, so that it is not known which of them were given up
+            fewer = f"{counted(self._there - now, 'device')} of {self._there} cannot be seen any more"
+            what = fewer if now < self._there else f"{counted(now, 'device')} can be seen in the place of {self._there}"
             self._there, self._left = now, list(range(now))
         elif rank is not None:
             what = f"rank {rank} of {before} fails at its start again"
@@ -72,7 +73,7 @@ class RankSlots:
 
 
 def slots_of(config: Config) -> RankSlots | None:
-    """The slots of a run whose number of ranks may shrink; None if `launch.ranks` is one number."""
+    """The slots of a run whose number of ranks may change; None if `launch.ranks` is one number."""
     if not isinstance(config.launch.ranks, str):
         return None
     cuda, numbers = resolve_device(config.launch) == "cuda", config.rank_numbers

@@ -33,7 +33,7 @@ class RestartPolicy:
         newest: returns the newest checkpoint; raises `BadInput` if the run cannot continue from it.
         words: the command of the ranks that continue from a checkpoint.
         say: is called with a line about each restart.
-        places: the slots of the ranks, if these may become fewer; default: as many ranks as before.
+        places: the slots of the ranks, if these may become fewer or more; default: as many ranks as before.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class RestartPolicy:
             _refuse("it would end so again")
             return None
         try:
-            lost = self._lost(end)
+            changed = self._changed(end)
             saved = self._newest()
         except BadInput as error:
             _refuse(str(error))
             return None
-        if self._before is not None and saved.step <= self._before[0].step and not lost:
+        if self._before is not None and saved.step <= self._before[0].step and not changed:
             at = f"the newest is {saved.path}" if saved.path else "there is none"
             _refuse(f"no checkpoint was saved since the failure before ({at}), which was: {self._before[1]}")
             return None
@@ -73,15 +73,15 @@ class RestartPolicy:
         ranks, environment = start.ranks, restart.environment
         if self._places is not None:
             ranks, environment = self._places.ranks, {**environment, **self._places.environment}
-        starting = f"starting {counted(ranks, 'rank')}{'' if lost else ' again'}, {where}"
-        self._say(f"restart {restart.number} of {restart.most}: {f'{lost}; ' if lost else ''}{starting}")
+        starting = f"starting {counted(ranks, 'rank')}{'' if changed else ' again'}, {where}"
+        self._say(f"restart {restart.number} of {restart.most}: {f'{changed}; ' if changed else ''}{starting}")
         return LaunchSpec(ranks, self._words(saved), environment)
 
-    def _lost(self, end: RunEnd) -> str:
-        """The slots that were lost, in words. A rank that fails at its start again gives up its slot."""
+    def _changed(self, end: RunEnd) -> str:
+        """The slots that were lost or came, in words. A rank that fails at its start again gives up its slot."""
         if self._places is None:
             return ""
-        return self._places.lost(end.rank if end.failed_at_start and self._number else None)
+        return self._places.follow(end.rank if end.failed_at_start and self._number else None)
 
 
 def _refuse(why: str) -> None:

@@ -25,7 +25,6 @@ from terrazzo.exit_codes import FAILED, PREEMPTED
 from terrazzo.files import replace_file
 from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, LauncherPipe, Reporter
 from terrazzo.launch.rank.scratch_folder import ScratchFolder
-from terrazzo.launch.stopping.preemption import leave_note
 from terrazzo.telemetry.log.torchrun_report import report_to_torchrun, torchrun_file
 
 __all__ = ["reporter_of", "says_all"]
@@ -70,8 +69,6 @@ class SiblingReporter(Reporter):
             _tell_torchrun(error, failure, is_first=is_first)
 
     def leave(self, code: int) -> None:
-        if code == PREEMPTED:
-            leave_note()
         if self._scratch is not None:
             self._scratch.leave(keep=code not in (0, PREEMPTED))  # others may yet have to find out
 

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 from terrazzo.config import without_passwords
 from terrazzo.errors import TerrazzoError
-from terrazzo.exit_codes import FAILED, INTERRUPTED, reason_of
+from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.launch.launcher_pipe import Failure, Milestone, Reporter
 from terrazzo.launch.rank.failure_reporters import reporter_of, says_all
+from terrazzo.launch.stopping.preemption import leave_note
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, note_of_code
 
 __all__ = ["RankProcess"]
@@ -26,7 +27,12 @@ class RankProcess:
 
     Args:
         rank: its number.
+
+    Attributes:
+        asked: whether this process was itself asked to stop, if it ends with `PREEMPTED`; to be set by whoever knows.
     """
+
+    asked = True
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -45,6 +51,8 @@ class RankProcess:
         try:
             self._reporter = reporter_of(self._rank)
             code = work()
+            if code == PREEMPTED and self.asked:
+                leave_note()
             if self._rank == 0:
                 self._note_exit(lambda step: note_of_code(code, step))
         except BaseException as error:

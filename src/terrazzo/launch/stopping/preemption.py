@@ -4,8 +4,9 @@ To torchrun every exit code but 0 is a failure, and `--max-restarts` has it star
 with `PREEMPTED` therefore leave a note in the folder that torchrun's agent keeps for all its attempts: ranks of a later
 attempt end at once with the same code, until the agent gives up. A new torchrun has a new folder, and so goes on.
 
-An agent also starts its ranks again when machines come or go: it asks them to stop, and the new ones have the number of
-the old attempt. These are meant to go on, and take the note away.
+An agent also starts its ranks again when machines come: it asks them to stop, and the new ones have the number of the
+old attempt. These are meant to go on, and take the note away. So are those of a machine that nobody has asked, where
+another one was, and is taken away: they have stopped with its ranks, and leave no note.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STAYS_STOPPED = (
 
 
 def leave_note() -> None:
-    """Note that the run was asked to stop, and has saved."""
+    """Note that this rank was asked to stop, and has saved."""
     if (attempt := _attempt()) is not None:
         note, number = attempt
         with contextlib.suppress(OSError):  # such as a full disk: then torchrun has its way

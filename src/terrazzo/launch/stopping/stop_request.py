@@ -30,6 +30,7 @@ class StopRequest:
 
     Attributes:
         trains: whether the run is set up; to be set by whoever sets it up.
+        requested: whether this rank was asked.
     """
 
     NBYTES = 8
@@ -39,7 +40,7 @@ class StopRequest:
     _signals: SimpleQueue[int] | None = None
 
     def __init__(self, notices: Notices | None = None) -> None:
-        self._requested = False
+        self.requested = False
         self._interrupts = 0
         if notices is not None:
             self._signals = SimpleQueue()
@@ -49,12 +50,12 @@ class StopRequest:
 
     def agreed(self, broken: bool) -> tuple[bool, bool]:
         """Whether any rank was asked to stop, and whether any is `broken`. Every rank calls this once per step."""
-        flags = torch.tensor([float(self._requested), float(broken)])  # on the CPU: waits for no device
+        flags = torch.tensor([float(self.requested), float(broken)])  # on the CPU: waits for no device
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags[0]), bool(flags[1])
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True
+        self.requested = True
         if number == signal.SIGINT:
             self._interrupts += 1
         if self._signals is not None:

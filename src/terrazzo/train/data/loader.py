@@ -108,7 +108,8 @@ class Loader:
             )
         self.dataset, self.batch, self.rank, self.world_size = dataset, config.batch, rank, world_size
         self.part = part
-        self.replicas = config.plan.mesh.dp_replicate if config.plan.sync_every is not None else 1
+        mesh = config.plan.mesh
+        self.replicas = mesh.groups(world_size * mesh.ranks_per_batch) if config.plan.sync_every is not None else 1
         self.order = GlobalOrder(len(dataset), config.train.seed)
         self.cursor = Cursor()
         self.thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data")

@@ -22,7 +22,7 @@ from terrazzo.train.preflight.idle_settings import idle_notes
 from terrazzo.train.preflight.local_checkpoint_settings import check_local
 from terrazzo.train.preflight.names_in_model import check_named
 from terrazzo.train.preflight.offload_room import check_folders
-from terrazzo.train.preflight.replica_settings import check_replicas_apart
+from terrazzo.train.preflight.replica_settings import check_replicas_apart, check_samples_of_groups
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.preflight.written_folders import check_written
 from terrazzo.train.settings.optimizer import check_settings, optimizer_class
@@ -51,6 +51,7 @@ def check(config: Config, world_size: int) -> list[str]:
     precision = build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
+    check_samples_of_groups(config, world_size)
     filling = _filling_notes(config, world_size)
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     whole = ModelOnPaper(config)

@@ -240,8 +240,10 @@ def _header(session: Session) -> list[tuple[str, str]]:
     rows += zip(("mesh", ""), mesh_picture(mesh_shape(config.plan.mesh, size)), strict=False)
     if (plan := config.plan).sync_every is not None:
         outer = f"lr {plan.outer.lr:g}, momentum {plan.outer.momentum:g}, in {plan.outer.traffic}"
-        groups = f"{plan.mesh.dp_replicate} groups (plan.mesh.dp_replicate) train by themselves"
-        rows.append(("rounds", f"{groups}, an outer step every {plan.sync_every} steps: {outer}"))
+        groups = plan.mesh.groups(size)
+        apart = "group (plan.mesh.dp_replicate) trains by itself"
+        apart = apart if groups == 1 else "groups (plan.mesh.dp_replicate) train by themselves"
+        rows.append(("rounds", f"{groups} {apart}, an outer step every {plan.sync_every} steps: {outer}"))
     micro = f" in {count} micro-batches per rank" if count > 1 else ""
     rows.append(("step", f"{config.batch.global_batch} × {config.batch.sequence_length} tokens{micro}"))
     rows.append(("memory", f"{_bill_text(session)} per rank, beside activations"))

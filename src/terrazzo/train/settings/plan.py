@@ -10,7 +10,7 @@ from typing import Any
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
 from terrazzo.engine import OFFLOADS, PLANS, DiLoCo, Offload, Plan, Precision, WireFormat
 from terrazzo.engine.mesh.family import DATA_AXES
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, counted
 from terrazzo.parallel import mesh_sizes
 from terrazzo.words import DTYPE_FIELDS
 
@@ -54,7 +54,7 @@ def build_plan(config: Config) -> Plan:
             " this run has one group: set plan.mesh.dp_replicate to the number of groups, such as"
             " plan.mesh.dp_replicate=2, or take a plan that needs none, such as plan=zero3."
         )
-    replicated = plan.mesh.dp_replicate > 1 and plan.sync_every is None
+    replicated = plan.mesh.dp_replicate != 1 and plan.sync_every is None
     built.resolve(("dp_replicate", "dp_shard") if replicated else ("dp_shard",))
     return built
 
@@ -172,9 +172,18 @@ def scaled_for_sums(precision: Precision, config: Config) -> Precision:
 def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
     """The axes of the mesh and their sizes, outermost first; raises `BadInput` if these do not multiply to the ranks.
 
-    Axes of one rank are left out, except `dp_shard`.
+    Axes of one rank are left out, except `dp_shard`, and a `dp_replicate` that follows the number of ranks.
     """
     sizes = {axis: size for axis, size in mesh.model_dump().items() if size != 1 or axis == "dp_shard"}
+    if mesh.dp_replicate is None:
+        if over := world_size % mesh.fixed:
+            numbers = [str(number) for number in (world_size - over, world_size - over + mesh.fixed) if number]
+            raise BadInput(
+                f"plan.mesh: dp_replicate is null, groups of {counted(mesh.fixed, 'rank')} as the other axes have it,"
+                f" and this run has {counted(world_size, 'rank')}: start {' or '.join(numbers)}, or set another"
+                " plan.mesh.dp_shard."
+            )
+        sizes["dp_replicate"] = mesh.groups(world_size)
     try:
         return mesh_sizes(sizes, world_size)
     except BadInput as error:
