@@ -299,6 +299,12 @@ def test_an_explicit_null_survives(key: str) -> None:
     assert_the_same_run(nested({key: None}))
 
 
+def test_groups_that_follow_the_number_of_ranks_survive() -> None:
+    mesh = {"dp_replicate": None, "dp_shard": 2}
+    assert_the_same_run({"plan": {"name": "zero3", "mesh": mesh, "sync_every": 5}})
+    assert_the_same_run({"plan": {"name": "hybrid_shard", "mesh": mesh}, "launch": {"ranks": "2:8", "restarts": 1}})
+
+
 def test_a_decay_of_null_is_the_fifth_that_nothing_is() -> None:
     schedule = {"schedule": {"name": "wsd", "decay_steps": None}, "train": {"steps": 50}}
     assert OURS.read(schedule).description.value("schedule.decay_steps") == 10

@@ -22,8 +22,8 @@ class MeshConfig(Section):
     dp_replicate: int | None = Field(
         1,
         gt=0,
-        description="groups of ranks; each group holds all states of a hybrid plan; null, beside dp_shard: the number "
-        "of ranks divided by the others",
+        description="groups of ranks; each group holds all states of a hybrid plan; null: the number of ranks "
+        "divided by the others, of which dp_shard is given then",
     )
     dp_shard: int | None = Field(
         None, gt=0, description="ranks of a group that split states; null: the number of ranks divided by the others"
