@@ -19,7 +19,7 @@ from _pytest.assertion import rewrite
 from torch.distributed.device_mesh import init_device_mesh
 
 from terrazzo.engine.comm.collectives import MessageRoute
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from tests.helpers import programs
 from tests.helpers.cover import cover, in_turns, places, turn_of
 from tests.helpers.fake import fake_group

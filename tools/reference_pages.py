@@ -19,14 +19,14 @@ from pydantic.fields import FieldInfo
 from terrazzo import cli
 from terrazzo.config import Config, Section
 from terrazzo.exit_codes import EXIT_CODES
-from tools.border import ACTS, Answer, Moment, Plans
 from tools.site.names import AREAS, Name, public_names, signature
+from tools.user_acts import ACTS, Answer, Moment, Plans
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 CONCEPTS = REFERENCE.parent / "concepts"
 PAGES = (
     *(REFERENCE / name for name in ("api.md", "train-config.md", "cli.md", "exit-codes.md")),
-    CONCEPTS / "border.md",
+    CONCEPTS / "user-acts.md",
 )
 MARK = "python -m tools.reference_pages"
 
@@ -79,7 +79,7 @@ def options(what: str) -> str:
     return _table(rows)
 
 
-def border(_: str) -> str:
+def acts(_: str) -> str:
     """What a user may do with a sharded model: a row for each act, a line for moments that are answered alike."""
     rows = [["", *Plans, ""]]
     for act in ACTS.values():
@@ -107,7 +107,7 @@ def codes(_: str) -> str:
     return _table(rows)
 
 
-MAKERS = {"names": names, "keys": keys, "options": options, "border": border, "codes": codes}
+MAKERS = {"names": names, "keys": keys, "options": options, "acts": acts, "codes": codes}
 
 
 def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

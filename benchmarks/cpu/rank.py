@@ -98,8 +98,8 @@ class Trainee:
     def wire_s(self, count_bytes: int) -> float:
         """Seconds to bring `count_bytes` from the other ranks here by the fastest way known, all ranks at once."""
         from terrazzo.engine.comm.backends import collectives_for
-        from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
         from terrazzo.engine.comm.transfer import Transfer
+        from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 
         world = dist.group.WORLD
         assert world is not None

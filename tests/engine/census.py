@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terrazzo.engine.border.gradients.gradient_stand_in import GradientStandIn
+from terrazzo.engine.interception.gradients.gradient_stand_in import GradientStandIn
 
 
 def live_bytes() -> int:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of, estimate
-from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.sharding.mesh_checks import check_kind, check_mesh
 from terrazzo.engine.sharding.settings_checks import check_graphs, check_precision

@@ -17,7 +17,7 @@ from torch.optim import _muon
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import matrix_needs
 from terrazzo.errors import BadInput

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.border.measuring.measures import ELEMENTWISE, can_be_measured
+from terrazzo.engine.interception.measuring.measures import ELEMENTWISE, can_be_measured
 from tests.engine.toys import EVERY_PLAN, Net, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import mostly_long, places
 from tests.helpers.fake import fake_group

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from terrazzo.engine.comm.collectives import Collectives, MessageRoute
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
-from terrazzo.engine.comm.label import moving
 from terrazzo.engine.comm.sums import add_in_order
 from terrazzo.engine.comm.transfer import Handle, Moves
+from terrazzo.engine.instrumentation.label import moving
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from tests.helpers import meetings, turns
 
 __all__ = ["ThreadedCollectives"]

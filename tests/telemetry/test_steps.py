@@ -18,8 +18,8 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.comm.counts.times import Moments, Times
-from terrazzo.engine.comm.counts.traffic import Traffic
+from terrazzo.engine.instrumentation.times import Moments, Times
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import StepRecorder, has_ended, lines_of
 from terrazzo.telemetry.log.exit_note import ExitNote, exit_of, leave_exit

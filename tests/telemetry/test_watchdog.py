@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
-from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import RingRecorder

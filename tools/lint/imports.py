@@ -35,12 +35,12 @@ INNER_LAYERS = {
     ),
     "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
-        *("runtime", "comm", "mesh", "pipeline", "formats", "plan", "buckets", "schedule", "autograd", "progress"),
-        *("consensus", "hooks", "optim", "offload", "unit_forwards", "dry_run", "model", "states", "border"),
-        *("sharding", ""),
+        *("runtime", "instrumentation", "comm", "mesh", "pipeline", "formats", "plan", "buckets", "schedule"),
+        *("autograd", "progress", "consensus", "hooks", "optim", "offload", "unit_forwards", "dry_run", "model"),
+        *("states", "interception", "sharding", ""),
     ),
     "engine.buckets": ("resting", "parameters", "gradients", "weights", CORE, ""),
-    "engine.border": ("measuring", "gradients", CORE, ""),
+    "engine.interception": ("measuring", "gradients", CORE, ""),
     "engine.optim": ("stock", "segments", "matrices", CORE, ""),
     "launch": (CORE, "stopping", "rank", "launcher", "script", ""),
     "planner": (
@@ -101,7 +101,7 @@ def _check_inside(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def _folder(module: Module, part: str) -> str:
-    """Of a module of `part`, as in `INNER_LAYERS`: `comm` for `terrazzo.engine.comm.label`."""
+    """Of a module of `part`, as in `INNER_LAYERS`: `comm` for `terrazzo.engine.instrumentation.label`."""
     inner, known = module.name.split(".")[2 + part.count(".") :], INNER_LAYERS[part]
     return "" if not inner else inner[0] if inner[1:] or module.is_folder or inner[0] in known else CORE
 

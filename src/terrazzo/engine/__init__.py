@@ -2,26 +2,27 @@
 
 Folders, from the lowest to the highest:
 
-    runtime        threads, devices, memory, and torch's own runtime
-    comm           how ranks exchange
-    mesh           the axes of the mesh, and the collectives along each
-    pipeline       the stages of a model that this rank runs
-    formats        what numbers look like in fewer bits than any dtype has
-    plan           what is stated: flat spaces, places, what moves
-    buckets        what is in memory, and how parameters are views of it
-    schedule       when it moves
-    autograd       what a forward leaves behind, in autograd's graph and on modules
-    progress       what changes from step to step: the loss scale, divisors, hyper-parameters
-    consensus      what ranks must have alike, and where they compare it
-    hooks          what torch calls while a model runs
-    optim          stock optimizers over flat master weights
-    offload        what is away from the device
-    unit_forwards  what is put around forwards of units before a model is sharded
-    dry_run        memory and traffic of a step that has not run
-    model          a sharded model as one object
-    states         what there is to save of it, and how it comes back
-    border         what a user may do with it: how that is intercepted, and what is answered
-    sharding       tz.shard, and what comes before it
+    runtime          threads, devices, memory, and torch's own runtime
+    instrumentation  what is told and counted while a step runs
+    comm             how ranks exchange
+    mesh             the axes of the mesh, and the collectives along each
+    pipeline         the stages of a model that this rank runs
+    formats          what numbers look like in fewer bits than any dtype has
+    plan             what is stated: flat spaces, places, what moves
+    buckets          what is in memory, and how parameters are views of it
+    schedule         when it moves
+    autograd         what a forward leaves behind, in autograd's graph and on modules
+    progress         what changes from step to step: the loss scale, divisors, hyper-parameters
+    consensus        what ranks must have alike, and where they compare it
+    hooks            what torch calls while a model runs
+    optim            stock optimizers over flat master weights
+    offload          what is away from the device
+    unit_forwards    what is put around forwards of units before a model is sharded
+    dry_run          memory and traffic of a step that has not run
+    model            a sharded model as one object
+    states           what there is to save of it, and how it comes back
+    interception     what users do with it: how it is intercepted, and what is answered
+    sharding         tz.shard, and what comes before it
 
 Four ways through it, each from its first call to its last:
 
@@ -53,13 +54,13 @@ Four ways through it, each from its first call to its last:
     A step of what is on `nvme`: the docstring of `offload`, and of all else that of `optim`
 
     `p.data.copy_(new)` by a user
-        buckets/parameters/at_rest    AtRest._answer             values not here: `.data` is a Measured,
-        border/measuring/measured     Measured._answer           and `copy_` of that raises
-        buckets/parameters/at_rest    `data` in _linked          values here: noted, or an alias that counts versions
-        buckets/parameters/edits      Edits.take_written         gathered for reading: raises as they are released
-        model/gathered_blocks         GatheredBlocks.block       `tz.gathered(model, write=True)`: taken over
-        hooks/forward_hooks           ForwardHooks.before_model  whole weights: compared as the next pass begins,
-        buckets/bucket                Bucket.adopt_edits         and taken over into the master weights
+        buckets/parameters/at_rest       AtRest._answer             values not here: `.data` is a Measured,
+        interception/measuring/measured  Measured._answer           and `copy_` of that raises
+        buckets/parameters/at_rest       `data` in _linked          values here: noted, or an alias that counts versions
+        buckets/parameters/edits         Edits.take_written         gathered for reading: raises as they are released
+        model/gathered_blocks            GatheredBlocks.block       `tz.gathered(model, write=True)`: taken over
+        hooks/forward_hooks              ForwardHooks.before_model  whole weights: compared as the next pass begins,
+        buckets/bucket                   Bucket.adopt_edits         and taken over into the master weights
 
 A module imports from its own folder and from those before it in this list. Other packages import from here: what they
 want of a sharded model, they ask its `Engine`. Open to other packages:
@@ -68,7 +69,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     mesh                                        the axes of a mesh
     plan                                        what is stated, for the planner and for checkpoints
     pipeline                                    the stages of a model, for what cuts it into these
-    comm                                        the collectives of a group, and where a step's time goes
+    instrumentation                             what an exchange is for, and where a step's time goes
+    comm                                        the collectives of a group
     schedule.schedule, dry_run.counting         a dry run of a step, for the planner
     optim.segments.group_runs, optim.matrices   dry runs of updates of whole matrices, likewise
     optim.stock.template
@@ -84,14 +86,14 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
 """
 
 from terrazzo.engine.autograd.listeners import inside_backward
-from terrazzo.engine.border.forward_methods import register_forward_method
-from terrazzo.engine.border.sharded_module import ShardedModule
-from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
-from terrazzo.engine.border.unattached_optimizers import on_unattached_step
 from terrazzo.engine.buckets.parameters.placeholder import Zeros
-from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.formats.format_names import FrozenFormat, StateFormat, WireFormat
+from terrazzo.engine.instrumentation.traffic import Traffic
+from terrazzo.engine.interception.forward_methods import register_forward_method
+from terrazzo.engine.interception.sharded_module import ShardedModule
+from terrazzo.engine.interception.sharded_optimizer import ShardedOptimizer
+from terrazzo.engine.interception.unattached_optimizers import on_unattached_step
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
 from terrazzo.engine.model.accumulation import accumulate

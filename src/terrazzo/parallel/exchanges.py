@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["AxisRanks", "Move", "exchange"]

@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
+from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES
 from terrazzo.engine.mesh.meshes import expert_mesh

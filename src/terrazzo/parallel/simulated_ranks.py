@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.host.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.comm.transfer import Handle, Moves
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.chunks import TokenRun
 from terrazzo.parallel.context.context import Context

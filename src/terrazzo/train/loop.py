@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.engine import engine_of
-from terrazzo.engine.comm.counts.phases import Phases
+from terrazzo.engine.instrumentation.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import StepRecorder

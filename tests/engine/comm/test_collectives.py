@@ -16,10 +16,10 @@ from terrazzo.engine.buckets.gradients.gradient import _TAGS
 from terrazzo.engine.comm import backends, tags
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.comm.transfer import Handle, Transfer
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.parallel.pipeline.messages import Messages
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.backends import collectives_for
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.host import columns, neighbours
 from terrazzo.engine.comm.host.columns import ROUNDS, Columns, columns_of
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.comm.host.neighbours import Memory, find_neighbours
-from terrazzo.engine.comm.label import Label, Stamp
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.instrumentation.label import Label, Stamp
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from tests.engine.comm.test_collectives import check_everything
 from tests.helpers.processes import Pool
 from tests.helpers.threads import in_threads

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from tests.helpers.processes import Pool
 
 pytestmark = pytest.mark.processes

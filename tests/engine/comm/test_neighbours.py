@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine.comm.backends import collectives_for
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.host import neighbours
 from terrazzo.engine.comm.host.gloo import GlooCollectives
 from terrazzo.engine.comm.host.neighbours import Memory, find_neighbours
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from tests.engine.comm.test_collectives import (
     check_all_gather,
     check_all_reduce,

@@ -17,10 +17,10 @@ from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.buckets.weights.weight_gathers import UpdateWay, update_way
-from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.bf16_remainder import split_remainder
 from terrazzo.engine.formats.format_names import FrozenFormat
+from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.plan.box import Box

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.unit_weights import UnitWeights
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.label import title_of
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.instrumentation.label import title_of
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer, at_once, outlives_chain
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
 

@@ -11,8 +11,8 @@ From the caller to the wire, as in the gather of a unit's weights:
       Handle                          the collective in flight, which advance() waits for                  transfer
     Transfer.finish()                 what the chain has returned; the computation may use it              transfer
 
-What an exchange moves is its `Label`: two that do not belong together raise instead of mixing their values.
+Each exchange has a `Label` of `instrumentation`: two that do not belong together raise instead of mixing their values.
 
-Read label, tags, comm_streams, counts (what is counted, and where a step's time goes), transfer, sums, collectives;
-then host, the ways that chunks take between CPU ranks. backends says which group gets which collectives.
+Read tags, comm_streams, transfer, sums, collectives; then host, the ways that chunks take between CPU ranks. backends
+says which group gets which collectives.
 """

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.engine.comm.collectives import Collectives, NativeCollectives
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.host.gloo import GlooCollectives
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.process_groups import backends_by_device
 from terrazzo.errors import BadInput

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.ending import leaves_to_parent, require_own
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
-from terrazzo.engine.comm.label import moving
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
+from terrazzo.engine.instrumentation.label import moving
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 
 __all__ = ["TRAIL", "Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
 

@@ -49,9 +49,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.counts.times import Moments, Times
-from terrazzo.engine.comm.counts.traffic import Ledger
-from terrazzo.engine.comm.label import Label, moving
+from terrazzo.engine.instrumentation.label import Label, moving
+from terrazzo.engine.instrumentation.times import Moments, Times
+from terrazzo.engine.instrumentation.traffic import Ledger
 
 __all__ = [
     "Handle",

@@ -12,7 +12,7 @@ import torch
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.collectives import TRAIL
-from terrazzo.engine.comm.label import RUN_THE_SAME, Label, moving
+from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, moving
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.device import HOST

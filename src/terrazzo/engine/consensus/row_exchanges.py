@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.marks import SHARES_EXPERTS
 

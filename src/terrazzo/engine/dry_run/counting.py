@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic, kind_of_traffic
-from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Handle, Moves, Released, Transfer
+from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic, kind_of_traffic
 from terrazzo.engine.plan import bucket_memory
 from terrazzo.engine.plan.bucket_memory import Allocation, GivenBack, InFlight, StepMemory
 from terrazzo.engine.plan.bucket_spec import BucketSpec

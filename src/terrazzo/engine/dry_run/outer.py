@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.dry_run.counting import CountingBucket, StepCounts
+from terrazzo.engine.instrumentation.tally import Tally
 
 __all__ = ["dry_run_outer_step"]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.dry_run.step import StepSpec, dry_run
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.pipeline.stages import Stages

@@ -14,12 +14,12 @@ import torch
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.dry_run.counting import CountingUnit, ExpectedGradient, StepCounts, agree
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.stock.template import Templates, matrix_needs

@@ -11,9 +11,9 @@ from torch import Tensor
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.note import register_accumulate_hook
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.consensus.agreement import Agreement
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
+from terrazzo.engine.instrumentation.label import Purpose
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.progress.training_progress import Progress
 from terrazzo.engine.runtime.calls import do_nothing

@@ -18,10 +18,10 @@ from terrazzo.engine.autograd.saved import SavedWeights
 from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.buckets.weights.full_memory import Storages
-from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.hooks.module_tree import ModuleTree
+from terrazzo.engine.instrumentation.label import Purpose
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.progress.loss_scale import LossScale
 from terrazzo.engine.progress.training_progress import Progress

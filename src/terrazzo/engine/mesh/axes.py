@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine.comm.backends import backend_of, collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.comm_streams import comm_streams_of
-from terrazzo.engine.comm.counts.tally import Tally
+from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.family import DATA_AXES, REPLICAS, SAME_DATA_AXES, STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
 from terrazzo.engine.runtime import device as devices

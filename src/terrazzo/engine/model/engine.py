@@ -15,11 +15,11 @@ from terrazzo.ending import require_own
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
-from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.dry_run.promise import Promise
 from terrazzo.engine.hooks.model_hooks import ModelHooks
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers

@@ -18,11 +18,11 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.block_sums import sum_everywhere
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.formats.block_format import tile_numel
+from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.diloco import OUTER_BLOCKS, DiLoCo
 from terrazzo.engine.plan.layout import Range

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
-from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
+from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, staging_count
 from terrazzo.engine.offload.nvme.nvme_buffer import NvmeBuffer, NvmeTier

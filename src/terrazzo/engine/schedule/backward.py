@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import position_from

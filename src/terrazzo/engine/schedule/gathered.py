@@ -7,7 +7,7 @@ import enum
 import functools
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.runnable import Runnable
 

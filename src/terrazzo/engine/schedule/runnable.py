@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from terrazzo.engine.comm.comm_streams import CommStreams
-from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 
 __all__ = ["Runnable"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.program import Program
 from terrazzo.engine.schedule.runnable import Runnable

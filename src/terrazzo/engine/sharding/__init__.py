@@ -16,7 +16,7 @@
     _build_units, one after the other   InitialValues.draw, synchronize, Bucket.build           shard, initial_values
     _make_engine                        schedule, hooks, `Engine`                               shard
     put_on, for each optimizer          an OptimizerDriver; `tz.attach` comes in here           attach
-    _intercept                          what users call from now on; see `border`               shard
+    _intercept                          what users call from now on; see `interception`               shard
 
 One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the `Layout` of a `Bucket`, elements of the
 `Resting` that holds this rank's part, and a view of `FullWeights`.

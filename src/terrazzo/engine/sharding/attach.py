@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
+from terrazzo.engine.interception.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.offload.background import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.activations import offloading_of

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.gradients.grad_attribute import show_gradients
-from terrazzo.engine.border.measuring.measured import let_measure
-from terrazzo.engine.border.sharded_module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.consensus.joint_checks import all_or_none
@@ -24,6 +21,9 @@ from terrazzo.engine.consensus.pass_end import meet, weights_are_split
 from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
 from terrazzo.engine.dry_run.step import StepSpec, parameters_of
 from terrazzo.engine.hooks.model_hooks import ModelHooks
+from terrazzo.engine.interception.gradients.grad_attribute import show_gradients
+from terrazzo.engine.interception.measuring.measured import let_measure
+from terrazzo.engine.interception.sharded_module import make_sharded_module
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.offload.activations import offloading_of
@@ -280,7 +280,7 @@ def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Sto
 
 
 def _intercept(model: nn.Module, engine: Engine) -> None:
-    """Have what users do with the model, its parameters and their gradients come to the engine; see `engine.border`."""
+    """Have what users do with the model, its parameters and gradients come to the engine; see `engine.interception`."""
     engine.hooks.attach(model)
     make_sharded_module(model, engine)
     show_gradients(model, engine)

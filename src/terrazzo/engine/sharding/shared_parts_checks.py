@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.comm.counts.traffic import Traffic
 from terrazzo.engine.consensus.joint_checks import all_or_none
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh

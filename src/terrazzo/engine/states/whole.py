@@ -15,8 +15,8 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Resting, view
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.pipeline.stages import stages_of

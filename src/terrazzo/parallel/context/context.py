@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.comm.counts.traffic import Traffic
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention

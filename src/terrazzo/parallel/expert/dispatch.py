@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart

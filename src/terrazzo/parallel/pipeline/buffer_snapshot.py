@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine import Stages
-from terrazzo.engine.comm.counts.traffic import Ledger
+from terrazzo.engine.instrumentation.traffic import Ledger
 
 __all__ = ["buffers_kept"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.counts.tally import Tally
 from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.parallel.exchanges import AxisRanks, Move, exchange
 from terrazzo.parallel.mesh import once_for

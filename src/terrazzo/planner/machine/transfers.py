@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal, NamedTuple
 
-from terrazzo.engine.comm.counts.traffic import kind_of_traffic
+from terrazzo.engine.instrumentation.traffic import kind_of_traffic
 from terrazzo.planner.machine.mesh import RankGroup
 
 __all__ = ["Link", "TransferPurpose", "UnitTransfer", "When"]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.comm.counts.traffic import Traffic
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.optim.matrices.matrix_owners import CUT, Owners, owners_of
 from terrazzo.engine.optim.matrices.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.segments.group_runs import GroupedAxis

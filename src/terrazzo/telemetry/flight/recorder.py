@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from terrazzo.engine import Engine
-from terrazzo.engine.comm.counts.recorder import Doing, Recorder
-from terrazzo.engine.comm.counts.traffic import Ledger
-from terrazzo.engine.comm.label import Label
+from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.instrumentation.recorder import Doing, Recorder
+from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.telemetry.flight.ring import (
     BEGINS,

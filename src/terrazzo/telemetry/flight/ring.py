@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from terrazzo.engine.comm.label import Purpose
+from terrazzo.engine.instrumentation.label import Purpose
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from terrazzo.engine.comm.label import Purpose
+from terrazzo.engine.instrumentation.label import Purpose
 from terrazzo.telemetry.flight.ring import EventKind, Flight, FlightEvent
 
 __all__ = ["GROUPS", "FlightSpan", "TableNames", "spans_of"]

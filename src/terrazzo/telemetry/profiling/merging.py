@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from terrazzo.engine.comm.counts.times import Times
+from terrazzo.engine.instrumentation.times import Times
 from terrazzo.telemetry.profiling.probe import EVERY
 from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, compared_seconds, exchange_seconds, time_fields
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from terrazzo.engine import Engine
-from terrazzo.engine.comm.counts.times import Times
+from terrazzo.engine.instrumentation.times import Times
 from terrazzo.engine.runtime import device as devices
 from terrazzo.telemetry.steps.memory import PeakMemory
 

@@ -31,10 +31,10 @@ from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.gradients.unreduced import UnreducedGradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Space, StateStore
 from terrazzo.engine.comm.collectives import MessageRoute
-from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.tags import TIED_FLAGS, TIED_GRADIENTS
 from terrazzo.engine.comm.transfer import Moves, Released, converted, next_stream, outlives_chain, tail
+from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range

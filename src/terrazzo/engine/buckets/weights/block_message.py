@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Space
-from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.formats.block_format import BlockCodes
+from terrazzo.engine.instrumentation.traffic import Ledger
 
 __all__ = ["BlockMessage"]
 

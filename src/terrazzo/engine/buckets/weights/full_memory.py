@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
-from terrazzo.engine.comm.counts.traffic import Ledger
+from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.runtime.pages import use_large_pages, with_room
 from terrazzo.engine.runtime.private_torch import plainly

@@ -24,9 +24,9 @@ from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
 from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.buckets.weights.block_message import BlockMessage
 from terrazzo.engine.buckets.weights.full_memory import FullMemory
-from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Handle, Moves, outlives_chain
 from terrazzo.engine.formats.block_format import BlockCodes
+from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour
-from terrazzo.engine.comm.label import Label, Stamp
+from terrazzo.engine.instrumentation.label import Label, Stamp
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["MANY_FAR", "ROUNDS", "Columns", "columns_of"]

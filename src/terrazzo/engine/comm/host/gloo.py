@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.counts.times import Moments, Times
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
 from terrazzo.engine.comm.host.columns import columns_of
 from terrazzo.engine.comm.host.neighbours import Memory, Neighbour, find_neighbours
-from terrazzo.engine.comm.label import Stamp, moving
 from terrazzo.engine.comm.sums import add_in_order, divide
 from terrazzo.engine.comm.tags import EXCHANGES, NEVER_SENT
 from terrazzo.engine.comm.transfer import Handle, Moves
+from terrazzo.engine.instrumentation.label import Stamp, moving
+from terrazzo.engine.instrumentation.times import Moments, Times
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.process_groups import timeout_s_of

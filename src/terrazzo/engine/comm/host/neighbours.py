@@ -27,7 +27,7 @@ from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.comm.host.rendezvous import Address, Listener, Met, connect
-from terrazzo.engine.comm.label import RUN_THE_SAME, Label
+from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.system import boot_id, is_stopped
 

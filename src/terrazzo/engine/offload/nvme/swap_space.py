@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent, require_own
-from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
+from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
 from terrazzo.engine.offload.nvme.swap_file import SwapFile, lost, sweep
 from terrazzo.engine.offload.nvme.swap_folder import mount_of
 from terrazzo.engine.offload.options import Offload

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from terrazzo.engine.comm.counts.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.optim.matrices.matrix_owners import CUT, AxisExchange, Matrix, MatrixPart, Owners
 from terrazzo.engine.plan.layout import Range
 

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
-from terrazzo.engine.comm.counts.tally import Tally
-from terrazzo.engine.comm.counts.traffic import Traffic
-from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.instrumentation.label import Label, Purpose
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.optim.matrices.matrix_exchange import (
     ExchangeAlong,
     MatrixBuffers,

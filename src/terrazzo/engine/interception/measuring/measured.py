@@ -15,7 +15,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.measuring.measures import (
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameters.note import note_of
+from terrazzo.engine.buckets.parameters.placeholder import Placeholder
+from terrazzo.engine.interception.measuring.measures import (
     ALIASES,
     ELEMENTWISE,
     MEASURES,
@@ -23,9 +26,6 @@ from terrazzo.engine.border.measuring.measures import (
     Spread,
     can_be_measured,
 )
-from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameters.note import note_of
-from terrazzo.engine.buckets.parameters.placeholder import Placeholder
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.overrides import arguments_text, by_torch_names, function_name

@@ -1,5 +1,6 @@
-"""What is counted of exchanges, where a step's time goes, and who hears of it as it happens.
+"""What is told and counted while a step runs: which exchange it is, where the time goes, and who hears of it.
 
+label      what an exchange is for; it is in the messages too, so that two which do not belong together raise
 recorder   called with exchanges, waits, phases and units
 times      how long exchanges take, and how long the host waits
 traffic    bytes sent, time waited, transient memory

@@ -6,9 +6,9 @@ from itertools import compress
 
 from torch import nn
 
-from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers
-from terrazzo.engine.border.gradients.gradient_stand_in import GradientStandIn
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.interception.gradients.gradient_answers import GradientAnswers
+from terrazzo.engine.interception.gradients.gradient_stand_in import GradientStandIn
 from terrazzo.engine.mesh.family import Family
 
 __all__ = ["ShownGradients"]

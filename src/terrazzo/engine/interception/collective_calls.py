@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from terrazzo.engine.comm.label import CALLS, Label, Purpose
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.consensus.pass_end import weights_are_split
+from terrazzo.engine.instrumentation.label import CALLS, Label, Purpose
 from terrazzo.engine.model.engine import Engine
 from terrazzo.errors import RanksApart
 

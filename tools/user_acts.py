@@ -83,7 +83,7 @@ _STATES = "States of whole parameters, as `torch.optim` has them. Collective."
 
 ACTS: Mapping[str, Act] = {
     "measure": Act(
-        "p.norm(), p.isnan().any()", "dddddd", "dddddd", "border/measuring/measured", _REFUSED, "Collective."
+        "p.norm(), p.isnan().any()", "dddddd", "dddddd", "interception/measuring/measured", _REFUSED, "Collective."
     ),
     "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameters/at_rest", _REFUSED, _WAITS),
     "write": Act(
@@ -110,38 +110,40 @@ ACTS: Mapping[str, Act] = {
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "border/gradients/grad_edits", _DONE),
+        *("ddlddd", "ddlddd", "interception/gradients/grad_edits", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "border/gradients/grad_edits"),
+        *("d", "d", "interception/gradients/grad_edits"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(
         "p.grad.mul_(0.5), p.grad.zero_()",
-        *("d", "d", "border/gradients/gradient_stand_in"),
+        *("d", "d", "interception/gradients/gradient_stand_in"),
         note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
     ),
     "clip": Act(
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "border/gradients/gradient_stand_in"
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "interception/gradients/gradient_stand_in"
     ),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",
-        *("d", "d", "border/sharded_optimizer"),
+        *("d", "d", "interception/sharded_optimizer"),
         note="On drives it raises. Ask for `optimizer.state` anew each time: that waits for updates under way.",
     ),
-    "state-of": Act("optimizer.state[p]", "r", "r", "border/sharded_optimizer"),
-    "give-state": Act("optimizer.state[p] = kept", "r", "r", "border/sharded_optimizer"),
-    "state-dict": Act("model.state_dict()", "dddddd", "dddddd", "border/sharded_module", _DONE, _WHOLE),
-    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "border/sharded_module", _DONE),
-    "save-optimizer": Act("optimizer.state_dict()", "dddddd", "dddddd", "border/sharded_optimizer", _DONE, _STATES),
-    "load-optimizer": Act(
-        "optimizer.load_state_dict(state)", "dddddd", "dddddr", "border/sharded_optimizer", _DONE, _STATES
+    "state-of": Act("optimizer.state[p]", "r", "r", "interception/sharded_optimizer"),
+    "give-state": Act("optimizer.state[p] = kept", "r", "r", "interception/sharded_optimizer"),
+    "state-dict": Act("model.state_dict()", "dddddd", "dddddd", "interception/sharded_module", _DONE, _WHOLE),
+    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "interception/sharded_module", _DONE),
+    "save-optimizer": Act(
+        "optimizer.state_dict()", "dddddd", "dddddd", "interception/sharded_optimizer", _DONE, _STATES
     ),
-    "copy-model": Act("copy.deepcopy(model)", "r", "r", "border/sharded_module"),
+    "load-optimizer": Act(
+        "optimizer.load_state_dict(state)", "dddddd", "dddddr", "interception/sharded_optimizer", _DONE, _STATES
+    ),
+    "copy-model": Act("copy.deepcopy(model)", "r", "r", "interception/sharded_module"),
     "copy-optimizer": Act(
-        "copy.deepcopy(optimizer), torch.save(optimizer, file)", "r", "r", "border/sharded_optimizer"
+        "copy.deepcopy(optimizer), torch.save(optimizer, file)", "r", "r", "interception/sharded_optimizer"
     ),
     "copy-module": Act(
         "copy.deepcopy(model.block)",

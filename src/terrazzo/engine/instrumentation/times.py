@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
-from terrazzo.engine.comm.label import Label
+from terrazzo.engine.instrumentation.label import Label
+from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
 
 __all__ = ["Moments", "Times"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from terrazzo.engine.comm.counts.phases import Phases
-from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
-from terrazzo.engine.comm.counts.traffic import Ledger, Traffic
+from terrazzo.engine.instrumentation.phases import Phases
+from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
+from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 
 __all__ = ["Tally"]
 

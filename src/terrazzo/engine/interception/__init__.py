@@ -1,4 +1,4 @@
-"""The border to user code: what may be done with a sharded model, and what it answers a loop that knows nothing of it.
+"""What users do with a sharded model, intercepted: what it answers a loop that knows nothing of it, or refuses.
 
 What a user does is intercepted in one of three ways. Which one follows from what is done:
 
@@ -30,6 +30,6 @@ Nothing is replaced on a user's class, nor in torch. Two objects that users reac
 
 Read them in that order.
 
-`tools/border.py` has the whole answer, act by act and moment by moment: a test does all of it, and a page of the
+`tools/user_acts.py` has the whole answer, act by act and moment by moment: a test does all of it, and a page of the
 documentation shows it.
 """

@@ -9,8 +9,8 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.collective_calls import on_every_rank
 from terrazzo.engine.buckets.parameters.note import sharded_name
+from terrazzo.engine.interception.collective_calls import on_every_rank
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.states.optimizer_states import OptimizerStates

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine.autograd.listeners import eager, inside_backward
-from terrazzo.engine.border.gradients.grad_edits import adopt_dropped, refuse_set_before, refuse_unused
-from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers
-from terrazzo.engine.border.gradients.shown_gradients import ShownGradients
 from terrazzo.engine.buckets.parameters.note import register_gradient_hook
 from terrazzo.engine.hooks.backward_hooks import GradientListener
+from terrazzo.engine.interception.gradients.grad_edits import adopt_dropped, refuse_set_before, refuse_unused
+from terrazzo.engine.interception.gradients.gradient_answers import GradientAnswers
+from terrazzo.engine.interception.gradients.shown_gradients import ShownGradients
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import weakly

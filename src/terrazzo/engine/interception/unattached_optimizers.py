@@ -12,8 +12,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.buckets.parameters.note import sharded_name
+from terrazzo.engine.interception.sharded_optimizer import ShardedOptimizer
 from terrazzo.errors import Misuse, listed
 
 __all__ = ["on_unattached_step"]

@@ -18,7 +18,7 @@ import terrazzo as tz
 import terrazzo.engine
 from terrazzo.engine import LossScaling, ShardedModule
 from tests.engine.toys import on_ranks
-from tools.border import ACTS, Answer, Moment, Plans
+from tools.user_acts import ACTS, Answer, Moment, Plans
 
 NAMED = r"tz\.|model\.parameters|optimizer\.|in place|modified by an inplace"
 """What an edit names; torch's own refusal of weights that backward needs has none."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from terrazzo.engine.border.measuring.measured import measured_gradient
-from terrazzo.engine.border.measuring.measures import Spread
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.interception.measuring.measured import measured_gradient
+from terrazzo.engine.interception.measuring.measures import Spread
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norm_dtype, norms
 from terrazzo.engine.progress.noted_numbers import NotedNumbers

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from terrazzo.engine.border.gradients.gradient_answers import GradientAnswers
-from terrazzo.engine.border.gradients.shown_gradients import ShownGradients
+from terrazzo.engine.interception.gradients.gradient_answers import GradientAnswers
+from terrazzo.engine.interception.gradients.shown_gradients import ShownGradients
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.private_torch import plainly

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
-from terrazzo.engine.comm.counts.times import Times
-from terrazzo.engine.comm.label import moving
+from terrazzo.engine.instrumentation.label import moving
+from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
+from terrazzo.engine.instrumentation.times import Times
 
 __all__ = ["Ledger", "Traffic", "kind_of_traffic"]
 

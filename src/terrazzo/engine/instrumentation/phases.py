@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from terrazzo.engine.comm.counts.recorder import SILENT, Recorder
-from terrazzo.engine.comm.counts.traffic import Traffic
+from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
+from terrazzo.engine.instrumentation.traffic import Traffic
 
 __all__ = ["Phases"]
 
