@@ -125,10 +125,10 @@ def run(case: Case, rank: int) -> Rank:
         optimizer.step()
         optimizer.zero_grad()
     engine.settle()
-    bill, line = engine.promise.memory(case.micro_batches), stages_of(model)
-    assert bill.transient_bytes == engine.peak_transient_bytes and line is not None
+    bill, stages = engine.promise.memory(case.micro_batches), stages_of(model)
+    assert bill.transient_bytes == engine.peak_transient_bytes and stages is not None
     return Rank(
-        sum(name.startswith("blocks") for chunk in line.chunks for name in chunk),
+        sum(name.startswith("blocks") for chunk in stages.chunks for name in chunk),
         vars(bill),
         engine.peak_transient_bytes,
         {name: sent for name, sent in engine.traffic.by_name().items() if sent and name != "control"},

@@ -21,8 +21,8 @@ from terrazzo.parallel.context.context import Context, Mode, check_names
 from terrazzo.parallel.context.share_sequences import share_sequences
 from terrazzo.parallel.expert.share_experts import check_experts, experts_of, share_experts
 from terrazzo.parallel.mesh import once_for
-from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, line_of, take_stages
-from terrazzo.parallel.pipeline.stage_line import ModelLine
+from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, read_stages, take_stages
+from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
 from terrazzo.parallel.tensor.apply_plan import cut_matrices
 from terrazzo.parallel.tensor.model_plans import own_plan
@@ -94,8 +94,8 @@ def parallelize(  # structure: signature fixed by the design
     if changes.context is not None:
         shared = changes.context
         all_or_none(axes, lambda: share_sequences(model, shared))  # which changes nothing where it refuses
-    if changes.line is not None:
-        take_stages(model, axes, changes.line)
+    if changes.stages is not None:
+        take_stages(model, axes, changes.stages)
     if changes.cuts is not None:
         cut_matrices(changes.cuts)
     if changes.experts:
@@ -126,7 +126,7 @@ class _Changes:
         experts: the number of experts of each module, by name.
     """
 
-    line: ModelLine | None
+    stages: PipelineStages | None
     experts: Mapping[str, int]
     cuts: TensorCuts | None
     context: Context | None
@@ -149,7 +149,7 @@ def _read(
     """
     sizes = _sizes(mesh)
     _check_arguments(mesh, sizes, arguments)
-    line = None if sizes[STAGES] == 1 or arguments.pipeline is None else line_of(model, axes, arguments.pipeline)
+    stages = None if sizes[STAGES] == 1 or arguments.pipeline is None else read_stages(model, axes, arguments.pipeline)
     experts = check_experts(model, sizes["ep"]) if axes.has_experts else {}
     plan = None if ranks is None or arguments.tensor is None else _plan_of(model, ranks, arguments.tensor)
     if plan is not None and ranks is not None:
@@ -161,7 +161,7 @@ def _read(
             mesh.get_group("cp"), arguments.context, arguments.balance, 1 if cuts is None else sizes["tp"]
         )
     facts: dict[str, object] = {
-        "pipeline": None if line is None else [line.schedule, line.names, line.bounds, line.tied],
+        "pipeline": None if stages is None else [stages.schedule, stages.line, stages.bounds, stages.tied],
         "experts": experts,
         "tensor": None if plan is None else {glob: str(style) for glob, style in plan.items()},
         "sequence": arguments.sequence,
@@ -169,7 +169,7 @@ def _read(
         "balance": arguments.balance,
         "parameters": [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()],
     }
-    return _Changes(line, experts, cuts, context), facts
+    return _Changes(stages, experts, cuts, context), facts
 
 
 def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arguments) -> None:

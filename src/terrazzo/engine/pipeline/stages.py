@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages(ABC):
-    """The stages of a model that this rank runs: what the engine asks of a `ModelLine` of `parallel.pipeline`.
+    """The stages of a model that this rank runs: what the engine asks of a `PipelineStages` of `parallel.pipeline`.
 
     Attributes:
         ranks: how many have stages of the model.

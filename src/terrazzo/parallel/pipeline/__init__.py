@@ -13,7 +13,7 @@ In a step:
     micro_batches               the model and the loss function, called with one of them
     pipeline_step               a rank runs it
     stage_links                 how ranks reach each other, from step to step
-    stage_line                  the modules of the model, and how far a forward has come along them
+    pipeline_stages             the model's stages, which of them this rank has, and how far a forward has come
     stage_forward               a model's forward as that of one stage
     absent_values               outputs of modules that other ranks run
     messages                    activations and gradients between stages

@@ -20,13 +20,13 @@ from terrazzo.engine.sharding.shared_parts_checks import check_uncompiled, check
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.peft_adapters import adapted
 from terrazzo.parallel.pipeline.model_line import own_line
+from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.pipeline.schedules import balanced
 from terrazzo.parallel.pipeline.stage_forward import put_in_line
-from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.tensor.read_plan import matching
 from terrazzo.words import check_schedule
 
-__all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
+__all__ = ["Pipeline", "check_line", "read_stages", "take_stages"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Pipeline:
         check_schedule(self.schedule, self.chunks)
 
 
-def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> ModelLine:
+def read_stages(model: nn.Module, axes: Axes, pipeline: Pipeline) -> PipelineStages:
     """The stages of `model`, and which of them this rank has. The model stays as it is.
 
     Raises:
@@ -78,22 +78,22 @@ def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> ModelLine:
     chunks = [names[begin:end] for begin, end in bounds[rank::ranks]]
     if rank == ranks - 1:
         chunks[-1] += tied
-    return ModelLine(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
+    return PipelineStages(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
 
 
-def take_stages(model: nn.Module, axes: Axes, line: ModelLine) -> None:
+def take_stages(model: nn.Module, axes: Axes, stages: PipelineStages) -> None:
     """Have `model` run this rank's stages alone, in place. Collective over all ranks."""
     synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
-    modules = [model.get_submodule(name) for name in line.names]
+    modules = [model.get_submodule(name) for name in stages.line]
     away_for: dict[nn.Parameter, nn.Parameter | None] = {}
     for names, parameter in parameters_by_names(model).items():
-        if line.rank in line.holders(names):
+        if stages.rank in stages.holders(names):
             away_for[parameter] = None
-    for name, module in zip(line.names, modules, strict=True):
-        for path, inner in () if line.chunks_of(name) else module.named_modules(prefix=name):
+    for name, module in zip(stages.line, modules, strict=True):
+        for path, inner in () if stages.chunks_of(name) else module.named_modules(prefix=name):
             give_up(inner, path, away_for)
-    put_in_line(model, modules, line)
-    STAGES_OF.leave(model, line)
+    put_in_line(model, modules, stages)
+    STAGES_OF.leave(model, stages)
 
 
 def check_line(model: nn.Module, stages: int) -> None:

@@ -22,8 +22,8 @@ from terrazzo.parallel.pipeline.deferred_weight_gradients import DeferredWeights
 from terrazzo.parallel.pipeline.failures import PATIENCE_S, broke_a_connection
 from terrazzo.parallel.pipeline.messages import Form, NothingSent, form_of
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
+from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, forwards_of
-from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.pipeline.stage_links import StageLinks, exchanges_inside
 
 __all__ = ["PipelineStep"]
@@ -73,23 +73,23 @@ class PipelineStep:
     def __init__(
         self,
         model: nn.Module,
-        line: ModelLine,
+        stages: PipelineStages,
         links: StageLinks,
         micro_batches: Sequence[MicroBatch],
         loss_fn: LossFunction,
         auxiliary: Auxiliary | None,
     ) -> None:
-        self.model, self.engine, self.line = model, engine_of(model), line
+        self.model, self.engine, self.stages = model, engine_of(model), stages
         self.messages, self.failures = links
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
         self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
         self._forwards: dict[tuple[int, int], _ForwardState] = {}
         self._losses = torch.zeros((), device=self.engine.axes.device)
-        self._deferred = DeferredWeights(self.engine) if self.trains and line.schedule == "zero_bubble" else None
+        self._deferred = DeferredWeights(self.engine) if self.trains and stages.schedule == "zero_bubble" else None
         self._received_for: Action | None = None
         self._sent_for: Action | None = None
-        self._returns = [0] * len(line.bounds)
+        self._returns = [0] * len(stages.bounds)
         self._patience_s: float | None = None
 
     def run(self) -> Tensor:
@@ -98,7 +98,7 @@ class PipelineStep:
         assert isinstance(schedule, PipelineSchedule)
         actions = self._actions()
         self._patience_s = PATIENCE_S if self._meets_in_passes(schedule) else None
-        with buffers_kept(self.model, self.line, engine.tally.ledger):
+        with buffers_kept(self.model, self.stages, engine.tally.ledger):
             self._run_and_meet(actions, schedule)
         if self.trains:
             engine.hooks.end_micro_batches(schedule)
@@ -127,8 +127,10 @@ class PipelineStep:
         return exchanges_inside(self.model, self.engine) or not all(each.order.agreed for each in schedule.programs)
 
     def _actions(self) -> Sequence[Action]:
-        line, count = self.line, len(self.micro_batches)
-        return line.actions(count) if self.trains else forwards_of(line.ranks, len(line.chunks), count)[line.rank]
+        stages, count = self.stages, len(self.micro_batches)
+        if self.trains:
+            return stages.actions(count)
+        return forwards_of(stages.ranks, len(stages.chunks), count)[stages.rank]
 
     def _go_through(self, actions: Sequence[Action], schedule: PipelineSchedule) -> Exception | None:
         """Run all actions. Returns the error of one that failed here, when no rank waits for this one any more.
@@ -143,7 +145,7 @@ class PipelineStep:
                 values = self._receive(action)
                 if following is not None:
                     self._start_receiving(following)
-                schedule.turn_to(action.stage // self.line.ranks, self.line.is_last(action.stage))
+                schedule.turn_to(action.stage // self.stages.ranks, self.stages.is_last(action.stage))
                 self._act(action, values)
                 done += 1
             self.messages.finish()
@@ -180,10 +182,10 @@ class PipelineStep:
         if any_wide:
             self._losses = self._losses.double()  # all ranks add up one dtype
         if self.trains and (cut_off := [stage for stage, count in enumerate(returns) if stage and not count]):
-            first, _ = self.line.bounds[cut_off[0]]
+            first, _ = self.stages.bounds[cut_off[0]]
             raise Misuse(
                 f"No micro-batch of the step has sent a gradient back through stage {cut_off[0] + 1} of the pipeline, "
-                f"which begins with {self.line.names[first]!r}: the model detaches what goes into it, or does not use "
+                f"which begins with {self.stages.line[first]!r}: the model detaches what goes into it, or does not use "
                 "it there, and the stages before would be trained on zeros. In the place of that freeze what is in "
                 "front with requires_grad_(False), and choose tz.Pipeline(split=[...]) whose first stage trains a "
                 "module too."
@@ -219,11 +221,11 @@ class PipelineStep:
         if received is not None and self.trains:
             anchor = torch.empty(0, device=received.device, requires_grad=True)
             received = _Arrived.apply(anchor, received, grads)  # type: ignore[no-untyped-call]
-        self.line.enter(action.stage, received)
+        self.stages.enter(action.stage, received)
         try:
             result = called(self.model, inputs)
         finally:
-            self.line.leave()
+            self.stages.leave()
         if (successor := self._successor(action)) is None:
             result = one_loss(self.loss_fn(result, targets))
             self._losses = self._losses + result.detach()
@@ -243,8 +245,8 @@ class PipelineStep:
         """The losses to be trained on that modules of the stage have computed in the forward that has just ended."""
         if self.auxiliary is None:
             return ()
-        begin, end = self.line.bounds[stage]
-        losses = (self.auxiliary(self.model.get_submodule(name)) for name in self.line.names[begin:end])
+        begin, end = self.stages.bounds[stage]
+        losses = (self.auxiliary(self.model.get_submodule(name)) for name in self.stages.line[begin:end])
         return tuple(each for each in losses if each is not None and each.requires_grad)
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
@@ -261,11 +263,11 @@ class PipelineStep:
     def _receives(self, action: Action) -> bool:
         if action.kind is ActionKind.FORWARD:
             return action.stage > 0
-        return action.kind is ActionKind.BACKWARD and not self.line.is_last(action.stage)
+        return action.kind is ActionKind.BACKWARD and not self.stages.is_last(action.stage)
 
     def _successor(self, action: Action) -> Action | None:
         """The action of another rank that receives what `action` sends; None where it sends nothing."""
-        if action.kind is ActionKind.FORWARD and not self.line.is_last(action.stage):
+        if action.kind is ActionKind.FORWARD and not self.stages.is_last(action.stage):
             return action._replace(stage=action.stage + 1)
         if action.kind is ActionKind.BACKWARD and action.stage > 0:
             return action._replace(stage=action.stage - 1)

@@ -23,7 +23,7 @@ from terrazzo.engine import inside_backward
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.pipeline.absent_values import AbsentValues
-from terrazzo.parallel.pipeline.stage_line import ModelLine
+from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 
 __all__ = ["put_in_line"]
 
@@ -31,18 +31,18 @@ __all__ = ["put_in_line"]
 class _ModuleCall:
     """The call of a module of the line."""
 
-    def __init__(self, inner: Callable[..., Any], line: ModelLine, place: int) -> None:
-        self.inner, self.line, self.place = inner, line, place
+    def __init__(self, inner: Callable[..., Any], stages: PipelineStages, place: int) -> None:
+        self.inner, self.stages, self.place = inner, stages, place
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running, line = self.line.running, self.line
+        running, stages = self.stages.running, self.stages
         if inside_backward():  # it is computed again
             return self.inner(*args, **kwargs)
-        first, end = line.bounds[_stage_of(line)]
+        first, end = stages.bounds[_stage_of(stages)]
         if running.come_to != self.place:
-            expected = line.names[running.come_to] if running.come_to < len(line.names) else "the end of the forward"
+            expected = stages.line[running.come_to] if running.come_to < len(stages.line) else "the end of the forward"
             raise BadInput(
-                f"The model called {line.names[self.place]!r} where {expected!r} comes next in the pipeline: modules "
+                f"The model called {stages.line[self.place]!r} where {expected!r} comes next in the pipeline: modules "
                 "of the line are called once each, in its order. Give tz.Pipeline a 'line' that has them as forward "
                 "calls them, or a module around those that belong together."
             )
@@ -58,7 +58,7 @@ class _ModuleCall:
             self._check_kept(before, _graphs_in(args, kwargs))
         else:  # what the stage before has sent is the output of its last module alone
             received = running.received
-            running.values = received if self.place == first - 1 else AbsentValues(line.names[self.place], received)
+            running.values = received if self.place == first - 1 else AbsentValues(stages.line[self.place], received)
         if self.place + 1 in (first, end):
             running.values = _counted(running.values)
         running.version = _version_of(running.values)
@@ -66,9 +66,9 @@ class _ModuleCall:
 
     def _check(self, values: Any) -> None:
         """Refuse what is not the tensor that the module before has returned."""
-        running = self.line.running
+        running = self.stages.running
         if not _is_all_of(values, running.values) or _version_of(values) != running.version:
-            before, name = self.line.names[self.place - 1], self.line.names[self.place]
+            before, name = self.stages.line[self.place - 1], self.stages.line[self.place]
             if _is_cut_off(values, running.values):
                 raise BadInput(
                     f"The model detaches what {before!r} returns before it gives it to {name!r}, between two stages: "
@@ -85,7 +85,7 @@ class _ModuleCall:
         """Refuse values that go on in a dict or list which the module was given."""
         if len(before) != len(after) or any(one is not other for one, other in zip(before, after, strict=True)):
             raise BadInput(
-                f"{self.line.names[self.place]!r} puts what it computed into a list or dict that it was given, which "
+                f"{self.stages.line[self.place]!r} puts what it computed into a list or dict that it was given, which "
                 "ranks of other stages would not see. Have modules of a pipeline's line hand on all in the tensor that "
                 "they return, and losses of their own through tz.step(auxiliary=...)."
             )
@@ -93,7 +93,7 @@ class _ModuleCall:
     def _single(self, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise BadInput(
-                f"{self.line.names[self.place]!r} returns a {type(output).__name__}, and modules of a pipeline's line "
+                f"{self.stages.line[self.place]!r} returns a {type(output).__name__}, and modules of a pipeline's line "
                 "hand one tensor to the next: have it return that alone."
             )
         return output
@@ -106,20 +106,20 @@ class _StageEnded(Exception):
 class _StageForward:
     """The forward of the model: that of one stage."""
 
-    def __init__(self, inner: Callable[..., Any], line: ModelLine) -> None:
-        self.inner, self.line = inner, line
+    def __init__(self, inner: Callable[..., Any], stages: PipelineStages) -> None:
+        self.inner, self.stages = inner, stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        line = self.line
-        _stage_of(line)
+        stages = self.stages
+        _stage_of(stages)
         try:
             output = self.inner(*args, **kwargs)
         except _StageEnded:
-            return line.running.values
-        come_to = line.running.come_to
-        if come_to < len(line.names):
+            return stages.running.values
+        come_to = stages.running.come_to
+        if come_to < len(stages.line):
             raise BadInput(
-                f"The model's forward has ended without {line.names[come_to]!r}, which the pipeline's line has: "
+                f"The model's forward has ended without {stages.line[come_to]!r}, which the pipeline's line has: "
                 "modules of the line are called once each, in every forward."
             )
         return output
@@ -158,23 +158,24 @@ def _graphs_in(args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf]
 
 
-def _stage_of(line: ModelLine) -> int:
-    if line.running.stage is None:
+def _stage_of(stages: PipelineStages) -> int:
+    if stages.running.stage is None:
         raise Misuse(
             "A model of which ranks have stages was called by itself, and this rank has a part of it: call "
             "tz.step(model, micro_batches, loss_fn), with all micro-batches of a step, on every rank. Under "
             "torch.no_grad() it evaluates, and loss_fn is given the outputs on the ranks of the last stage. Text is "
             "written by a model without pp, which loads the same checkpoint."
         )
-    return line.running.stage
+    return stages.running.stage
 
 
-def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: ModelLine) -> None:
-    """Have the model run as one of the stages of `line`, whose modules these are."""
+def put_in_line(model: nn.Module, modules: Sequence[nn.Module], stages: PipelineStages) -> None:
+    """Have the model run as one of the stages of `stages`, whose line these modules are."""
     for place, module in enumerate(modules):
         own: Any = module
-        own._call_impl = _ModuleCall(own._call_impl, line, place)  # around hooks too, which may change what it is given
-    model.forward = _StageForward(model.forward, line)
+        # around hooks too, which may change what it is given
+        own._call_impl = _ModuleCall(own._call_impl, stages, place)
+    model.forward = _StageForward(model.forward, stages)
     model.register_state_dict_pre_hook(_refuse_states)
 
 

@@ -10,7 +10,7 @@ from terrazzo.engine import Engine, parameters_by_names
 from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Mark
 from terrazzo.parallel.pipeline.failures import Failures
 from terrazzo.parallel.pipeline.messages import Messages
-from terrazzo.parallel.pipeline.stage_line import ModelLine
+from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 
 __all__ = ["StageLinks", "exchanges_inside", "links_of"]
 
@@ -25,16 +25,16 @@ class StageLinks(NamedTuple):
 _LINKS = Mark[StageLinks]("terrazzo_stage_links")
 
 
-def links_of(model: nn.Module, engine: Engine, line: ModelLine) -> StageLinks:
+def links_of(model: nn.Module, engine: Engine, stages: PipelineStages) -> StageLinks:
     """The links of a model in stages, made at its first step. Collective that time."""
     links = _LINKS.find(model)
     if links is None:
         axes = engine.axes
-        along, stages = axes.along(axes.stages[0]), len(line.bounds)
-        holders = [line.holders(names) for names in parameters_by_names(model)]
+        along, count = axes.along(axes.stages[0]), len(stages.bounds)
+        holders = [stages.holders(names) for names in parameters_by_names(model)]
         sharing = sorted({ranks for ranks in holders if len(ranks) > 1})
-        messages = Messages(along, stages, axes.device, sharing)
-        links = _LINKS.leave(model, StageLinks(messages, Failures(axes, stages)))
+        messages = Messages(along, count, axes.device, sharing)
+        links = _LINKS.leave(model, StageLinks(messages, Failures(axes, count)))
     return links
 
 

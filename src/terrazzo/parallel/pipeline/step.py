@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from terrazzo.engine import Engine, accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
+from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.pipeline.pipeline_step import PipelineStep
 from terrazzo.parallel.pipeline.same_step import StepArguments, begin_alike, check_as_many
-from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.pipeline.stage_links import links_of
 
 __all__ = ["step"]
@@ -55,7 +55,7 @@ def step(
         ConnectionError: where another rank has failed first, or its process has ended: it names that rank, its stage
             and the error. Terrazzo's own errors are raised on every rank as what they are.
     """
-    engine, line = engine_of(model), stages_of(model)
+    engine, stages = engine_of(model), stages_of(model)
 
     def read() -> StepArguments:
         _check(micro_batches)
@@ -65,13 +65,13 @@ def step(
         inputs = [dict(each) if isinstance(each, Mapping) else each for each, _ in micro_batches]
         return StepArguments(inputs, used, auxiliary is not None)
 
-    if isinstance(line, ModelLine):
-        links = links_of(model, engine, line)
+    if isinstance(stages, PipelineStages):
+        links = links_of(model, engine, stages)
         with links.failures.named():
             with _denominator_kept_if_refused(engine):
                 arguments = begin_alike(engine.axes, links, read)
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(arguments.inputs, micro_batches, strict=True)]
-            return PipelineStep(model, line, links, pairs, loss_fn, auxiliary).run()
+            return PipelineStep(model, stages, links, pairs, loss_fn, auxiliary).run()
     with _denominator_kept_if_refused(engine):
         check_as_many(model, engine, read)
     total = torch.zeros((), device=engine.axes.device)

@@ -1,4 +1,4 @@
-"""The line of modules that a pipeline is cut into, and how far the forward that runs has come along it."""
+"""The stages that a model is cut into, which of them this rank has, and how far a forward has come along the line."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from terrazzo.engine import Stages
 from terrazzo.engine.pipeline.stages import Turn
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
 
-__all__ = ["ModelLine"]
+__all__ = ["PipelineStages"]
 
 
 @dataclass(frozen=True)
-class ModelLine(Stages):
-    """The modules through which a model's values go one after the other, cut into stages.
+class PipelineStages(Stages):
+    """A model's line, the modules through which its values go one after the other, cut into stages.
 
     Attributes:
-        names: names of the modules, in the order in which the forward calls them.
-        bounds: the half-open interval of modules of each stage.
+        line: names of the modules, in the order in which the forward calls them.
+        bounds: the half-open interval of the line that each stage is.
         schedule: that of `Pipeline`.
         tied: names of parameters that the model uses again behind its last module, in the last stage.
         running: the forward that runs now.
     """
 
-    names: tuple[str, ...] = ()
+    line: tuple[str, ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     schedule: str = "1f1b"
     tied: tuple[str, ...] = ()
     running: RunningForward = field(default_factory=lambda: RunningForward(), compare=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelLine:
-        copied = ModelLine(self.ranks, self.rank, self.chunks, self.names, self.bounds, self.schedule, self.tied)
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStages:
+        copied = PipelineStages(self.ranks, self.rank, self.chunks, self.line, self.bounds, self.schedule, self.tied)
         memo[id(self)] = copied
         return copied
 
@@ -54,7 +54,7 @@ class ModelLine(Stages):
         ]
 
     def holders(self, names: Sequence[str]) -> tuple[int, ...]:
-        places = [place for place, module in enumerate(self.names) if any(n.startswith(f"{module}.") for n in names)]
+        places = [place for place, module in enumerate(self.line) if any(n.startswith(f"{module}.") for n in names)]
         stages = {stage for stage, (begin, end) in enumerate(self.bounds) for place in places if begin <= place < end}
         if any(name in self.tied for name in names):
             stages.add(len(self.bounds) - 1)
@@ -64,7 +64,7 @@ class ModelLine(Stages):
         return bool(self.chunks_of(module)) if self.has(module) else self.rank == self.ranks - 1
 
     def has(self, module: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for name in self.names)
+        return any(f"{module}.".startswith(f"{name}.") for name in self.line)
 
     def is_last(self, stage: int) -> bool:
         return stage == len(self.bounds) - 1
