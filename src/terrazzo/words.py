@@ -101,7 +101,7 @@ def dtype_named(name: object) -> str:
 
 TIERS = ("device", "cpu", "nvme")
 """Where a state can be kept: in the device's memory, the host's, or files on a drive."""
-_TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'
+_TIER_FORM = 'Write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'
 
 
 @functools.cache
@@ -117,11 +117,12 @@ def tier_shares(tier: str) -> dict[str, float]:
     for part in tier.split(","):
         name, colon, share = part.strip().partition(":")
         if name not in TIERS or name in given:
-            raise BadInput(f"{tier!r} names the tier {name!r}{' twice' if name in given else ''}; {_TIER_FORM}")
+            wrong = " twice." if name in given else f", which does not exist.{did_you_mean(name, TIERS)}"
+            raise BadInput(f"{tier!r} names the tier {name!r}{wrong} {_TIER_FORM}")
         given[name] = _share(share, tier) if colon else 1.0
     total = sum(given.values())
     if total > 1 + 1e-9:
-        raise BadInput(f"{tier!r} gives away {total:g} of the units, more than all; {_TIER_FORM}")
+        raise BadInput(f"{tier!r} gives away {total:g} of the units, more than all. {_TIER_FORM}")
     given["device"] = given.get("device", 0.0) + 1 - total
     return {known: given[known] for known in TIERS if given.get(known, 0) > 1e-9}
 
@@ -132,7 +133,7 @@ def _share(text: str, tier: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise BadInput(f"{tier!r}: the share {text!r} is not a number from 0 to 1; {_TIER_FORM}")
+        raise BadInput(f"{tier!r}: the share {text!r} is not a number from 0 to 1. {_TIER_FORM}")
     return share
 
 

@@ -294,15 +294,31 @@ def test_a_rate_that_changes_before_the_step_is_refused() -> None:
     on_ranks(2, body)
 
 
-def test_a_step_that_is_left_out_after_units_were_updated_is_not_gone_on_from() -> None:
+def test_a_step_that_is_left_out_after_units_were_updated_is_neither_gone_on_from_nor_read(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         model, optimizer = in_backward()
         a_step(model, optimizer, rank)
+        ema = tz.EMA(model)
         optimizer.zero_grad()  # behind a step it forgets nothing
         loss_of(model, batch(0, rank)).backward()
         optimizer.zero_grad()
+        acts: list[Callable[[], object]] = [
+            lambda: a_step(model, optimizer, rank),
+            lambda: checkpoint.save(str(tmp_path / "half"), model, optimizer, {}),
+            lambda: [*ModelState(model).pieces(with_optimizer=False)],
+            lambda: model.state_dict(),
+            lambda: optimizer.state_dict(),
+            lambda: tz.full_state_dict(model),
+            lambda: ema.update(),
+            lambda: swap(ema),
+        ]
+        for act in acts:
+            with pytest.raises(tz.Misuse, match="one that was to be left out"):
+                act()
+        model.load_state_dict(BASE.state_dict())
+        assert_equal(full_parameters(model), dict(BASE.named_parameters()))  # weights are whole again, states are not
         with pytest.raises(tz.Misuse, match="one that was to be left out"):
-            a_step(model, optimizer, rank)
+            checkpoint.save(str(tmp_path / "half"), model, optimizer, {})
 
     on_ranks(2, body)
 

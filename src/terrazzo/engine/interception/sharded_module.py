@@ -79,13 +79,13 @@ class ShardedModule(nn.Module):
         Raises:
             RanksApart: where ranks do something else meanwhile.
             Misuse: where the whole model does not fit on the device; it names the calls that need no room for it. Where
-                units have been updated whose `optimizer.step()` is still to come.
+                units have been updated whose `optimizer.step()` is still to come, or never came.
         """
         options = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
         self._terrazzo.catch_up()
         if options.pop("keep_vars", False):
             return super().state_dict(**options, keep_vars=True)
-        self._terrazzo.require_step_taken("model.state_dict()")
+        self._terrazzo.require_step_taken("model.state_dict()", reads=("weights",))
         if shows_all(self):
             return super().state_dict(**options)
         with on_every_rank(self._terrazzo, "model.state_dict()"):

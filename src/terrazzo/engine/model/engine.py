@@ -28,6 +28,7 @@ from terrazzo.engine.model.gradients import ModelGradients
 from terrazzo.engine.model.outer_step import OuterSteps
 from terrazzo.engine.model.weight_average import Average
 from terrazzo.engine.offload.store import Store
+from terrazzo.engine.optim.segments.off_device_updates import Half
 from terrazzo.engine.pipeline.stages import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -160,23 +161,29 @@ class Engine:
                 f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
             )
 
-    def require_step_taken(self, what: str) -> None:
+    def require_step_taken(self, what: str, reads: Collection[Half] = ()) -> None:
         """Refuse `what` where units have been updated whose `optimizer.step()` is still to come.
+
+        Args:
+            reads: what it reads; refused where that step was given up, too, until it has been restored.
 
         Raises:
             Misuse: there.
         """
         for driver in self.drivers:
-            driver.off_device.require_step_taken(what)
+            driver.off_device.require_step_taken(what, reads)
 
-    def require_at_rest(self, what: str) -> None:
+    def require_at_rest(self, what: str, reads: Collection[Half] = ()) -> None:
         """Refuse `what` where weights and states are not those behind a step: averages, or half a step.
+
+        Args:
+            reads: as of `require_step_taken`.
 
         Raises:
             Misuse: there.
         """
         self.require_own_weights(what)
-        self.require_step_taken(what)
+        self.require_step_taken(what, reads)
 
     def before_step(self) -> None:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""

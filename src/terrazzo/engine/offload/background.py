@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -12,7 +11,7 @@ from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.options import StepMode
 from terrazzo.engine.offload.update import ElementwiseStep, Updater
-from terrazzo.engine.optim.segments.off_device_updates import OffDeviceUpdates, SegmentWork
+from terrazzo.engine.optim.segments.off_device_updates import Half, OffDeviceUpdates, SegmentWork
 from terrazzo.engine.optim.segments.segment import Segment, handed_over
 from terrazzo.engine.optim.stock.stepper import Stepper
 from terrazzo.engine.schedule.schedule import Schedule
@@ -43,13 +42,13 @@ class BackgroundUpdates(OffDeviceUpdates):
         self._off_device = [unit for unit in units if any(bucket.spec.updated_off_device for bucket in unit.buckets)]
         self._early: Stepper | None = None
         self._begun: set[int] = set()
-        self._torn: set[Literal["weights", "states"]] = set()  # which hold half a step
+        self._torn: set[Half] = set()
         self._prepared: tuple[Stepper, list[Unit]] | None = None  # within a step
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
         unit = self.units[index]
-        self._check_whole()
+        self._require_whole("Backward")
         if index in self._begun:
             raise Misuse(
                 f"Gradients of {unit.title} came after its update had begun: with offload step "
@@ -65,7 +64,7 @@ class BackgroundUpdates(OffDeviceUpdates):
             self._begin(unit, self._early, handed_over([each for each in self._of(unit.buckets) if each.due]))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self._check_whole()
+        self._require_whole("optimizer.step()")
         early, begun = self._early, set(self._begun)
         changed = early.changed_since(optimizer) if early is not None else ()
         self.forget(abandoned=bool(changed))
@@ -117,7 +116,9 @@ class BackgroundUpdates(OffDeviceUpdates):
         self._early = None
         self._begun.clear()
 
-    def require_step_taken(self, what: str) -> None:
+    def require_step_taken(self, what: str, reads: Collection[Half] = ()) -> None:
+        if self._torn.intersection(reads):
+            self._require_whole(what)
         if self._begun:
             raise Misuse(
                 f"{what} came between backward and optimizer.step(), but with offload step 'backward' units have been "
@@ -125,16 +126,16 @@ class BackgroundUpdates(OffDeviceUpdates):
                 "tz.Offload(step='overlapped'), which updates nothing before."
             )
 
-    def restored(self, what: Literal["weights", "states"]) -> None:
+    def restored(self, what: Half) -> None:
         self._torn.discard(what)
 
-    def _check_whole(self) -> None:
+    def _require_whole(self, what: str) -> None:
         if self._torn:
             raise Misuse(
-                "Gradients were forgotten, or a backward raised, after units had been updated with them, and "
-                "optimizer.step() never came: the weights are those of half a step, or of one that was to be left out. "
-                "Restore a checkpoint, or use tz.Offload(step='overlapped'), which updates nothing before "
-                "optimizer.step()."
+                f"{what} came behind gradients that were forgotten, or a backward that raised, after units had been "
+                "updated with them, and optimizer.step() never came: the weights are those of half a step, or of one "
+                "that was to be left out. Restore a checkpoint, or use tz.Offload(step='overlapped'), which updates "
+                "nothing before optimizer.step()."
             )
 
     def _begin(self, unit: Unit, stepper: Stepper, finished: Mapping[Bucket, SummedGradient]) -> None:

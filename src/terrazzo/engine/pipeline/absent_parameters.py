@@ -57,7 +57,7 @@ class Absent:
         return Misuse(
             f"{what} was called on {self.name!r}, a parameter of a stage that other ranks of the pipeline run. Read it "
             "in the forward of its own module of the line alone, or give tz.Pipeline(line=[...]) a module around all "
-            "that read it."
+            "that read it; change it before tz.parallelize."
         )
 
 

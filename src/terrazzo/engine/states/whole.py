@@ -106,14 +106,14 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
 
     Raises:
         BadInput: names that no parameter has, before anything is gathered.
-        Misuse: where units have been updated whose `optimizer.step()` is still to come.
+        Misuse: where units have been updated whose `optimizer.step()` is still to come, or never came.
         RanksApart: on every rank, if they have not been given the same names in the same order.
 
     Yields:
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
     """
     engine = engine_of(model)
-    engine.require_step_taken("Reading whole weights")
+    engine.require_step_taken("Reading whole weights", reads=("weights",))
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     held = {slot.name: (unit, bucket, slot) for unit, bucket, slot in slots}
     everywhere = sorted(listing(model), key=lambda each: (each.stage, each.position))

@@ -15,7 +15,10 @@ __all__ = ["compile_units"]
 
 
 def compile_units(model: nn.Module, *, units: Units | None = None, **options: Any) -> None:
-    """Compile each unit's forward. Call it before `tz.shard`, after `checkpoint_activations`.
+    """Compile each unit's forward, of a model that is sharded or not; after `checkpoint_activations`.
+
+    Before `tz.shard` ranks compare which units are compiled, since these reduce at other points of a step. After it
+    nobody does: compile the same on every rank, and ask for memory bills again, which count it from then on.
 
     Args:
         units: as for `tz.shard`.

@@ -44,13 +44,15 @@ class AtRest(Placeholder):
         name = self.terrazzo_note.name
         if not self.terrazzo_note.split:
             return (
-                f"{name!r}, which is being updated in the background until its unit's next forward. Read or write it "
-                "inside 'with tz.gathered(model):', or use tz.Offload(step='synchronous')."
+                f"{name!r}, which is being updated in the background until its unit's next forward. Read it "
+                "inside 'with tz.gathered(model):', with write=True to change it, or use "
+                "tz.Offload(step='synchronous')."
             )
         return (
             f"{name!r}, whose values are sharded over ranks: outside its unit's forward and backward they are not on "
-            "this rank. Read or write them inside 'with tz.gathered(model):', or call the model itself; a method of "
-            "its own that computes with weights needs tz.register_forward_method(model, 'name') once."
+            "this rank. Read them inside 'with tz.gathered(model):', with write=True to change them, or call the model "
+            "itself; a method of its own that computes with weights needs tz.register_forward_method(model, "
+            "'name') once."
         )
 
 

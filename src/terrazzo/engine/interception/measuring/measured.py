@@ -138,10 +138,11 @@ class Measured(Placeholder):
         return f"{self.local.expression}.{function_name(func)}({arguments_text(rest, named)})"
 
     def _refusal(self) -> str:
+        change = ", with write=True to change it" * (self.local.where_to_read == _WEIGHTS_ARE_READ)
         return (
             f"{self.terrazzo_note.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
             "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it "
-            f"{self.local.where_to_read}."
+            f"{self.local.where_to_read}{change}."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

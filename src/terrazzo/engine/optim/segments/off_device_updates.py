@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -13,7 +13,10 @@ from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.optim.segments.state_memory import StateMemory
 
-__all__ = ["OffDeviceUpdates", "SegmentWork", "Uses"]
+__all__ = ["Half", "OffDeviceUpdates", "SegmentWork", "Uses"]
+
+Half = Literal["weights", "states"]
+"""What of a model may hold half a step: its weights, or what the optimizer keeps."""
 
 
 class Uses(NamedTuple):
@@ -76,14 +79,17 @@ class OffDeviceUpdates:
     def forget(self, abandoned: bool = False) -> None:
         """Gradients are forgotten; `abandoned`: the step is given up, and units may have been updated already."""
 
-    def require_step_taken(self, what: str) -> None:
+    def require_step_taken(self, what: str, reads: Collection[Half] = ()) -> None:
         """Refuse `what`, which sees or changes weights or states, where some have been updated and others not.
+
+        Args:
+            reads: what it reads; refused behind a step that was given up, too, until that has been restored.
 
         Raises:
             Misuse: there.
         """
 
-    def restored(self, what: Literal["weights", "states"]) -> None:
+    def restored(self, what: Half) -> None:
         """All weights of the model have been restored, or all states of the optimizer."""
 
     def catch_up(self) -> None:
