@@ -29,7 +29,7 @@ from benchmarks.cpu.loops import HYPERPARAMETERS
 from benchmarks.environment import versions
 from benchmarks.gpu.measure import FULL, TINY
 from benchmarks.gpu.rank import join
-from terrazzo.engine.offload.store import Steps
+from terrazzo.engine.offload.store import UpdateCounts
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.topology import step_threads
 from terrazzo.train.model.decoder import Block, Decoder
@@ -141,15 +141,15 @@ def spans_of(trace: dict[str, Any]) -> tuple[dict[str, list[Span]], dict[str, in
 def look(run: Run, count: int = 2) -> dict[str, Any]:
     """Of `count` steps after each other: who was at work, and how fast."""
     updates: list[tuple[float, float, int]] = []
-    took, offset = Steps.took, time.time() - time.perf_counter()
+    took, offset = UpdateCounts.took, time.time() - time.perf_counter()
 
-    def noted(self: Steps, values: torch.Tensor, since: float) -> None:
+    def noted(self: UpdateCounts, values: torch.Tensor, since: float) -> None:
         updates.append((offset + since, offset + time.perf_counter(), values.numel()))
         took(self, values, since)
 
     kinds = [torch.profiler.ProfilerActivity.CUDA if run.device.type == "cuda" else torch.profiler.ProfilerActivity.CPU]
     run.wait()
-    with mock.patch.object(Steps, "took", noted), torch.profiler.profile(activities=kinds) as profiler:
+    with mock.patch.object(UpdateCounts, "took", noted), torch.profiler.profile(activities=kinds) as profiler:
         begun = time.time()
         for _ in range(count):
             run.step()

@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.cpu.loops import HYPERPARAMETERS
 from benchmarks.cpu.models import Decoder, Shape
 from benchmarks.offload.turns import Others, Turns, attempt, in_fresh_process, seconds, take_turns
-from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.host_arena import HostArena
 
 SHAPE = Shape(blocks=5, width=1024, vocabulary=1024, sequence=64)
 TORCHAO_SMALLEST = 4096  # elements of a tensor that torchao offloads; its default

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.offload.turns import Others, attempt, in_fresh_process, seconds, take_turns
-from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.host_arena import HostArena
 from terrazzo.engine.offload.nvme.swap_space import SwapSpace
 from terrazzo.engine.offload.options import Offload
 

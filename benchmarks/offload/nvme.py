@@ -28,7 +28,7 @@ from benchmarks.cpu.rank import join
 from benchmarks.offload.drive import settings
 from benchmarks.offload.turns import Others, Turns, attempt, in_fresh_process, seconds, take_turns
 from terrazzo.engine import engine_of
-from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.host_arena import HostArena
 from terrazzo.engine.offload.nvme.swap_space import SwapSpace
 
 STATE_BYTES = 12  # of a parameter in files: master and two moments

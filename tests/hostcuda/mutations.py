@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.comm.collectives import NativeCollectives
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Handle
-from terrazzo.engine.offload.activations import Copy, Route
+from terrazzo.engine.offload.activations.moved_tensors import Copy, Route
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segments.segment import Segment
 from terrazzo.engine.runtime import device as devices
@@ -176,7 +176,7 @@ def an_update_does_not_wait_for_its_gradient(self: Any, finished: Any) -> Tensor
         return part.to(device=self.device, dtype=self.parameter.dtype)
 
 
-@mutation(Store, "commit", ON_CPU)
+@mutation(Store, "save", ON_CPU)
 def a_gradient_s_buffer_is_given_back_before_its_copy_has_ended(self: Any, state: Any, source: Any) -> Any:
     mark = Stream.current(self.device).mark()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from terrazzo.engine import checkpoint_activations
-from terrazzo.engine.offload.activations import Route
+from terrazzo.engine.offload.activations.moved_tensors import Route
 
 WIDTH, DEPTH, ROWS = 96, 4, 64
 

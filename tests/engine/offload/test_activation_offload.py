@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations
-from terrazzo.engine.offload import activations, host
-from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.activations import host_pool, offloaded_activations
+from terrazzo.engine.offload.host_arena import HostArena
 from tests.engine.offload.moving import (
     DEPTH,
     ROWS,
@@ -51,7 +51,7 @@ from tests.engine.offload.moving import (
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Copies and runs of blocks, in order."""
-    monkeypatch.setattr(activations, "Route", Logged)
+    monkeypatch.setattr(offloaded_activations, "Route", Logged)
     monkeypatch.setattr(Logged, "log", [], raising=False)
     return Logged.log
 
@@ -60,7 +60,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _both_speeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies end when they begin, or only when they are waited for."""
     if request.param == "late":
-        monkeypatch.setattr(activations, "Route", Late)
+        monkeypatch.setattr(offloaded_activations, "Route", Late)
         monkeypatch.setattr(Late, "queue", [], raising=False)
         monkeypatch.setattr(Late, "lost", [], raising=False)
     yield
@@ -124,7 +124,7 @@ def test_nothing_is_allocated_after_the_first_step(monkeypatch: pytest.MonkeyPat
             made.append(size_bytes)
             super().__init__(size_bytes, pin)
 
-    monkeypatch.setattr(host, "HostArena", Counted)
+    monkeypatch.setattr(host_pool, "HostArena", Counted)
     model = offloaded(Model())
     for number in range(5):
         loss(model, number).backward()

@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
-from terrazzo.engine.offload import activations
-from terrazzo.engine.offload.activations import Copy, Route
-from terrazzo.engine.offload.host import HostPool
+from terrazzo.engine.offload.activations import moved_tensors, offloaded_activations
+from terrazzo.engine.offload.activations.host_pool import HostPool
+from terrazzo.engine.offload.activations.moved_tensors import Copy, Route
 from terrazzo.engine.runtime.device import Stream
 from tests.engine.offload.moving import DEPTH, Block, Logged, Model, gradients, loss, once, same_bits, trains_alike
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, mesh_for, on_ranks, sharded, train
@@ -34,14 +34,14 @@ compiles = (
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Copies and runs of blocks, in order."""
-    monkeypatch.setattr(activations, "Route", Logged)
+    monkeypatch.setattr(offloaded_activations, "Route", Logged)
     monkeypatch.setattr(Logged, "log", [], raising=False)
     return Logged.log
 
 
 @pytest.fixture
 def _everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(offloaded_activations, "SMALLEST_BYTES", 1)
 
 
 def offloaded_and_sharded(base: nn.Module, plan: str, world_size: int, **options: Any) -> tuple[Any, Any]:
@@ -178,7 +178,7 @@ def test_host_memory_is_pinned_as_the_settings_of_offload_say(pin: bool, monkeyp
             made.append(pin_for)
             super().__init__(pin_for)
 
-    monkeypatch.setattr(activations, "HostPool", Noted)
+    monkeypatch.setattr(moved_tensors, "HostPool", Noted)
     model = Net()
     checkpoint_activations(model, "full", offload=True)
     loss_of(model, batch()).backward()
@@ -228,7 +228,7 @@ def test_what_came_back_for_another_stream_is_fetched_again(monkeypatch: pytest.
             super().copy(source, target)
             return Elsewhere(Stream.current(self.device), None)
 
-    monkeypatch.setattr(activations, "Route", Odd)
+    monkeypatch.setattr(offloaded_activations, "Route", Odd)
     trains_alike(Model(), once)
     assert len(fetched) == DEPTH + DEPTH + (
         DEPTH - 1
@@ -277,6 +277,6 @@ def test_slow_copies_and_slow_computation_change_no_bit(slow: str, monkeypatch: 
 
     base = Model(width=LARGE)
     plain, _ = on_gpu(base, lambda model: None)
-    monkeypatch.setattr(activations, "Route", Delayed)
+    monkeypatch.setattr(offloaded_activations, "Route", Delayed)
     found, _ = on_gpu(base, lambda model: checkpoint_activations(model, "full", units=[Block], offload=True))
     assert same_bits(found, plain)

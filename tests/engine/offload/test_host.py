@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo.engine.offload import host
-from terrazzo.engine.offload.host import HostArena, HostBuffer, HostPool
+from terrazzo.engine.offload.activations import host_pool
+from terrazzo.engine.offload.activations.host_pool import HostBuffer, HostPool
+from terrazzo.engine.offload.host_arena import HostArena
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 
@@ -169,7 +170,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(size_bytes)
             super().__init__(size_bytes, pin_for)
 
-    monkeypatch.setattr(host, "HostArena", Counted)
+    monkeypatch.setattr(host_pool, "HostArena", Counted)
     return sizes
 
 

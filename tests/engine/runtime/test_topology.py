@@ -16,7 +16,7 @@ import torch.distributed as dist
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.offload import store
-from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.host_arena import HostArena
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.runtime import topology
 from terrazzo.engine.runtime.topology import (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space
 from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
-from terrazzo.engine.offload.host import HostArena
+from terrazzo.engine.offload.host_arena import HostArena
 from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, staging_count
 from terrazzo.engine.offload.nvme.nvme_buffer import NvmeBuffer, NvmeTier
 from terrazzo.engine.offload.nvme.swap_space import SwapSpace
@@ -28,11 +28,11 @@ from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.runtime.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.runtime.worker import Job, Worker
 
-__all__ = ["Steps", "Store"]
+__all__ = ["Store", "UpdateCounts"]
 
 
 @dataclass
-class Steps:
+class UpdateCounts:
     """Counts of updates on the CPU: elements stepped and the seconds it took; `recorder` is called with each."""
 
     numel: int = 0
@@ -57,12 +57,12 @@ class Store:
     Attributes:
         copies_out, copies_in: from the device and to it, by threads; PCIe carries both at the same time.
         sending: new weights to the device, on `copies_in`.
-        steps: what the updates of offloaded states have done since the start.
+        updates: what is counted of updates of offloaded states, from the start on.
     """
 
     def __init__(self, device: torch.device, settings: Offload, need: Need, rank: int, local_ranks: int = 1) -> None:
         self.device, self.settings, self._need, self._local_ranks = device, settings, need, local_ranks
-        self.copies_out, self.copies_in, self.steps = Stream.new(device), Stream.new(device), Steps()
+        self.copies_out, self.copies_in, self.updates = Stream.new(device), Stream.new(device), UpdateCounts()
         self._pin_for = device if settings.pin else None
         arena_bytes = host_bytes(need, settings)
         self.arenas = [self._arena(arena_bytes)] if arena_bytes else []
@@ -104,7 +104,7 @@ class Store:
         self.arenas.append(self._arena(padded_bytes(count_bytes)))
         return self.arenas[-1].allocate(count_bytes)
 
-    def commit(self, state: Resting, source: Buffer) -> Job | None:
+    def save(self, state: Resting, source: Buffer) -> Job | None:
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with.
 
         Two may be under way: a slow disk must not let gradients pile up.
@@ -114,14 +114,14 @@ class Store:
             return None
         mark = Stream.current(self.device).mark()
 
-        def save() -> None:
+        def copied() -> None:
             with self.copies_out.completing(mark):
                 state.save(source)
 
         assert self._writer is not None, "nothing rests away from the device"
         while len(self._landing) > 1:
             self._landing.popleft().wait()
-        self._landing.append(self._writer.submit(save))
+        self._landing.append(self._writer.submit(copied))
         return self._landing[-1]
 
     def state(self, space: Space, axes: tuple[str, ...], dtype: torch.dtype, tier: str) -> Resting:
@@ -146,7 +146,7 @@ class Store:
 
     def set_recorder(self, recorder: Recorder) -> None:
         """Report to `recorder` updates, and what is read from `nvme` and written to it."""
-        self.steps.recorder = recorder
+        self.updates.recorder = recorder
         if self.nvme is not None:
             self.nvme.swap.traffic.recorder = recorder
 
@@ -163,8 +163,8 @@ class Store:
             "written_bytes": traffic.written_bytes if traffic else 0,
             "read_s": traffic.read_s if traffic else 0.0,
             "write_s": traffic.write_s if traffic else 0.0,
-            "stepped_numel": self.steps.numel,
-            "step_s": self.steps.seconds,
+            "stepped_numel": self.updates.numel,
+            "step_s": self.updates.seconds,
         }
 
     def close(self) -> None:

@@ -10,12 +10,12 @@ goes through these modules, from top to bottom:
         LossScale.skips                fp16 only: overflow ends here     progress/loss_scale
         SwappedGroups.recut            split at parameters without       swapped_groups, segment
                                        a gradient
-        OffDeviceUpdates.before_step   waits for updates that last       offload/background
+        OffDeviceUpdates.before_step   waits for updates that last       offload/background_updates
         MatrixSteps.step               whole matrices (Muon):            matrix_steps, matrix_owners
           exchange_parts               - to owners, and back             matrix_exchange
-          OffDeviceUpdates.carry_out   - elements away from the device   matrix_host_steps, offload/update
-        OffDeviceUpdates.begin         segments away from the device     offload/background
-          on a thread: step_segment    - with states where they rest     offload/update, segment_step
+          OffDeviceUpdates.carry_out   - elements away from the device   matrix_host_steps, offload/updater
+        OffDeviceUpdates.begin         segments away from the device     offload/background_updates
+          on a thread: step_segment    - with states where they rest     offload/updater, segment_step
         DeviceUpdates.begin            segments on the device:           device_updates
           step_segment                 - moments in another dtype,       segment_step
                                          or in 8 bits
@@ -24,7 +24,7 @@ goes through these modules, from top to bottom:
       torch's hook behind it: OptimizerDriver._after_step                driver
         SwappedGroups.hold_parameters  parameters are back               swapped_groups
         engine.publish()               weights follow the masters        model/engine
-        OffDeviceUpdates.after_step    waits, if step='synchronous'      offload/background
+        OffDeviceUpdates.after_step    waits, if step='synchronous'      offload/background_updates
         engine.after_step()            an outer step, where one is due   model/outer_step
 
 So an element is updated by the optimizer's own code in either of two callers: its `step()`, over all segments that are

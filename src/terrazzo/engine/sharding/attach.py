@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.interception.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.offload.background import BackgroundUpdates
+from terrazzo.engine.offload.background_updates import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
-from terrazzo.engine.offload.update import Updater
+from terrazzo.engine.offload.updater import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer
 from terrazzo.engine.optim.stock.param_groups import assign_groups, choose_kernel

@@ -20,7 +20,7 @@ from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
-from terrazzo.engine.offload.activations import offloading_of
+from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, drop_meta_states
 from terrazzo.engine.optim.stock.param_groups import assign_groups

@@ -26,7 +26,7 @@ from terrazzo.engine.interception.measuring.measured import let_measure
 from terrazzo.engine.interception.sharded_module import make_sharded_module
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.offload.activations import offloading_of
+from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from terrazzo.engine.offload.activations import OffloadedActivations
+from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
 from terrazzo.engine.plan.unit_choice import Units
 from terrazzo.engine.unit_forwards.layered_forward import Forward, surround, unit_modules
 from terrazzo.errors import BadInput, Misuse, did_you_mean

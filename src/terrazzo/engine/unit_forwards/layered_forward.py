@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.offload.activations import OffloadedActivations
+from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
 from terrazzo.engine.plan.unit_choice import Units, find_units
 
 __all__ = ["Forward", "Layer", "LayeredForward", "surround", "unit_modules"]

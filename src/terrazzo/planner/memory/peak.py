@@ -38,7 +38,7 @@ FORMULAS = {
     ),
     "memory.staging": Formula(
         "inputs of two blocks that activation offload moves: on their way to the host, and waited for",
-        "terrazzo/engine/offload/activations.py",
+        "terrazzo/engine/offload/activations/offloaded_activations.py",
     ),
     "memory.messages": Formula(
         "tokens x hidden x bytes of an element, whole over tp: what a stage has made of each micro-batch in flight, "

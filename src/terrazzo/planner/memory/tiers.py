@@ -20,7 +20,7 @@ FORMULAS = {
     "memory.host": Formula(
         "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes: they lie in one "
         "block of memory that is mapped, and pinned, once",
-        "arXiv 2101.06840, section 3; terrazzo/engine/offload/needs.py, terrazzo/engine/offload/host.py",
+        "arXiv 2101.06840, section 3; terrazzo/engine/offload/needs.py, terrazzo/engine/offload/host_arena.py",
     ),
     "memory.host_buffers": Formula(
         "depth x one cell of weights that are read for computation, and max(4, depth) x one cell of all states that "
@@ -39,7 +39,7 @@ FORMULAS = {
     ),
     "memory.host_activations": Formula(
         "blocks x inputs that checkpointing keeps of one block per micro-batch x micro-batches in flight",
-        "arXiv 2104.07857, section 5.1.2; terrazzo/engine/offload/activations.py",
+        "arXiv 2104.07857, section 5.1.2; terrazzo/engine/offload/activations/offloaded_activations.py",
     ),
     "memory.disk": Formula(
         "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes",

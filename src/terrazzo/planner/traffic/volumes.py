@@ -59,7 +59,7 @@ FORMULAS = {
     ),
     "traffic.offload": Formula(
         "elements of this rank's shard * bytes_per_element, for each copy between device, host and disk",
-        "ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; terrazzo/engine/offload/update.py",
+        "ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; terrazzo/engine/offload/updater.py",
     ),
 }
 

@@ -58,7 +58,7 @@ class FinishedGradient:
         elif self._at_rest is None:
             self.sum = SummedGradient(data)
         else:
-            self.sum = SummedGradient(self._at_rest, self._store.commit(self._at_rest, data))
+            self.sum = SummedGradient(self._at_rest, self._store.save(self._at_rest, data))
 
     def handed_over(self, stepped: Sequence[Range], seen: Iterable[Range]) -> SummedGradient:
         """Return the gradient for an update, which waits until it has landed, and applies the clipping factor itself.

@@ -218,7 +218,7 @@ class Gradient:
         if self._partial_at_rest is None:
             host = self._store.extra_host(sums.nbytes).view(sums.dtype)
             self._partial_at_rest = Buffer(self.space, sums.axes, host)
-        self._partial = SummedGradient(self._partial_at_rest, self._store.commit(self._partial_at_rest, sums))
+        self._partial = SummedGradient(self._partial_at_rest, self._store.save(self._partial_at_rest, sums))
 
     def _complete(self, partial: Tensor, reduction: Reduction, divisor: Divisor) -> Moves[Tensor]:
         """Sum over the remaining axes, divide once, and bring the finished gradient to its tier."""

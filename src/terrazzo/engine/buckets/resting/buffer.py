@@ -180,7 +180,7 @@ class StateStore(Protocol):
     def extra_host(self, count_bytes: int) -> Tensor:
         """Allocate host memory, uint8, for what not every step needs."""
 
-    def commit(self, state: Resting, source: Buffer) -> Job | None:
+    def save(self, state: Resting, source: Buffer) -> Job | None:
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with."""
 
 

@@ -10,7 +10,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.options import StepMode
-from terrazzo.engine.offload.update import ElementwiseStep, Updater
+from terrazzo.engine.offload.updater import ElementwiseStep, Updater
 from terrazzo.engine.optim.segments.off_device_updates import Half, OffDeviceUpdates, SegmentWork
 from terrazzo.engine.optim.segments.segment import Segment, handed_over
 from terrazzo.engine.optim.stock.stepper import Stepper

@@ -1,21 +1,4 @@
-"""What checkpointed units keep for backward, in host memory instead of on the device.
-
-    forward of unit i begins        its input's way to the host begins, on a stream of its own
-    forward of unit i + 1 begins    the computation waits for that copy, and the original is let go
-    backward of unit i begins       its input is here again, and that of unit i - 1 is on its way back
-
-So a unit's forward hides a copy out, and its backward a copy in. Under full checkpointing of a transformer that takes
-F / (12 h) bytes per second, for F FLOP/s and a hidden size of h: 8 GB/s at 400 TFLOP/s and 4,096, a third of what PCIe
-4.0 gives. The last unit's original stays until its backward, which is what comes next.
-
-A unit's inputs are known from its call, and autograd says through `saved_tensors_hooks` which of them it keeps. Only
-what the forward itself computed is moved: weights, buffers, masks and rotary tables are alive anyway. A tensor that
-several units keep is moved once.
-
-No `record_stream`: originals and copies are held until the stream that they are used on has been made to wait for the
-copy. Host memory is lent from a pool, and copies both ways use one stream, so what is written to a buffer that is lent
-again comes after what is read from it. On a CPU the same copies are made at the same moments.
-"""
+"""The layer around a unit's forward that keeps its inputs in host memory, and what autograd holds in their place."""
 
 from __future__ import annotations
 
@@ -28,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from terrazzo.engine.autograd.saved import others_watch
-from terrazzo.engine.offload.host import HostPool
-from terrazzo.engine.runtime.device import KINDS, Stream
+from terrazzo.engine.offload.activations.moved_tensors import Moved, Route
+from terrazzo.engine.runtime.device import KINDS
 from terrazzo.errors import Misuse
 
 __all__ = ["SMALLEST_BYTES", "OffloadedActivations", "offloading_of"]
@@ -123,94 +105,6 @@ def offloading_of(model: nn.Module) -> set[OffloadedActivations]:
     """Layers that take inputs of a model's units to the host: one for each `checkpoint_activations` with an offload."""
     offloads = (getattr(module.forward, "offloading", None) for module in model.modules())
     return {each for each in offloads if each is not None}
-
-
-class Route:
-    """The way between one device and host memory: a pool there, and a stream for copies both ways."""
-
-    def __init__(self, device: torch.device, pin: bool) -> None:
-        self.device = device
-        self.stream, self.pool = Stream.new(device), HostPool(device if pin else None)
-
-    def copy(self, source: Tensor, target: Tensor) -> Copy:
-        """Start copying what this thread's stream has written by then."""
-        user = Stream.current(self.device)
-        self.stream.wait_event(user.mark())
-        with self.stream.inside():
-            target.copy_(source, non_blocking=True)
-        return Copy(user, self.stream.mark())
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy under way, and the stream that the tensor on the device belongs to."""
-
-    user: Stream
-    done: torch.Event | None
-
-    def wait(self) -> None:
-        """Make that stream wait for the copy: from now on it may use the tensor, or its memory for another one."""
-        self.user.wait_event(self.done)
-
-    @property
-    def is_for_this_stream(self) -> bool:
-        return self.user == Stream.current(self.user.device)
-
-
-class Moved:
-    """One tensor in host memory.
-
-    Attributes:
-        awaited: how many have kept it and not asked for it since.
-    """
-
-    def __init__(self, tensor: Tensor, route: Route) -> None:
-        self.route, self.awaited = route, 0
-        self._storage, self._version = StorageWeakRef(tensor.untyped_storage()), tensor._version
-        self._here: Tensor | None = tensor.detach()  # the original, until it is let go, or a copy of it
-        self._is_original, self._was_changed = True, False
-        self._copy: Copy | None = None
-        self._buffer = route.pool.borrow(tensor.nbytes)
-        self._host = self._buffer.shaped(tensor)
-        self._copy = route.copy(self._here, self._host)
-
-    def __del__(self) -> None:
-        self.leave()
-
-    def leave(self) -> None:
-        """Free the memory on the device, for what comes after the copies from and to it."""
-        if self._is_original and self._here is not None:
-            self._was_changed |= self._here._version != self._version
-        if self._copy is not None:
-            self._copy.wait()
-        self._here, self._copy, self._is_original = None, None, False
-
-    def fetch(self) -> None:
-        """Start bringing the tensor back, unless it is here or on its way."""
-        if self._here is None:
-            host = self._host
-            self._here = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.route.device)
-            self._copy = self.route.copy(self._host, self._here)
-
-    def get(self) -> Tensor:
-        """The tensor, for the stream of this thread. It stays here for others that have kept it."""
-        if self._copy is not None and not self._copy.is_for_this_stream:
-            self.leave()
-        self.fetch()
-        on_device = self._here
-        assert on_device is not None
-        if self._was_changed or (self._is_original and on_device._version != self._version):
-            raise Misuse(
-                f"The input of a checkpointed unit, of shape {tuple(self._host.shape)}, was changed in place after the "
-                "unit had begun, and backward needs the values that it had: replace the in-place operation, or clone "
-                "the tensor before."
-            )
-        if self._copy is not None:
-            self._copy.wait()
-        self.awaited -= 1
-        if self.awaited <= 0:
-            self.leave()
-        return on_device
 
 
 class Call:

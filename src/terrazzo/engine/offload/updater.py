@@ -247,7 +247,7 @@ class _UpdateThread:
         if weight is not None and (staging is None or "weight" not in staging):
             with weight.opened(segment.range, "replace") as own:
                 self._store.sending.copy(values, own)
-        self._store.steps.took(values, started)
+        self._store.updates.took(values, started)
 
     def _gradient(self, segment: Segment, task: _Task) -> Tensor:
         assert task.finished is not None, "there is a gradient"
