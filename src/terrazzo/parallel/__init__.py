@@ -52,7 +52,7 @@ from terrazzo.parallel.pipeline.step import step
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.compare_with_whole import check
 from terrazzo.parallel.tensor.model_plans import check_styles, own_plan
-from terrazzo.parallel.tensor.read_plan import TensorPlan, style_of
+from terrazzo.parallel.tensor.read_plan import TensorPlan, styles_of
 from terrazzo.parallel.tensor.styles import (
     STYLES,
     Colwise,
@@ -105,7 +105,7 @@ __all__ = [
     "share_sequences",
     "stacked_experts",
     "step",
-    "style_of",
+    "styles_of",
     "vocabulary_of",
     "whole_sequences",
 ]

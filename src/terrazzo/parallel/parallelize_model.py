@@ -26,8 +26,8 @@ from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
 from terrazzo.parallel.tensor.apply_plan import cut_matrices
 from terrazzo.parallel.tensor.model_plans import own_plan
-from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of, matching
-from terrazzo.parallel.tensor.styles import SplitSequence, style_named
+from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of, styles_of
+from terrazzo.parallel.tensor.styles import SplitSequence, Style
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["parallelize"]
@@ -152,9 +152,11 @@ def _read(
     stages = None if sizes[STAGES] == 1 or arguments.pipeline is None else read_stages(model, axes, arguments.pipeline)
     experts = check_experts(model, sizes["ep"]) if axes.has_experts else {}
     plan = None if ranks is None or arguments.tensor is None else _plan_of(model, ranks, arguments.tensor)
+    cuts = None
     if plan is not None and ranks is not None:
-        _check_split(model, ranks, plan, arguments.sequence, experts)
-    cuts = None if plan is None or ranks is None else cuts_of(model, ranks, plan, arguments.sequence)
+        styles = styles_of(model, plan)
+        _check_split(model, ranks, styles if arguments.sequence else {}, experts)
+        cuts = cuts_of(model, ranks, styles, arguments.sequence)
     context = None
     if arguments.context is not None and sizes["cp"] > 1:
         context = Context(
@@ -202,12 +204,9 @@ def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arg
         )
 
 
-def _check_split(
-    model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool, experts: Collection[str]
-) -> None:
+def _check_split(model: nn.Module, ranks: TensorRanks, styles: Mapping[str, Style], experts: Collection[str]) -> None:
     """Refuse experts that would get the same tokens from each rank along `tp`, and routers' losses of such parts."""
-    split = [glob for glob, style in plan.items() if sequence and isinstance(style_named(style, glob), SplitSequence)]
-    runs = [f"{name}." for glob in split for name in matching(model, glob)]
+    runs = [f"{name}." for name, style in styles.items() if isinstance(style, SplitSequence)]
     mixtures = [name for name in experts_of(model) if any(name.startswith(run) for run in runs)]
     if mixtures and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise BadInput(

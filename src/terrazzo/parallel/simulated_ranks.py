@@ -22,7 +22,7 @@ from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.apply_plan import cut_matrices
 from terrazzo.parallel.tensor.model_plans import own_plan
-from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of
+from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of, styles_of
 
 __all__ = ["SimulatedContext", "cut_simulated"]
 
@@ -70,7 +70,7 @@ def cut_simulated(
     """
     plan = own_plan(model, size) if isinstance(tensor, str) else tensor
     ranks = _SimulatedTensorRanks(size)
-    cut_matrices(cuts_of(model, ranks, plan, sequence))
+    cut_matrices(cuts_of(model, ranks, styles_of(model, plan), sequence))
     return ranks
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import Precision
-from terrazzo.engine.offload import update
+from terrazzo.engine.offload import updater
 from tests.engine import parity
 from tests.engine.models import base_model
 from tests.engine.parity import CUSTOM, Case, Ranks, Trace, assemble, assert_same_bits, computed_with
@@ -149,7 +149,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         step(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(update, "step_segment", waiting)
+        patch.setattr(updater, "step_segment", waiting)
         try:
             yield gate
         finally:

@@ -5,7 +5,7 @@ What a plan is, from globs to a model that is cut:
     styles                what one module does
     model_plans           the plans that models bring themselves
     tensor_cuts           what a plan changes of a model
-    read_plan             which part of which parameter each rank gets
+    read_plan             which module has which style, and which part of its parameters each rank gets
     plan_rules            which plans have right sums and gradients
     apply_plan            the parameters are replaced, and the hooks added
     compare_with_whole    `tz.parallel.check`: the cut model against the whole one

@@ -24,22 +24,23 @@ from terrazzo.parallel.tensor.plan_rules import check_regions
 from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Replicate, Rowwise, Style, style_named
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
-__all__ = ["TensorPlan", "cuts_of", "matching", "style_of"]
+__all__ = ["TensorPlan", "cuts_of", "matching", "styles_of"]
 
 TensorPlan = Mapping[str, Style | str]
 """Globs over names of modules, a `*` within one level, to styles."""
 
 
-def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> TensorCuts:
+def cuts_of(model: nn.Module, ranks: TensorRanks, styles: Mapping[str, Style], sequence: bool) -> TensorCuts:
     """What a plan changes of `model`, which stays as it is.
 
     Args:
+        styles: as of `styles_of`.
         sequence: whether sequences are split in modules of that style. If not, they are whole everywhere.
 
     Raises:
         BadInput: a plan that does not fit the model.
     """
-    cuts = TensorCuts(model, ranks, _resolved(model, plan), sequence)
+    cuts = TensorCuts(model, ranks, with_adapters(model, styles), sequence)
     _read_cuts(cuts)
     check_scales(model, cuts.records, cuts.rows)
     check_regions(cuts)
@@ -54,12 +55,12 @@ def matching(model: nn.Module, glob: str) -> list[str]:
     return [name for name in names if name.count(".") == dots and fnmatch.fnmatchcase(name, glob)]
 
 
-def style_of(model: nn.Module, plan: TensorPlan, name: str) -> Style | None:
-    """The style that a plan gives a module; None where it gives none."""
-    return next((style_named(style, glob) for glob, style in plan.items() if name in matching(model, glob)), None)
+def styles_of(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
+    """The style of each module that a plan gives one, by name.
 
-
-def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
+    Raises:
+        BadInput: what is no plan, a glob that matches no module, an unknown style, or a module with two.
+    """
     if not isinstance(plan, Mapping) or not plan:
         raise BadInput(
             f"tensor is {plan!r}; give 'auto', or a dict of globs over names of modules and styles, such as "
@@ -81,7 +82,7 @@ def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
                     f"The tensor-parallel plan gives {name!r} two styles, {styles[name]} and {style}: write globs of "
                     "which one matches it."
                 )
-    return with_adapters(model, styles)
+    return styles
 
 
 # -- which part is whose ---------------------------------------------------------------------------------------

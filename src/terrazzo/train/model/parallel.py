@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
 from terrazzo.config import Config
-from terrazzo.parallel import Colwise, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, style_of
+from terrazzo.parallel import Colwise, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, styles_of
 from terrazzo.train.model.decoder import Decoder
 
 __all__ = ["leaves_logits_apart", "name_of_head", "parallelize_model", "pipeline_of", "plan_of", "vocabulary_apart"]
@@ -69,7 +69,7 @@ def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
         model: not cut yet.
     """
     head = name_of_head(model)
-    style = style_of(model, plan, head)
+    style = styles_of(model, plan).get(head)
     if isinstance(style, Logits):
         return 0 if style.gathered else style.numel
     stays = isinstance(style, Colwise) and not style.gathered
