@@ -142,7 +142,7 @@ def assert_same(found: Ranks, wanted: Ranks) -> None:
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No update away from the device begins before the event is set; it is set at the end."""
-    gate, step = threading.Event(), update.step_segment
+    gate, step = threading.Event(), updater.step_segment
 
     def waiting(*args: Any) -> None:
         assert gate.wait(120)
