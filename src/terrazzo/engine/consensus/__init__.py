@@ -7,8 +7,9 @@ Each rank keeps its own part of all states, so one that has done something else 
     anything                                    refusal is everyone's                        in sharding/compared_facts
     a training forward ends, until the order    the units that ran; the merged list is the   agreement
     is settled                                  program from then on
-    a forward or a backward ends                which exchange this is, steps, hyper-        pass_end, of what
-                                                parameters, edits, denominators              `Progress` has noted
+    a forward or a backward ends                which exchange this is, and what `_ALIKE`    pass_end, of what
+                                                of pass_end lists: steps, edits of           `Progress` has noted
+                                                gradients, hyper-parameters, denominators
     a step's last backward ends                 the same, and which gradients there are      agreement, in pass_end
     a module exchanges rows, as of experts      whether all have come to it                  row_exchanges
     `tz.gathered(model, write=True)` ends       what has been written into weights           written_weights

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
-from array import array
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +18,6 @@ from terrazzo.errors import RanksApart
 
 __all__ = ["MEETING_NUMEL", "meet", "weights_are_split"]
 
-K = TypeVar("K", bound=Hashable)
 MEETING_NUMEL = 4
 """int64 elements that each meeting exchanges over every axis, besides its numbers."""
 
@@ -51,58 +48,83 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
     return [int(number) for number in top]
 
 
-def _checksum(axes: Axes, progress: Progress) -> int:
-    """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, what the loop has
-    done to gradients, what they are multiplied and divided by, and what has been exchanged on transports whose
-    messages carry no labels.
+_Numbers = Iterable[tuple[str, float]]
+"""Numbers by name; an int is compared to its last bit."""
+
+
+class _Alike(NamedTuple):
+    """Numbers that must be the same on all ranks at every meeting.
+
+    Attributes:
+        numbers: this rank's; as many on every rank, under the same names, in the same order.
+        said: where one differs, of its `name`, this rank's `own`, the `low`est and the `high`est, and the `last` edit.
     """
-    checksum = zlib.crc32(struct.pack("<qq", progress.steps, progress.edits))
-    numbers = [*_hyper_parameters(progress).values(), *progress.denominator.numbers().values()]
-    checksum = zlib.crc32(array("d", numbers).tobytes(), checksum)
+
+    numbers: Callable[[Progress], _Numbers]
+    said: str
+
+
+def _hyper_parameters(progress: Progress) -> _Numbers:
+    return [each for noted in progress.hyper_parameters.values() for each in noted.values().items()]
+
+
+def _denominators(progress: Progress) -> _Numbers:
+    return [(name, float(number)) for name, number in progress.denominator.numbers().items()]
+
+
+_ALIKE = (
+    _Alike(
+        lambda progress: [("steps", progress.steps)],
+        "optimizer.step() has been called {own:.0f} times here, and from {low:.0f} to {high:.0f} times on all ranks. "
+        "Every rank must step, or none: agree on it, for example with an all_reduce of whether the loss is finite.",
+    ),
+    _Alike(
+        lambda progress: [("edits", progress.edits)],
+        "gradients have been forgotten or changed on some ranks and not on others, or by other numbers; what was done "
+        "last here: {last}. Each rank steps its own part of the weights: call zero_grad(), set .grad to None, scale "
+        "and clip on every rank or on none.",
+    ),
+    _Alike(
+        _hyper_parameters,
+        "optimizer.step() has used {name} = {own} here, and {low} to {high} on all ranks. Set the same on every rank: "
+        "give a scheduler that follows a metric, such as ReduceLROnPlateau, the metric's mean over the ranks.",
+    ),
+    _Alike(
+        _denominators,
+        "the gradients' {name} is {own:g} here, and {low:g} to {high:g} on all ranks. Give set_gradient_denominator, "
+        "or load_scaler_state, the same on every rank, such as the tokens of the whole global batch.",
+    ),
+)
+"""What ranks compare at every meeting, beside what has been exchanged; of several that differ the first is named."""
+
+
+def _all_alike(progress: Progress) -> Iterator[tuple[str, str, float]]:
+    """What is said of it, name and value of each number in `_ALIKE`."""
+    for each in _ALIKE:
+        yield from ((each.said, name, number) for name, number in each.numbers(progress))
+
+
+def _checksum(axes: Axes, progress: Progress) -> int:
+    """A checksum of `_ALIKE`, and of what has been exchanged on transports whose messages carry no labels."""
+    checksum = zlib.crc32(repr([number for _, _, number in _all_alike(progress)]).encode())
     for axis in axes.with_experts:
         checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
     return checksum
-
-
-def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
-    every = progress.hyper_parameters.items()
-    return {(first, name): value for first, numbers in every for name, value in numbers.values().items()}
 
 
 def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
     """Raise an error that names what differs between ranks, whose checksums do.
 
     Raises:
-        RanksApart: naming steps, gradients, hyper-parameters, denominators, or the first exchange in which they do.
+        RanksApart: naming the first of `_ALIKE` that does, or the first exchange.
     """
-    apart = f"The ranks have not run the same: before {label},"
-    if (steps := _first_apart(axes, {"steps": progress.steps})) is not None:
-        _, own, low, high = steps
-        raise RanksApart(
-            f"{apart} optimizer.step() has been called {own:.0f} times here, and from {low:.0f} to {high:.0f} times "
-            "on all ranks. Every rank must step, or none: agree on it, for example with an all_reduce of whether the "
-            "loss is finite."
-        )
-    if axes.differing({"edits": progress.edits}):
-        raise RanksApart(
-            f"{apart} gradients have been forgotten or changed on some ranks and not on others, or by other numbers; "
-            f"what was done last here: {progress.last_edit}. Each rank steps its own part of the weights: call "
-            "zero_grad(), set .grad to None, scale and clip on every rank or on none."
-        )
-    if (hyper_parameter := _first_apart(axes, _hyper_parameters(progress))) is not None:
-        (_, name), own, low, high = hyper_parameter
-        raise RanksApart(
-            f"{apart} optimizer.step() has used {name} = {own} here, and {low} to {high} on all ranks. Set the same on "
-            "every rank: give a scheduler that follows a metric, such as ReduceLROnPlateau, the metric's mean over the "
-            "ranks."
-        )
-    if (divisor := _first_apart(axes, progress.denominator.numbers())) is not None:
-        name, own, low, high = divisor
-        raise RanksApart(
-            f"{apart} the gradients' {name} is {own:g} here, and {low:g} to {high:g} on all ranks. Give "
-            "set_gradient_denominator, or load_scaler_state, the same on every rank, such as the tokens of the whole "
-            "global batch."
-        )
+    alike = {str(place): each for place, each in enumerate(_all_alike(progress))}
+    if differing := axes.differing({place: number for place, (_, _, number) in alike.items()}):
+        said, name, own = alike[differing[0]]
+        ranks = axes.rows(torch.tensor([own], dtype=torch.float64, device=HOST))
+        low, high = ranks.amin().item(), ranks.amax().item()
+        found = said.format(name=name, own=own, low=low, high=high, last=progress.last_edit)
+        raise RanksApart(f"The ranks have not run the same: before {label}, {found}")
     for axis in axes.with_experts:
         last = [*axes.along(axis).trail][-TRAIL:]
         trail = [-1] * (TRAIL - len(last)) + last
@@ -111,14 +133,3 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
                 if mine != other and min(mine, other) >= 0:
                     label.of_code(mine).check(other, "another rank")
     raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")
-
-
-def _first_apart(axes: Axes, numbers: Mapping[K, float]) -> tuple[K, float, float, float] | None:
-    """The first number that is not the same on all ranks: its key, this rank's, the lowest and the highest.
-
-    Args:
-        numbers: under the same keys on every rank, in the same order.
-    """
-    rows = axes.rows(torch.tensor([*numbers.values()], dtype=torch.float64, device=HOST))
-    ranges = zip(numbers.items(), rows.amin(0).tolist(), rows.amax(0).tolist(), strict=True)
-    return next(((key, own, low, high) for (key, own), low, high in ranges if low != high), None)
