@@ -6,6 +6,7 @@ two dims as well, and if its update were made orthogonal, all rows would move al
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import re
 from collections.abc import Iterator, Sequence
@@ -27,24 +28,27 @@ _PRODUCTS = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 NamedParameter = tuple[str, nn.Parameter]
 
-TABLE, CONVOLUTION, HEAD, NAMED, VECTOR, UNKNOWN = (
-    "tables that are looked up, and what is tied to them",
-    "convolutions",
-    "heads",
-    "named by `adamw`",
-    "vectors and scalars",
-    "in no module that is known to multiply with them",
-)
 
-MATRICES = "matrices"
-ONE = {
-    MATRICES: "matrix",
-    TABLE: "table that is looked up, and what is tied to it",
-    CONVOLUTION: "convolution",
-    HEAD: "head",
-    VECTOR: "vector or scalar",
-}
-"""Each reason in words, for a single parameter."""
+class Reason(enum.StrEnum):
+    """Why a parameter is not for Muon, in words for several of them.
+
+    Attributes:
+        one: in words for a single one.
+    """
+
+    one: str
+
+    TABLE = "tables that are looked up, and what is tied to them", "table that is looked up, and what is tied to it"
+    CONVOLUTION = "convolutions", "convolution"
+    HEAD = "heads", "head"
+    NAMED = "named by `adamw`"
+    VECTOR = "vectors and scalars", "vector or scalar"
+    UNKNOWN = "in no module that is known to multiply with them"
+
+    def __new__(cls, several: str, one: str = "") -> Reason:
+        made = str.__new__(cls, several)
+        made._value_, made.one = several, one or several
+        return made
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Division:
 
     matrices: list[NamedParameter]
     others: list[NamedParameter]
-    reasons: dict[str, str]
+    reasons: dict[str, Reason]
 
     def __iter__(self) -> Iterator[list[NamedParameter]]:
         return iter((self.matrices, self.others))
@@ -67,7 +71,7 @@ class Division:
     @property
     def unknown(self) -> list[str]:
         """Names of parameters of two dims or more that go to AdamW since nobody has said what they are."""
-        return [name for name, reason in self.reasons.items() if reason == UNKNOWN]
+        return [name for name, reason in self.reasons.items() if reason is Reason.UNKNOWN]
 
     @property
     def unknown_note(self) -> str:
@@ -81,11 +85,13 @@ class Division:
 
     def lines(self) -> list[str]:
         """A line for Muon, and one for each reason of the others."""
-        lines = [_line("Muon", MATRICES, self.matrices)]
-        by_reason: dict[str, list[NamedParameter]] = {}
+        lines = [_line("Muon", "matrix" if len(self.matrices) == 1 else "matrices", self.matrices)]
+        by_reason: dict[Reason, list[NamedParameter]] = {}
         for name, parameter in self.others:
             by_reason.setdefault(self.reasons[name], []).append((name, parameter))
-        return [*lines, *(_line("AdamW", reason, named) for reason, named in by_reason.items())]
+        for reason, named in by_reason.items():
+            lines.append(_line("AdamW", reason.one if len(named) == 1 else reason, named))
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -98,7 +104,6 @@ def _line(algorithm: str, what: str, named: Sequence[NamedParameter]) -> str:
         rows[row] = rows.get(row, 0) + 1
     shown = [f"{row} ({count})" if count > 1 else row for row, count in rows.items()]
     numel = sum(parameter.numel() for _, parameter in named)
-    what = ONE.get(what, what) if len(named) == 1 else what
     return f"{algorithm}: {len(named):,} {what}, {numel:,} elements: {listed(shown, 12)}"
 
 
@@ -138,34 +143,36 @@ def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] 
     reasons = _reasons(model)
     for name, parameter in named:
         if any(fnmatch.fnmatchcase(name, glob) for glob in muon):
-            reason = ""
+            reason = None
+        elif parameter.ndim < 2:
+            reason = Reason.VECTOR
         elif any(fnmatch.fnmatchcase(name, glob) for glob in adamw):
-            reason = VECTOR if parameter.ndim < 2 else HEAD if tuple(adamw) == HEADS else NAMED
+            reason = Reason.HEAD if tuple(adamw) == HEADS else Reason.NAMED
         else:
-            reason = VECTOR if parameter.ndim < 2 else reasons.get(id(parameter), UNKNOWN)
-        if reason:
+            reason = reasons.get(id(parameter), Reason.UNKNOWN)
+        if reason is None:
+            division.matrices.append((name, parameter))
+        else:
             division.others.append((name, parameter))
             division.reasons[name] = reason
-        else:
-            division.matrices.append((name, parameter))
     return division
 
 
-def _reasons(model: nn.Module) -> dict[int, str]:
-    """Why a parameter is not for Muon, by its `id`; an empty text for those that inputs are multiplied with."""
-    reasons: dict[int, str] = {}
+def _reasons(model: nn.Module) -> dict[int, Reason | None]:
+    """Why a parameter is not for Muon, by its `id`; None for those that inputs are multiplied with."""
+    reasons: dict[int, Reason | None] = {}
     for place, module, name, parameter in _owned_parameters(model):
         if isinstance(module, _TABLES):
-            reasons[id(parameter)] = TABLE
+            reasons[id(parameter)] = Reason.TABLE
         elif isinstance(module, _CONVOLUTIONS):
-            reasons.setdefault(id(parameter), CONVOLUTION)
+            reasons.setdefault(id(parameter), Reason.CONVOLUTION)
         elif _is_product(model, place, name, parameter):
-            reasons.setdefault(id(parameter), "")
+            reasons.setdefault(id(parameter), None)
     methods = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
     for head in (ask() for ask in methods if callable(ask)):
         for parameter in head.parameters() if isinstance(head, nn.Module) else ():
-            if reasons.get(id(parameter)) != TABLE:
-                reasons[id(parameter)] = HEAD
+            if reasons.get(id(parameter)) is not Reason.TABLE:
+                reasons[id(parameter)] = Reason.HEAD
     return reasons
 
 
@@ -200,7 +207,11 @@ def _check(muon: Sequence[str], named: Sequence[NamedParameter]) -> None:
 def _matched_by_each(
     key: str, globs: Sequence[str], named: Sequence[NamedParameter]
 ) -> dict[str, list[NamedParameter]]:
-    """What each glob matches; raises `BadInput` for one that matches nothing."""
+    """What each glob matches.
+
+    Raises:
+        BadInput: one matches nothing.
+    """
     found = {glob: [each for each in named if fnmatch.fnmatchcase(each[0], glob)] for glob in globs}
     for glob, matched in found.items():
         if not matched:

@@ -15,7 +15,11 @@ __all__ = ["OffloadConfig", "tier_text"]
 
 
 def tier_text(value: str | Mapping[Any, Any]) -> str:
-    """`cpu`, or a mapping such as `{cpu: 0.7}`, as the text that `Place` reads. Raises: `ValueError` for no tier."""
+    """`cpu`, or a mapping such as `{cpu: 0.7}`, as the text that `Place` reads.
+
+    Raises:
+        ValueError: for no tier.
+    """
     shares = value if isinstance(value, Mapping) else dict(part.partition(":")[::2] for part in value.split(","))
     for tier in shares:
         if str(tier).strip() not in TIERS:
