@@ -15,7 +15,7 @@ from torch import Tensor
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of, estimate
-from terrazzo.engine.offload import activations
+from terrazzo.engine.offload.activations import offloaded_activations
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.helpers.cover import mostly_long, places
 from tests.helpers.threads import run_in_threads
@@ -309,10 +309,10 @@ def test_stages_may_be_updated_as_their_sums_end(chunks):
     ids=str,
 )
 def test_stages_may_keep_what_units_are_given_in_the_hosts_memory(case, monkeypatch):
-    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
-    moved, move = [], activations.OffloadedActivations._move
+    monkeypatch.setattr(offloaded_activations, "SMALLEST_BYTES", 1)
+    moved, move = [], offloaded_activations.OffloadedActivations._move
     monkeypatch.setattr(
-        activations.OffloadedActivations, "_move", lambda own, tensor: moved.append(tensor.shape) or move(own, tensor)
+        offloaded_activations.OffloadedActivations, "_move", lambda own, tensor: moved.append(tensor.shape) or move(own, tensor)
     )
     check(case)
     assert len(moved) >= case.ranks * STEPS * case.micro_batches

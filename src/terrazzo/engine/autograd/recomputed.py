@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.autograd.saved import packed_by
+from terrazzo.engine.autograd.saved_weights import packed_by
 from terrazzo.engine.runtime.private_torch import tree_leaves
 
 __all__ = ["Regions", "is_differentiated"]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.autograd.announce import Announcements
-from terrazzo.engine.autograd.copies import Copies
+from terrazzo.engine.autograd.announcements import Announcements
 from terrazzo.engine.autograd.listeners import eager, inside_backward, on_backward
 from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
-from terrazzo.engine.autograd.saved import SavedWeights
+from terrazzo.engine.autograd.saved_weights import SavedWeights
+from terrazzo.engine.autograd.weight_copies import WeightCopies
 from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.buckets.weights.full_memory import Storages
@@ -67,7 +67,7 @@ class ForwardHooks:
             for bucket in unit.buckets:
                 bucket.full.list_in(storages, unit.index)
         self._saved = SavedWeights(storages, weakly(backward, BackwardHooks.use_saved))
-        self._copies, self._announcements, self._regions = Copies(storages), Announcements(units), Regions()
+        self._copies, self._announcements, self._regions = WeightCopies(storages), Announcements(units), Regions()
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks on `model`, its modules and its units' parameters."""
@@ -85,7 +85,7 @@ class ForwardHooks:
         lets_in = self._alone and not self._loss_scale.scales
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
         for module in model.modules():
-            module.register_state_dict_post_hook(eager(weakly(self._copies, Copies.in_state_dict)))
+            module.register_state_dict_post_hook(eager(weakly(self._copies, WeightCopies.in_state_dict)))
         model.register_forward_hook(eager(weakly(self, ForwardHooks.after_model)))
         model.register_forward_hook(eager(weakly(self, ForwardHooks.model_ended)), always_call=True)
 

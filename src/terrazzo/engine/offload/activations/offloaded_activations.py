@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from terrazzo.engine.autograd.saved import others_watch
+from terrazzo.engine.autograd.saved_weights import others_watch
 from terrazzo.engine.offload.activations.moved_tensors import Moved, Route
 from terrazzo.engine.runtime.device import KINDS
 from terrazzo.errors import Misuse

@@ -12,10 +12,10 @@ from terrazzo.engine.buckets.parameters.placeholder import Placeholder
 from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.errors import Misuse
 
-__all__ = ["Copies"]
+__all__ = ["WeightCopies"]
 
 
-class Copies:
+class WeightCopies:
     """Makes copies of gathered weights where somebody may keep them.
 
     Args:
