@@ -69,7 +69,7 @@ def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
         model: not cut yet.
     """
     head = name_of_head(model)
-    style = styles_of(model, plan).get(head)
+    style = styles_of(model, plan).get(head) if plan else None
     if isinstance(style, Logits):
         return 0 if style.gathered else style.numel
     stays = isinstance(style, Colwise) and not style.gathered
