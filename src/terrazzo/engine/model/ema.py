@@ -41,7 +41,7 @@ class EMA:
         self._engine = engine = engine_of(model)
 
         def made() -> Average:
-            engine.require_step_taken("tz.EMA(model)", reads=("weights",))
+            engine.require_step_taken("tz.EMA(model)", reads="weights")
             if engine.average is not None:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
             if engine.outer is not None:
@@ -72,7 +72,7 @@ class EMA:
         Raises:
             Misuse: inside `swapped`.
         """
-        self._engine.require_at_rest("ema.update()", reads=("weights",))
+        self._engine.require_at_rest("ema.update()", reads="weights")
         self._engine.have_masters()
         self._average.update()
 
@@ -85,7 +85,7 @@ class EMA:
                 with the optimizer raises it, too.
             Misuse: inside itself. Inside, `optimizer.step()`, loading, and saving more than weights raise it, too.
         """
-        self._engine.require_at_rest("ema.swapped()", reads=("weights",))
+        self._engine.require_at_rest("ema.swapped()", reads="weights")
         self._average.compare(self._engine.axes)
         self._swap()
         try:

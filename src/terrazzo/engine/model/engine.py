@@ -161,7 +161,7 @@ class Engine:
                 f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
             )
 
-    def require_step_taken(self, what: str, reads: Collection[Half] = ()) -> None:
+    def require_step_taken(self, what: str, reads: Half | None = None) -> None:
         """Refuse `what` where units have been updated whose `optimizer.step()` is still to come.
 
         Args:
@@ -173,7 +173,7 @@ class Engine:
         for driver in self.drivers:
             driver.off_device.require_step_taken(what, reads)
 
-    def require_at_rest(self, what: str, reads: Collection[Half] = ()) -> None:
+    def require_at_rest(self, what: str, reads: Half | None = None) -> None:
         """Refuse `what` where weights and states are not those behind a step: averages, or half a step.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch.optim import Optimizer
 
@@ -116,8 +116,8 @@ class BackgroundUpdates(OffDeviceUpdates):
         self._early = None
         self._begun.clear()
 
-    def require_step_taken(self, what: str, reads: Collection[Half] = ()) -> None:
-        if self._torn.intersection(reads):
+    def require_step_taken(self, what: str, reads: Half | None = None) -> None:
+        if reads in self._torn:
             self._require_whole(what)
         if self._begun:
             raise Misuse(

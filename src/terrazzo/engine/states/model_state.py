@@ -121,8 +121,9 @@ class ModelState:
         engine = self._engine
         if engine.outer is not None:
             engine.outer.require_round_ended("Saving a checkpoint")
-        engine.require_step_taken("Saving", reads=("weights", "states") if with_optimizer else ("weights",))
+        engine.require_step_taken("Saving", reads="weights")
         if with_optimizer:
+            engine.require_step_taken("Saving", reads="states")
             engine.require_own_weights("Saving the optimizer's state")
             if engine.average is not None:
                 engine.average.compare(engine.axes)

@@ -77,7 +77,7 @@ class OptimizerStates:
             keep: what is to be in the place of a tensor, full and only here until the next one comes.
             begun: whether parameters have states before the first step: those that one on zero gradients would leave.
         """
-        self.engine.require_at_rest("optimizer.state_dict()", reads=("states",))
+        self.engine.require_at_rest("optimizer.state_dict()", reads="states")
         shown: dict[str, States] = defaultdict(dict)
         for name, kind, value in self.whole(begun):
             shown[name][kind] = keep(value) if isinstance(value, Tensor) and value.dim() else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -79,7 +79,7 @@ class OffDeviceUpdates:
     def forget(self, abandoned: bool = False) -> None:
         """Gradients are forgotten; `abandoned`: the step is given up, and units may have been updated already."""
 
-    def require_step_taken(self, what: str, reads: Collection[Half] = ()) -> None:
+    def require_step_taken(self, what: str, reads: Half | None = None) -> None:
         """Refuse `what`, which sees or changes weights or states, where some have been updated and others not.
 
         Args:
