@@ -312,7 +312,9 @@ def test_stages_may_keep_what_units_are_given_in_the_hosts_memory(case, monkeypa
     monkeypatch.setattr(offloaded_activations, "SMALLEST_BYTES", 1)
     moved, move = [], offloaded_activations.OffloadedActivations._move
     monkeypatch.setattr(
-        offloaded_activations.OffloadedActivations, "_move", lambda own, tensor: moved.append(tensor.shape) or move(own, tensor)
+        offloaded_activations.OffloadedActivations,
+        "_move",
+        lambda own, tensor: moved.append(tensor.shape) or move(own, tensor),
     )
     check(case)
     assert len(moved) >= case.ranks * STEPS * case.micro_batches
