@@ -202,6 +202,15 @@ def test_what_is_called_on_something_else_is_no_measure() -> None:
             torch.pow(2.0, model.scale)
 
 
+def test_who_writes_is_told_how() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with fake_group(4):
+        tz.shard(model, None, "zero3")
+        for write in (model[0].weight.zero_, model[0].weight.data.zero_):
+            with pytest.raises(tz.Misuse, match=r"zero_ was called on '0.weight'.*with write=True to change"):
+                write()
+
+
 MIXED: dict[str, Callable[[list[Any], int], Any]] = {
     "another order": lambda parameters, rank: [p.norm() for p in (parameters if rank else parameters[::-1])],
     "another measure": lambda parameters, rank: parameters[0].max() if rank else parameters[0].min(),

@@ -189,6 +189,7 @@ def test_an_absent_axis_is_named() -> None:
     ("tier", "word"),
     [
         ("disk", "one of device, cpu, nvme"),
+        ("cpuu", "does not exist. Did you mean 'cpu'"),
         ("cpu:0.7,cpu:0.1", "twice"),
         ("cpu:1.5", "from 0 to 1"),
         ("cpu:nan", "from 0 to 1"),

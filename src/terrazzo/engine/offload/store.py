@@ -28,7 +28,7 @@ from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.runtime.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.runtime.worker import Job, Worker
 
-__all__ = ["Store", "UpdateCounts"]
+__all__ = ["Store"]
 
 
 @dataclass
