@@ -84,7 +84,7 @@ def summed(axes: dict[str, int], plan: str, rank: int, feedback: bool) -> tuple[
                 finished.range.start,
                 finished.data.clone(),
                 [(slot.range.start, slot.range.stop) for slot in bucket.slots],
-                bucket.spec.reduce_format,
+                bucket.spec.gradient_wire.form,
             )
         steps.append(found)
         optimizer.step()

@@ -69,7 +69,8 @@ class Bucket:
         tiers: Tiers = ON_DEVICE,
         packed: FrozenFormat | None = None,
     ) -> None:
-        axes, first, align = sharding.axes, members[0].parameter, sharding.align(packed)
+        axes, first = sharding.axes, members[0].parameter
+        align = sharding.precision.align(packed, sharding.diloco)
         layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), align)
         self.spec = BucketSpec(
             full_numel=layout.numel,

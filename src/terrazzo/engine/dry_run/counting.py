@@ -124,10 +124,6 @@ class CountingUnit:
     def half_filled(self) -> bool:
         return 2 * self._filled_numel >= sum(gradient.numel for gradient in self.gradients)
 
-    def accumulate_gradients(self, fate: GradientFate) -> None:
-        for bucket in self.buckets:
-            bucket.accumulate_gradients(fate)
-
     def expect_gradients(self, fate: GradientFate) -> None:
         for bucket in self.buckets:
             if bucket.spec.ranks:

@@ -28,10 +28,10 @@ from typing import NamedTuple
 
 import torch
 
-from terrazzo.engine.formats.format_names import FrozenFormat, WireFormat
+from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.family import SAME_DATA_AXES
 from terrazzo.engine.plan.diloco import DiLoCo
-from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE, ResidualSpec, residuals_along
+from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
 from terrazzo.engine.plan.moves import GradientFate, MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
@@ -197,27 +197,10 @@ class BucketSpec:
         return self.weight_wire.rounds and self.weight_axes != self.optim_axes
 
     @cached_property
-    def reduce_format(self) -> WireFormat | None:
-        """Format of gradients along `block_axis`; None where they are sent in a dtype."""
-        return self.precision.quantized_reduce if self.trainable and self.in_blocks else None
-
-    @cached_property
-    def block_axis(self) -> str | None:
-        """Axis along which gradients are sent in blocks, the outermost data axis; None for none."""
-        data = [axis for axis in self.ranks if axis not in SAME_DATA_AXES]
-        return data[-1] if data and self.reduce_format is not None else None
-
-    @cached_property
-    def residuals(self) -> Sequence[ResidualSpec]:
-        """Residuals of gradients' codes that this rank keeps; none without error feedback."""
-        if self.block_axis is None or not self.precision.error_feedback:
-            return ()
-        return residuals_along(self.block_axis, self.optim_axes, self.ranks)
-
-    @cached_property
-    def _gradient_wire(self) -> GradientWire:
-        precision, blocks = self.precision, (self.reduce_format, self.block_axis, bool(self.residuals))
-        return GradientWire(self.ranks, precision.reduce, precision.accumulate, *blocks, self._device_kind)
+    def gradient_wire(self) -> GradientWire:
+        """Formats of gradients as they are summed over ranks, and the residuals that rest of them."""
+        in_blocks = self.trainable and self.in_blocks
+        return GradientWire(self.ranks, self.optim_axes, self.precision, in_blocks, self._device_kind)
 
     @property
     def residual_tier(self) -> str:
@@ -332,7 +315,7 @@ class BucketSpec:
         replicas = [axis for axis in self.ranks if axis not in optim]  # whose ranks keep the same state
         finish = [
             *self._scatters(partial_axes, optim),
-            *self._gradient_wire.all_reduces(replicas, self.numel(optim)),
+            *self.gradient_wire.all_reduces(replicas, self.numel(optim)),
         ]
         finishing_bytes = self.numel(partial_axes) * self.precision.accumulate.itemsize if partial and finish else 0
         return Sums(
@@ -354,14 +337,16 @@ class BucketSpec:
         moves, full = list[MoveBytes](), self.numel(source)
         for cut in range(len(source), len(target)):
             own = self.numel(target[: cut + 1])
-            moves.append(self._gradient_wire.scatter(target[cut], full, own))
+            moves.append(self.gradient_wire.scatter(target[cut], full, own))
             full = own
         return moves
 
     @property
     def residual_bytes(self) -> Sequence[int]:
         """Bytes of each residual, as the last step has left it and as the next will: a step may be left out."""
-        return [self.numel(each.axes) * RESIDUAL_DTYPE.itemsize for each in self.residuals for _ in range(2)]
+        return [
+            self.numel(each.axes) * RESIDUAL_DTYPE.itemsize for each in self.gradient_wire.residuals for _ in range(2)
+        ]
 
     # -- outer steps -------------------------------------------------------------------------------------------
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
-import torch
-
 from terrazzo.engine.formats.format_names import WireFormat
-from terrazzo.engine.plan.error_feedback import adding_bytes
+from terrazzo.engine.mesh.family import SAME_DATA_AXES
+from terrazzo.engine.plan.error_feedback import ResidualSpec, adding_bytes, residuals_along
 from terrazzo.engine.plan.moves import MoveBytes
+from terrazzo.engine.plan.precision import Precision
 
 __all__ = ["Axis", "GradientWire"]
 
@@ -34,40 +35,55 @@ class GradientWire:
     """Format of gradients along each axis over which ranks sum them.
 
     Attributes:
-        ranks: the axes.
-        dtype: of gradients as they are sent, where they are not sent in blocks.
-        sum_dtype: of their sums.
-        form: of the blocks along `block_axis`; both None where all axes send a dtype.
-        has_residuals: whether error feedback adds residuals before gradients are encoded.
+        ranks: the axes, innermost first; data axes come first.
+        split: those over which sums are split in the end, in order.
+        precision: the dtypes of gradients as they are sent and of their sums, and the format of blocks.
+        in_blocks: whether the gradients may be sent in blocks.
         device: kind of the device on which they are encoded.
     """
 
     ranks: Mapping[str, Axis]
-    dtype: torch.dtype
-    sum_dtype: torch.dtype
-    form: WireFormat | None
-    block_axis: str | None
-    has_residuals: bool
+    split: tuple[str, ...]
+    precision: Precision
+    in_blocks: bool
     device: str
+
+    @cached_property
+    def form(self) -> WireFormat | None:
+        """Format of the blocks along `block_axis`; None where they are sent in a dtype."""
+        return self.precision.quantized_reduce if self.in_blocks else None
+
+    @cached_property
+    def block_axis(self) -> str | None:
+        """Axis along which gradients are sent in blocks, the outermost data axis; None for none."""
+        data = [axis for axis in self.ranks if axis not in SAME_DATA_AXES]
+        return data[-1] if data and self.form is not None else None
+
+    @cached_property
+    def residuals(self) -> Sequence[ResidualSpec]:
+        """Residuals of gradients' codes that a rank keeps; none without error feedback."""
+        if self.block_axis is None or not self.precision.error_feedback:
+            return ()
+        return residuals_along(self.block_axis, self.split, self.ranks)
 
     def scatter(self, axis: str, full: int, own: int) -> MoveBytes:
         """Reduce-scatter of `full` elements, of whose sum each rank keeps `own`.
 
         Blocks are summed as they are decoded.
         """
-        sum_bytes, form = own * self.sum_dtype.itemsize, self.form
+        sum_bytes, form = own * self.precision.accumulate.itemsize, self.form
         if form is not None and axis == self.block_axis:
             sent, received = form.blocks.size_bytes(full - own), 2 * form.blocks.size_bytes(full)
             received += form.blocks.scratch_bytes(full, self.device)
-            received += adding_bytes(full, self.device) if self.has_residuals else 0
+            received += adding_bytes(full, self.device) if self.residuals else 0
         else:
-            itemsize = self.dtype.itemsize
+            itemsize = self.precision.reduce.itemsize
             sent, received, form = (full - own) * itemsize, self.ranks[axis].receive_bytes(full * itemsize), None
         return MoveBytes("reduce_scatter", "gradients", axis, sent, received, 1, sum_bytes, form=form)
 
     def all_reduces(self, axes: Sequence[str], numel: int) -> list[MoveBytes]:
         """All-reduces of `numel` elements along each of these axes in turn; the last of them divides."""
-        moves, full_bytes = list[MoveBytes](), self.dtype.itemsize * numel
+        moves, full_bytes = list[MoveBytes](), self.precision.reduce.itemsize * numel
         for axis in axes:
             along, divides = self.ranks[axis], axis == axes[-1]
             if axis == self.block_axis:
@@ -85,5 +101,5 @@ class GradientWire:
         message = first.form.blocks.size_bytes(numel)
         held = first.received_bytes + first.sum_bytes
         then = MoveBytes("all_gather", "gradients", axis, first.sent_bytes, held - message, form=first.form)
-        divides = divides and not self.has_residuals  # these are of sums before their division
+        divides = divides and not self.residuals  # these are of sums before their division
         return [first._replace(received_bytes=held, divides=divides), then]

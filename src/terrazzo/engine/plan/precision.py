@@ -19,6 +19,7 @@ from terrazzo.engine.formats.format_names import (
     StateFormat,
     WireFormat,
 )
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import ALIGN
 from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
@@ -263,14 +264,15 @@ class Precision:
         """The dtype of moments outside of the optimizer's memory, as in checkpoints."""
         return torch.float32 if isinstance(self.moments, StateFormat) else self.moments
 
-    def align(self, form: FrozenFormat | None = None) -> int:
+    def align(self, form: FrozenFormat | None = None, diloco: DiLoCo | None = None) -> int:
         """Parameters and shards begin on multiples of so many elements: a block has one scale, wherever it lies.
 
         Args:
             form: in which a bucket keeps its weights.
+            diloco: how replicas train by themselves, whose outer gradients may be sent in blocks, too.
         """
         formats = [each for each in (self.narrow, self.gather, self.quantized_reduce, form) if each is not None]
-        return max([ALIGN, *(each.blocks.numel for each in formats)])
+        return max([ALIGN if diloco is None else diloco.align, *(each.blocks.numel for each in formats)])
 
     def __str__(self) -> str:
         dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.formats.format_names import FrozenFormat
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.plan.diloco import DiLoCo
@@ -44,11 +43,6 @@ class ShardingSpec:
     def _over(self, family: Family) -> Plan:
         axes = self.axes.of(family)
         return self.mesh_plan.along(family.renamed).over(axes.live(axes.summed_over))
-
-    def align(self, form: FrozenFormat | None = None) -> int:
-        """Parameters and shards begin on multiples of so many elements; argument as of `Precision.align`."""
-        least = self.precision.align(form)
-        return least if self.diloco is None else max(least, self.diloco.align)
 
     def fate_of(self, last: bool, local: bool | None = None) -> GradientFate:
         """Fate of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.

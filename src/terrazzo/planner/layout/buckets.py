@@ -110,8 +110,8 @@ class PlannedBucket(BucketSpec):
         self._block, self._whole_experts = unit.block, placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         packed = precision.frozen if precision.frozen is not None and is_packed(tensors[0], unit) else None
-        self.align = precision.align() if placement.diloco is None else max(precision.align(), placement.diloco.align)
-        align = max(self.align, precision.align(packed)) if self.padded else 1
+        self.align = precision.align(diloco=placement.diloco)
+        align = precision.align(packed, placement.diloco) if self.padded else 1
         self.end = sum(round_up(self.share(tensor), align) for tensor in tensors)
         axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())

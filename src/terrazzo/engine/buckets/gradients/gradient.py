@@ -71,7 +71,7 @@ class Gradient:
         self.seen = [False] * len(members)
         self._unstepped = [False] * len(members)  # what has been finished, and no step has taken
         self.finished = FinishedGradient(space, spec)
-        self.residuals = [Residual(space, each, spec.residual_tier) for each in spec.residuals]
+        self.residuals = [Residual(space, each, spec.residual_tier) for each in spec.gradient_wire.residuals]
         self._numels = [math.prod(member.shape) for member in members]
         first = space.axes.is_first(space.axes.summed_same_data)
         self._counts = [first or not member.replicated for member in members]
