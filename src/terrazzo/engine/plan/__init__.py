@@ -3,9 +3,9 @@
     layout          where each parameter lies in a flat space, and which part of it a rank has
     rectangles      rectangular parts of tensors, and those that a flat range is made of
     place           a plan: over which ranks each state is split, and on which tier it rests
+    diloco          replicas that train by themselves, and their outer step
     precision       in which dtype or format each state and message is, how it is rounded, and loss scaling
     weight_wire     what weights are sent as
-    diloco          replicas that train by themselves, and their outer step
     error_feedback  residuals, which codes of gradients leave: the formula, and which ranks have which
     state_names     names in checkpoints of states of which several ranks have their own
     moves           one collective or copy, and the sums that these make in each kind of backward pass

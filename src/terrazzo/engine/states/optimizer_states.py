@@ -173,23 +173,21 @@ class OptimizerStates:
                 moments = {kind for name in named for kind in self._template_of(name).per_element}
                 for kind in sorted(moments):  # the same order on every rank
                     indices = {name: index for name, index in named.items() if kind in self._template_of(name)}
-                    yield from (
-                        (name, kind, value) for name, value in self._moments(unit, bucket, kind, indices, first)
-                    )
+                    yield from self._moments(unit, bucket, kind, indices, first)
                 for name in named:
                     yield from ((name, *each) for each in (fixed[name] if fixed else self._fixed_of(name, first)))
 
     def _moments(
         self, unit: Unit, bucket: Bucket, kind: str, named: Mapping[str, int], first: Mapping[int, States]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield one state that is per element, of some parameters of a bucket."""
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield one state that is per element, of some parameters of a bucket, as `whole` does."""
         data = None if first else gathered_state(unit, self._moment(bucket, kind))
         for name, index in named.items():
             slot = bucket.slots[index]
             if data is None:
-                yield name, _filled(bucket.box(slot).shape, first[bucket.members[index].group][kind])
+                yield name, kind, _filled(bucket.box(slot).shape, first[bucket.members[index].group][kind])
             else:
-                yield name, whole_parameter(unit, bucket, slot, data)
+                yield name, kind, whole_parameter(unit, bucket, slot, data)
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Set all state, from full tensors by name and kind; a parameter without goes back to having none. Collective.
