@@ -202,7 +202,7 @@ def test_the_built_in_decoder_with_a_window_is_a_mistral(tmp_path: Path) -> None
     again = loaded(tmp_path / "out")
     assert type(again) is transformers.MistralForCausalLM
     torch.testing.assert_close(logits(again, 257), logits(model, 257), rtol=1e-5, atol=1e-5)
-    for key in ("stride", "full_every"):
+    for key in ("stride", "full_every", "prefix"):
         with pytest.raises(BadInput, match=f"model.attention.{key}, which neither a Llama nor a Mistral has"):
             decoder_as_llama(described | {"attention": {**described["attention"], key: 2}}, {}, None)
 

@@ -36,6 +36,9 @@ from terrazzo.words import STYLE_NAMES
 JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")
 
 
+PREFIX = {"model": {"attention": {"prefix": True}}}
+
+
 def refusal(raw: dict[str, Any]) -> str:
     with pytest.raises(BadInput) as caught:
         config_from_dict(raw)
@@ -138,6 +141,15 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
             ["train.steps are 5, of which 3 warm up"],
         ),
         ({"model": {"attention": {"stride": 4}}}, ["stride without attention.window"]),
+        ({"model": {"attention": {"prefix": True, "window": 8}}}, ["prefix beside window", "remove one of them"]),
+        (
+            {"model": {"kind": "huggingface", "path": "a", "attention": {"prefix": True}}},
+            ["prefix belongs to kind 'decoder'", "Remove it"],
+        ),
+        ({**PREFIX, "data": {"loss_on": "all"}}, ["'all' nothing is", "leave data.loss_on out"]),
+        ({**PREFIX, "data": {"packing": "whole"}}, ["several prompts in a sequence", "data.attention to 'document'"]),
+        ({**PREFIX, "objective": {"name": "reward"}}, ["'reward' scores whole texts", "'next_token' or 'dpo'"]),
+        ({**PREFIX, "checkpoint": {"save_format": "hf"}}, ["has no prefix mask", "save_format to 'terrazzo'"]),
         ({"model": {"attention": {"window": 300}}}, ["window 300 is longer", "sequence_length 256: leave it out"]),
         ({"model": {"attention": {"window": 8, "stride": 300}}}, ["model.attention.stride 300 is longer"]),
         ({"model": {"layers": 3, "attention": {"window": 8, "full_every": 4}}}, ["full_every 4 with 3 layers"]),

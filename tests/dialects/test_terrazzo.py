@@ -56,6 +56,7 @@ OTHER: dict[str, Any] = {
     "model.attention.window": 64,
     "model.attention.stride": 16,
     "model.attention.full_every": 2,
+    "model.attention.prefix": True,
     "lora.rank": 4,
     "lora.alpha": 32.0,
     "lora.dropout": 0.1,
@@ -288,6 +289,7 @@ def test_a_section_by_its_name_alone_survives(section: str) -> None:
 def test_all_keys_at_once_survive() -> None:
     left_out = {"plan.name", "model.kind", "model.path", "model.weights", "train.sample_prompt"}
     left_out |= {"model.experts.bias_rate", "checkpoint.save_format"}  # beside a loss, and beside experts
+    left_out |= {"model.attention.prefix"}  # beside a window
     left_out |= {"objective.name", "objective.beta", "objective.label_smoothing"}  # pairs leave less to choose
     left_out |= {"parallel.pipeline.schedule", "precision.frozen"}  # gpipe has no chunks, and fp8 no frozen matrices
     flat = {key: value for key, value in OTHER.items() if key not in left_out and not key.startswith("lora.")}

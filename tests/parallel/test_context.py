@@ -37,6 +37,7 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     window: int | None = None
+    prompts: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -49,6 +50,29 @@ def mask_of(positions: Tensor, window: int | None) -> Tensor:
     document = (positions == 0).cumsum(dim=1)
     mask = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
     return mask if window is None else mask.triu(1 - window)
+
+
+PROMPTS = {
+    "causal": [[20], [TOKENS]],
+    "documents": [[5, 26, 0], [0]],
+    "short documents": [[0, 3, 1] * 5 + [2], [6, 1, 0, 7, 2, 3, 4]],
+}
+
+
+def lengths_of(documents: str) -> Tensor:
+    """Of each token the length of its document's prompt."""
+    rows = zip(PROMPTS[documents], DOCUMENTS[documents], strict=True)
+    return torch.stack([torch.tensor(each).repeat_interleave(torch.tensor(row)) for each, row in rows])
+
+
+def with_prompts(mask: Tensor, documents: str) -> Tensor:
+    """The same, where the tokens of a prompt see each other."""
+    mask = mask.clone()
+    for row, lengths in enumerate(DOCUMENTS[documents]):
+        for number, prompt in enumerate(PROMPTS[documents][row]):
+            first = sum(lengths[:number])
+            mask[row, first : first + prompt, first : first + prompt] = True
+    return mask
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -64,15 +88,17 @@ def worst_difference(case: Case) -> float:
     positions = positions_of(DOCUMENTS[case.documents])
     heads = (case.heads, case.kv_heads, case.kv_heads)
     whole = [torch.randn(2, count, TOKENS, 8, dtype=case.dtype, requires_grad=True) for count in heads]
-    out = plain_attention(*whole, mask_of(positions, case.window))
+    mask, lengths = mask_of(positions, case.window), lengths_of(case.documents)
+    out = plain_attention(*whole, with_prompts(mask, case.documents) if case.prompts else mask)
     grad = torch.randn_like(out)
     expected = [out.detach(), *torch.autograd.grad(out, whole, grad)]
 
     def on_rank(rank: int) -> float:
         context = Context(dist.group.WORLD, case.mode, case.balance)
         own = [context.chunks.split(each.detach(), rank, dim=2).requires_grad_() for each in whole]
-        (its_positions,) = context.split(positions)
-        found = context.attend(*own, context.mask(its_positions, its_positions.shape[1], case.window))
+        its_positions, its_lengths = context.split(positions, lengths)
+        prefix = its_lengths if case.prompts else None
+        found = context.attend(*own, context.mask(its_positions, its_positions.shape[1], case.window, None, prefix))
         gradients = torch.autograd.grad(found, own, context.chunks.split(grad, rank, dim=2))
         parts = [context.chunks.split(each, rank, dim=2) for each in expected]
         pairs = zip((found.detach(), *gradients), parts, expected, strict=True)
@@ -95,6 +121,15 @@ def test_tiles_smaller_than_chunks_are_the_whole(mode: str, monkeypatch: pytest.
     """At full size a block of rows is longer than these sequences."""
     monkeypatch.setattr(attention_masks, "ROWS", 5)
     assert worst_difference(Case(mode=mode, documents="documents")) < 2e-6
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_parts_of_prompts_are_the_whole(mode: str, documents: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that begin on one rank and end on another."""
+    assert worst_difference(Case(2, mode, "none", documents, prompts=True)) < 2e-6
+    monkeypatch.setattr(attention_masks, "ROWS", 5)
+    assert worst_difference(Case(4, mode, documents=documents, prompts=True, dtype=torch.float64)) < 1e-14
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])

@@ -60,11 +60,14 @@ Sees = tuple[Callable[[int], bool], ...]
 """Whether a token sees one that is so far behind it, in one layer after the other."""
 
 
-def plain_logits(model: Decoder, tokens: Tensor, sees: Sees = (lambda distance: True,)) -> Tensor:
-    """What the architecture means, in fp64: one sequence, one head, one query at a time."""
+def plain_logits(model: Decoder, tokens: Tensor, sees: Sees = (lambda distance: True,), prompt: int = 0) -> Tensor:
+    """What the architecture means, in fp64: one sequence, one head, one query at a time.
+
+    The first `prompt` tokens see each other in both directions.
+    """
     shape = model.config
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
-    out = [plain_sequence(weights, shape, sequence, sees) for sequence in tokens]
+    out = [plain_sequence(weights, shape, sequence, sees, prompt) for sequence in tokens]
     return torch.stack(out)
 
 
@@ -84,13 +87,18 @@ def plain_rotate(head: Tensor, theta: float) -> Tensor:
 
 
 def plain_sequence(
-    weights: dict[str, Tensor], shape: DecoderConfig, tokens: Tensor, sees: Sees = (lambda distance: True,)
+    weights: dict[str, Tensor],
+    shape: DecoderConfig,
+    tokens: Tensor,
+    sees: Sees = (lambda distance: True,),
+    prompt: int = 0,
 ) -> Tensor:
     x = weights["embedding.weight"][tokens]
     for layer in range(shape.layers):
         of = {name.removeprefix(f"blocks.{layer}."): value for name, value in weights.items()}
         normed = plain_norm(x, of["attention_norm.weight"], shape.norm_eps)
-        x = x + plain_attention(of, shape, normed, sees[layer % len(sees)]) @ of["attention.output.weight"].T
+        mixed = plain_attention(of, shape, normed, sees[layer % len(sees)], prompt)
+        x = x + mixed @ of["attention.output.weight"].T
         normed = plain_norm(x, of["feed_forward_norm.weight"], shape.norm_eps)
         gate = normed @ of["feed_forward.gate.weight"].T
         hidden = gate * torch.sigmoid(gate) * (normed @ of["feed_forward.up.weight"].T)
@@ -100,7 +108,11 @@ def plain_sequence(
 
 
 def plain_attention(
-    of: dict[str, Tensor], shape: DecoderConfig, x: Tensor, sees: Callable[[int], bool] = lambda distance: True
+    of: dict[str, Tensor],
+    shape: DecoderConfig,
+    x: Tensor,
+    sees: Callable[[int], bool] = lambda distance: True,
+    prompt: int = 0,
 ) -> Tensor:
     size, group = shape.dim // shape.heads, shape.heads // shape.kv_heads
     heads = []
@@ -110,7 +122,7 @@ def plain_attention(
         query = plain_rotate(x @ of["attention.query.weight"][mine].T, shape.rope_theta)
         key = plain_rotate(x @ of["attention.key.weight"][its].T, shape.rope_theta)
         value = x @ of["attention.value.weight"][its].T
-        seen = [[s for s in range(t + 1) if sees(t - s)] for t in range(len(x))]
+        seen = [[s for s in range(max(t + 1, prompt)) if sees(t - s)] for t in range(len(x))]
         rows = [torch.softmax(key[its] @ query[t] / size**0.5, dim=0) @ value[its] for t, its in enumerate(seen)]
         heads.append(torch.stack(rows))
     return torch.cat(heads, dim=1)

@@ -86,4 +86,5 @@ class Config(Section):
         yield from rules.reward_head(self.objective, self.lora, self.checkpoint, self.model)
         yield from rules.experts(self.model, self.objective, self.checkpoint)
         yield from rules.attention_lengths(self.model, self.batch)
+        yield from rules.prompts(self.model, self.data, self.objective)
         yield from rules.attention_as_mistral(self.model, self.checkpoint)

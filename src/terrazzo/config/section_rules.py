@@ -29,6 +29,7 @@ __all__ = [
     "frozen_matrices",
     "offloaded_activations",
     "preference_pairs",
+    "prompts",
     "rank_range",
     "reward_head",
     "schedule_lengths",
@@ -154,9 +155,35 @@ def attention_lengths(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
             )
 
 
+def prompts(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> Iterator[str]:
+    """A prefix mask is of what is before the first learnt token of a document, which others must not see."""
+    if not model.attention.prefix:
+        return
+    if objective.kind.scored:
+        yield (
+            f"objective '{objective.name}' scores whole texts, and model.attention.prefix is of prompts: remove it, or"
+            " set objective to 'next_token' or 'dpo'"
+        )
+    if data.loss_on == "all":
+        yield (
+            "model.attention.prefix is of what is before the first learnt token, and with data.loss_on 'all' nothing"
+            " is: leave data.loss_on out, or remove model.attention.prefix"
+        )
+    if data.packing in ("stream", "whole") and data.attention == "sequence":
+        yield (
+            f"model.attention.prefix with data.packing '{data.packing}' puts several prompts in a sequence, each of its"
+            " own document: set data.attention to 'document', or data.packing to 'single'"
+        )
+
+
 def attention_as_mistral(model: ModelConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """A decoder with a window is exported as a Mistral, which has to have all of its attention settings."""
     attention = model.attention
+    if attention.prefix and checkpoint.save_format == "hf":
+        yield (
+            "checkpoint.save_format 'hf' writes the built-in decoder as a Llama, which has no prefix mask"
+            " (model.attention.prefix): set save_format to 'terrazzo'"
+        )
     if attention.window is not None and checkpoint.save_format == "hf" and (why := attention.not_mistral):
         yield (
             f"checkpoint.save_format 'hf' writes a decoder with a window as a Mistral, which has no {why}: set"

@@ -36,6 +36,7 @@ Open to other packages:
     pipeline.schedules    what each rank of a pipeline runs, and in which order
 """
 
+from terrazzo.parallel.context.attention_kernels import ROWS as TILE_ROWS
 from terrazzo.parallel.context.attention_masks import WINDOW_ROWS, AttentionMask
 from terrazzo.parallel.context.chunks import Balance, Chunks
 from terrazzo.parallel.context.context import MODES, Context, Mode
@@ -69,6 +70,7 @@ from terrazzo.parallel.tensor.vocabulary_loss import VocabularyLoss, leave_vocab
 __all__ = [
     "MODES",
     "STYLES",
+    "TILE_ROWS",
     "WINDOW_ROWS",
     "AttentionMask",
     "Balance",

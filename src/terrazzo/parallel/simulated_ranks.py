@@ -41,15 +41,22 @@ class SimulatedContext(Context):
         self._documents = documents
 
     def mask(
-        self, positions: Tensor | None, tokens: int, window: int | None = None, stride: int | None = None
+        self,
+        positions: Tensor | None,
+        tokens: int,
+        window: int | None = None,
+        stride: int | None = None,
+        prefix: Tensor | None = None,
     ) -> AttentionMask:
-        """With documents every tile has a mask, and none is left out but those behind the window."""
+        """With documents or a prefix every tile has a mask, and none is left out but those behind the window."""
         length = tokens * self.size
         runs = [TokenRun(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
-        if positions is None or not self._documents:
-            return AttentionMask.of(runs, None, None, window, stride)
         own_tokens = sum(run.length for run in runs)
-        return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], own_tokens)), window, stride)
+        begins = None if positions is None or not self._documents else positions.new_zeros((len(positions), own_tokens))
+        ends = None if prefix is None else prefix.new_zeros((len(prefix), own_tokens))
+        if begins is None and ends is None:
+            return AttentionMask.of(runs, None, None, window, stride)
+        return AttentionMask(tuple(runs), begins, ends, window=window, stride=stride).of_unknown()
 
 
 class _SimulatedRanks(AxisRanks):

@@ -1,4 +1,4 @@
-"""The section `model.attention`: how far the tokens of the built-in decoder see."""
+"""The section `model.attention`: which tokens those of the built-in decoder see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AttentionConfig"]
 
 
 class AttentionConfig(Section):
-    """A sliding window in the attention of the built-in decoder; without one a token sees all tokens before it."""
+    """A sliding window or a prefix mask of the built-in decoder; without either a token sees all tokens before it."""
 
     window: int | None = Field(
         None, gt=0, description="how many tokens one sees at most, itself among them (sliding window); null: all before"
@@ -24,11 +24,28 @@ class AttentionConfig(Section):
         None, gt=1, description="every so many layers one has no window, the last of so many; null: all have one"
     )
 
+    prefix: bool = Field(
+        False,
+        description="the tokens of a prompt, those before the first that is learnt in a document, see each other in"
+        " both directions (prefix LM)",
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether attention is anything else than causal."""
+        return self.prefix or self.window is not None
+
     @property
     def not_mistral(self) -> str:
-        """Name of the first setting here that transformers' Mistral lacks; empty where it has all of them."""
+        """Name of the first setting beside a window that transformers' Mistral lacks; empty where it has all."""
         return "stride" if self.stride is not None else "layers of other kinds" if self.full_every is not None else ""
 
     def _disagreements(self) -> Iterator[str]:
+        if self.prefix and (set_here := self.changed_keys("window", "stride", "full_every")):
+            yield (
+                f"attention.prefix beside {', '.join(set_here)}, within which a prompt would see a part of itself:"
+                " remove one of them"
+            )
+            return
         if self.window is None and (set_here := self.changed_keys("stride", "full_every")):
             yield f"{', '.join(set_here)} without attention.window: set it, such as 1024, or remove the section"

@@ -51,6 +51,11 @@ class ModelConfig(Section):
                 "attention belongs to kind 'decoder': a folder's config.json says how far its model sees, with"
                 " sliding_window and layer_types where its model_type has them. Remove the section, and edit that file"
             )
+        if self.kind == "huggingface" and self.attention.prefix:
+            yield (
+                "attention.prefix belongs to kind 'decoder': causal LMs of transformers have no prefix mask. Remove it,"
+                " or set kind to 'decoder'"
+            )
         full_every = self.attention.full_every
         if self.kind == "decoder" and full_every is not None and full_every > self.layers:
             yield (

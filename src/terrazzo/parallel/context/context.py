@@ -71,6 +71,7 @@ class Context:
         self._is_split = True
         self._masks = TensorMemo[dict[tuple[object, ...], AttentionMask]]()  # of the last positions
         self._host_begins = TensorMemo[Tensor]()  # of whole sequences, for the positions that `place` gave last
+        self._host_prefix = TensorMemo[Tensor]()  # likewise, for the prefix that `place_prefix` gave last
         self._first_inputs: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
         self._is_compared = self.is_simulated
 
@@ -108,16 +109,25 @@ class Context:
         Raises:
             BadInput: T does not divide into chunks; positions that are on a device.
         """
-        if positions.device.type != "cpu":
-            raise BadInput(
-                f"Context.place was given positions that are on {positions.device}, from which the host would have to"
-                " wait for them: give those of the host's memory, or take context.split(positions)."
-            )
-        own = self.chunks.split(positions, self.rank) if self.is_split else positions
-        placed = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
+        placed = self._placed(positions, device, "place was given positions")
         begins = torch.arange(positions.shape[1]) - positions  # anew: a loader may fill the same memory again
         self._host_begins.keep(placed, begins)
         return placed
+
+    def place_prefix(self, prefix: Tensor, device: torch.device) -> Tensor:
+        """As `place`, for the lengths of prefixes: int64 `[B, T]` in host memory, of which each rank gets its part."""
+        placed = self._placed(prefix, device, "place_prefix was given lengths")
+        self._host_prefix.keep(placed, prefix.clone())
+        return placed
+
+    def _placed(self, whole: Tensor, device: torch.device, what: str) -> Tensor:
+        if whole.device.type != "cpu":
+            raise BadInput(
+                f"Context.{what} that are on {whole.device}, from which the host would have to wait for them: give"
+                " those of the host's memory, or take context.split(...)."
+            )
+        own = self.chunks.split(whole, self.rank) if self.is_split else whole
+        return (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
@@ -139,39 +149,54 @@ class Context:
         return self._is_split and self.size > 1
 
     def mask(
-        self, positions: Tensor | None, tokens: int, window: int | None = None, stride: int | None = None
+        self,
+        positions: Tensor | None,
+        tokens: int,
+        window: int | None = None,
+        stride: int | None = None,
+        prefix: Tensor | None = None,
     ) -> AttentionMask:
         """What this rank's tokens see. Collective the first time, and under `ulysses`.
 
-        The host reads the positions once, and waits for their device unless they are from `place`. The mask of the last
-        positions is kept; under `ulysses` ranks use it where all of them were given these again, as the positions of
-        other ranks are in it.
+        The host reads positions and prefix once, and waits for their device unless they are from `place` and
+        `place_prefix`. The mask of the last positions is kept where there is no prefix; under `ulysses` ranks use it
+        where all of them were given these again, as the positions of other ranks are in it.
 
         Args:
             positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.
             tokens: how many of each sequence this rank has.
             window: how many tokens one sees at most, itself among them; None for all.
             stride: beyond the window a token sees each of its document whose distance is a multiple of it.
+            prefix: int64 `[B, tokens]`, of each token how many tokens its document begins with that see each other in
+                both directions, as those of a prompt do (prefix LM); 0 for none; None for causal masks.
 
         Raises:
-            Misuse: no positions, or impossible ones, of parts of sequences.
-            BadInput: the tokens are no whole chunks; a window under `ring`; a stride without a window.
+            Misuse: no positions, or impossible ones, of parts of sequences; an impossible prefix.
+            BadInput: the tokens are no whole chunks; a window under `ring`; a stride without a window, or a prefix with
+                one.
             RanksApart: on every rank, the first time, where `split` was given other sequences on some.
         """
         if stride is not None and window is None:
             raise BadInput(
                 f"A mask was asked for with stride {stride} without a window, beyond which it is: give both."
             )
+        if prefix is not None and window is not None:
+            raise BadInput(
+                f"A mask was asked for with a prefix and a window of {window} tokens, beyond which a prompt would see"
+                " nothing of itself: give one of the two."
+            )
         if positions is None:
-            return self._mask(None, tokens, window, stride)
+            return self._mask(None, tokens, window, stride, prefix)
         if self.is_split:
             self._compare_first(positions.device)
+        if prefix is not None:
+            return self._mask(positions, tokens, None, None, prefix)
         key = (tokens, window, stride, self.is_split)
         masks = self._masks_of(positions)
         kept = masks.get(key)
         if self._gathers_positions and not self._ranks.agree_on(int(kept is not None), positions.device):
             kept = None
-        masks[key] = self._mask(positions, tokens, window, stride) if kept is None else kept
+        masks[key] = self._mask(positions, tokens, window, stride, None) if kept is None else kept
         return masks[key]
 
     @property
@@ -210,8 +235,8 @@ class Context:
             )
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         tokens = query.shape[2]
-        if torch.compiler.is_compiling() and mask.begins is not None:  # bounds would be compiled anew for each batch
-            mask = AttentionMask.unknown(mask.runs, mask.begins, mask.window, mask.stride)
+        if torch.compiler.is_compiling():  # bounds would be compiled anew for each batch
+            mask = mask.of_unknown()
         if not self.is_split:
             return gather_attention(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
         self._compare_first(query.device)
@@ -258,25 +283,48 @@ class Context:
                 f" window of {window} tokens. Use mode 'gather' or 'ulysses'."
             )
 
-    def _mask(self, positions: Tensor | None, tokens: int, window: int | None, stride: int | None) -> AttentionMask:
+    def _mask(
+        self, positions: Tensor | None, tokens: int, window: int | None, stride: int | None, prefix: Tensor | None
+    ) -> AttentionMask:
         runs = [TokenRun(0, 0, tokens)]
         if self.is_split:
             self._check_parts(positions, tokens, window)
             runs = self.chunks.runs(self.rank, tokens * self.size)
-        if positions is None:
+        if prefix is not None and prefix.shape[1] != tokens:
+            raise Misuse(
+                f"The model was given {tokens} tokens of each sequence and prefix lengths of {prefix.shape[1]}: split"
+                " both with context.split(tokens, prefix)."
+            )
+        if positions is None and prefix is None:
             return AttentionMask.of(runs, None, None, window, stride)
-        begins = _places(runs, positions.device) - positions
+        host_begins, host_prefix = self._known(self._host_begins, positions), self._known(self._host_prefix, prefix)
+        if positions is None:
+            assert prefix is not None
+            begins, host_begins = torch.zeros_like(prefix), torch.zeros(prefix.shape, dtype=prefix.dtype)
+        else:
+            begins = _places(runs, positions.device) - positions
         if self._gathers_positions:
             runs = [TokenRun(0, 0, tokens * self.size)]
-            begins = self.chunks.in_order(self._ranks.all_gather(begins), dim=1)
-        host_begins = begins.cpu() if (known := self._known(positions)) is None else known
+            begins, prefix = self._gathered(begins, prefix)
+        host_begins = begins.cpu() if host_begins is None else host_begins
         if bool(((host_begins < 0) | (host_begins > _places(runs))).any()):
             raise Misuse(
                 "Positions run ahead of the places of their tokens in the sequence, so they are not those of these"
                 " tokens: they count from 0 in each document. Split tokens and positions with one call of"
                 " context.split(...)."
             )
-        return AttentionMask.of(runs, begins, host_begins, window, stride)
+        mask = AttentionMask.of(runs, begins, host_begins, window, stride)
+        if prefix is None:
+            return mask
+        host_ends = host_begins + (prefix.cpu() if host_prefix is None else host_prefix)
+        _check_prefix(runs, host_begins, host_ends, tokens * (self.size if self.is_split else 1))
+        return mask.with_prefixes(begins + prefix, host_ends)
+
+    def _gathered(self, begins: Tensor, prefix: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Both of whole sequences. Neither is as long as 2^31, so that they share a message."""
+        own = begins if prefix is None else begins + (prefix << 32)
+        whole = self.chunks.in_order(self._ranks.all_gather(own), dim=1)
+        return (whole, None) if prefix is None else (whole & (2**32 - 1), whole >> 32)
 
     def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
         if positions is None:
@@ -293,11 +341,26 @@ class Context:
         self.check_window(window)
         self.chunks.check(tokens * self.size)
 
-    def _known(self, positions: Tensor) -> Tensor | None:
-        """Where documents begin, in host memory, of positions that are from `place` and unchanged."""
-        if (begins := self._host_begins.of(positions)) is None:
+    def _known(self, memo: TensorMemo[Tensor], placed: Tensor | None) -> Tensor | None:
+        """What the host knows of a tensor that is from `place` or `place_prefix`, and unchanged."""
+        if placed is None or (whole := memo.of(placed)) is None:
             return None
-        return begins if self.mode == "ulysses" or not self.is_split else self.chunks.split(begins, self.rank)
+        return whole if self.mode == "ulysses" or not self.is_split else self.chunks.split(whole, self.rank)
+
+
+def _check_prefix(runs: list[TokenRun], begins: Tensor, ends: Tensor, length: int) -> None:
+    """Refuse prefixes that differ within a document, or end behind it, as far as neighbouring tokens tell."""
+    wrong = bool(((ends < begins) | (ends > length)).any())
+    for run in runs:
+        its_begins, its_ends = (each[:, run.offset : run.offset + run.length] for each in (begins, ends))
+        apart = its_begins[:, 1:] != its_begins[:, :-1]
+        last = torch.where(apart, its_begins[:, 1:], its_ends[:, 1:])
+        wrong |= bool(torch.where(apart, its_ends[:, :-1] > last, its_ends[:, :-1] != last).any())
+    if wrong:
+        raise Misuse(
+            "Prefix lengths are not those of these tokens: all tokens of a document have the same, from 0 up to its"
+            " length. Split tokens, positions and lengths with one call of context.split(...)."
+        )
 
 
 def _places(runs: list[TokenRun], device: torch.device | None = None) -> Tensor:

@@ -283,6 +283,7 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None, rotat
         dropout=fields.dropout(),
         window=window,
         stride=fields.integer("stride") if window and "stride" in family.defaults else None,
+        prefix="prefix" in family.defaults and fields.flag("prefix"),
         latent=sizes["latent"],
         kv_latent=sizes["kv_latent"],
         torch_norm=family.torch_norm,

@@ -287,7 +287,7 @@ _BUILT_IN = Architecture(
         "positions": "max_sequence_length",
         "tied": "tie_embeddings",
     },
-    defaults={"tied": True, "shared_experts": 0, "window": None, "stride": None},
+    defaults={"tied": True, "shared_experts": 0, "window": None, "stride": None, "prefix": False},
 )
 """The decoder of `terrazzo.train.model`."""
 

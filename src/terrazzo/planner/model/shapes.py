@@ -90,6 +90,7 @@ class BlockShape:
         norm: `rms` or `layer`. `norms` counts full-width ones in a block.
         dropout: whether masks are kept (two per block, one of attention).
         window: tokens that attention looks back, None for all. `stride`: beyond it each at a multiple of that distance.
+        prefix: tokens of a prompt see each other in both directions.
         latent: channels of the compressed keys and values and of the compressed queries (MLA), 0 without; `kv_latent`
             of the keys and values alone.
         torch_norm: norms are torch's own modules, one kernel on CUDA, instead of explicit fp32 arithmetic.
@@ -118,6 +119,7 @@ class BlockShape:
     dropout: bool = False
     window: int | None = None
     stride: int | None = None
+    prefix: bool = False
     latent: int = 0
     kv_latent: int = 0
     torch_norm: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from terrazzo.parallel import WINDOW_ROWS
+from terrazzo.parallel import TILE_ROWS, WINDOW_ROWS
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.products import product
@@ -69,7 +69,7 @@ def attention_seconds(setup: Setup, block: BlockShape) -> float:
 
 def attention_flops(setup: Setup, block: BlockShape) -> float:
     """FLOPs of one block's attention for one micro-batch on one rank, forward and backward; fused kernels skip what is
-    masked.
+    masked. Of prompts whose tokens see each other, as long as nobody says, none of that is counted.
     """
     each = 2 * setup.rank_tokens * _heads(setup, block) * (block.head_dim + block.value_dim)
     if setup.attention == "math":
@@ -94,7 +94,8 @@ def _tile_bytes(setup: Setup, block: BlockShape) -> float:
 
     With gathered keys each run of queries meets those before it in one tile and itself in another; in a ring each
     rank's keys are tiles of their own. With a share of the heads there is one tile, of whole sequences. Within a window
-    each block of queries has three, of which the built-in decoder's layers are made on one rank too.
+    each block of queries has three, and with prefixes two, of which the built-in decoder's layers are made on one rank
+    too.
     """
     ranks, tokens = setup.mesh.cp, setup.rank_tokens
     queries = _heads(setup, block) * block.value_dim
@@ -103,6 +104,9 @@ def _tile_bytes(setup: Setup, block: BlockShape) -> float:
     if slides and (ranks > 1 or setup.model.family == BUILT_IN):
         times = (block.window or 0) / WINDOW_ROWS + 1
         return tokens * (3 * queries * QUERY_BYTES + times * keys * KEY_BYTES)
+    if block.prefix:
+        times = ranks + setup.sequence / (2 * TILE_ROWS)  # half of a sequence's blocks meet a key
+        return tokens * (max(2, ranks) * queries * QUERY_BYTES + times * keys * KEY_BYTES)
     if ranks == 1 or setup.context == "ulysses":
         return 0.0
     tiles = 2 if setup.context == "gather" else ranks

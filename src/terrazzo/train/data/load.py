@@ -191,6 +191,11 @@ def _assemble(config: Config, tokenizer: Tokenizer, caches: list[TokenCache]) ->
             f"data.chat_template is '{data.chat_template}', but no record of data.source has 'messages', so nothing "
             "would be rendered with it. Remove it, or give conversations."
         )
+    if config.model.attention.prefix and not any(cache.spans is not None for cache in caches):
+        raise BadInput(
+            "model.attention.prefix is of the prompts of conversations, and no record of data.source has 'messages'."
+            " Remove it, or give conversations."
+        )
     packing: list[Packing] = ["single" if cache.header.pairs else _packing_of(data, cache) for cache in caches]
     train, validation = _datasets(
         config, caches[0], packing[0], 0.0 if len(caches) == 2 else data.validation_fraction, end
@@ -270,21 +275,21 @@ def _in_a_stream(config: Config, cache: TokenCache, split: Split, end: int) -> S
     """The documents one after the other."""
     apart = config.cuts_attention
     split = cut_at_documents(cache, split) if apart else split
-    return SequenceDataset(cache, split, config.batch.sequence_length, end, apart=apart)
+    return SequenceDataset(cache, split, config.batch.sequence_length, end, None, apart, config.model.attention.prefix)
 
 
 def _in_rows(
     config: Config, cache: TokenCache, packing: Packing, chosen: npt.NDArray[np.bool_], end: int
 ) -> SequenceDataset:
     """The chosen documents, each in one sequence."""
-    length, too_long = config.batch.sequence_length, config.data.too_long
+    length, too_long, prompted = config.batch.sequence_length, config.data.too_long, config.model.attention.prefix
     if cache.header.pairs:
         room = length + (not config.objective.kind.scored)  # a score is read where the last token goes in
         rows = arrange_pairs(cache, chosen, room, too_long)
-        return PairDataset(cache, split_of(cache, chosen), length, end, rows)
+        return PairDataset(cache, split_of(cache, chosen), length, end, rows, False, prompted)
     rows = arrange(cache, chosen, length + 1, packing, too_long)
     apart = config.cuts_attention and packing == "whole"
-    return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart)
+    return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart, prompted)
 
 
 def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:

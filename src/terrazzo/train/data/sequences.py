@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,9 @@ class Batch:
     `valid_tokens` counts the targets that are not `IGNORED`; it may be 0. `samples` counts what a loss is the mean of:
     these tokens, or preference pairs, of which each is two rows. `reference`, fp32 `[B / 2, 2]`, are log-probabilities
     of the pairs' completions under the initial model. `positions`, int64 `[B, T]`, count from 0 in each document, of
-    whole sequences where ranks share these; None where attention is not cut between documents.
+    whole sequences where ranks share these; None where attention is not cut between documents. `prefixes`, int64
+    `[B, T]`, likewise of whole sequences, say of each token how many tokens its document's prompt has; None where
+    attention is causal.
     """
 
     inputs: Tensor
@@ -53,6 +55,7 @@ class Batch:
     samples: int
     reference: Tensor | None = None
     positions: Tensor | None = None
+    prefixes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,9 @@ class SequenceDataset:
 
     With `apart` no document is seen from another: batches have positions, and the first token of a document is no
     target. The split, if there are no rows, then has a range for each document (see `cut_at_documents`).
+
+    With `prompted` batches have the lengths of prompts: what is before the first learnt token of a document, or of the
+    piece of it that a sequence has; of the whole sequence where documents are not apart.
     """
 
     def __init__(
@@ -180,8 +186,9 @@ class SequenceDataset:
         end_of_document: int,
         rows: PackedRows | None = None,
         apart: bool = False,
+        prompted: bool = False,
     ) -> None:
-        self.cache, self.split, self.rows, self.apart = cache, split, rows, apart
+        self.cache, self.split, self.rows, self.apart, self.prompted = cache, split, rows, apart, prompted
         self.sequence_length, self.end_of_document = sequence_length, end_of_document
         self.starts, self.stops = (split.starts, split.stops) if rows is None else (rows.starts, rows.stops)
         self.offsets = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
@@ -277,9 +284,11 @@ class SequenceDataset:
                 start, stop = bounds[row]
                 targets[row, : stop - start - 1][~self.learnable.mask(start + 1, stop)] = IGNORED
         valid_tokens = int((targets != IGNORED).sum())
-        positions = torch.from_numpy(self.positions(bounds)) if self.apart else None
-        batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
-        return replace(batch, positions=positions)
+        positions = self.positions(bounds) if self.apart else None
+        prefixes = _prefixes(targets, positions) if self.prompted else None
+        given = (torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
+        of_documents = (None if each is None else torch.from_numpy(each) for each in (positions, prefixes))
+        return Batch(*given, None, *of_documents)
 
     def positions(self, bounds: Indices) -> Indices:
         """The position of each token in its document, or in the fill, for sequences at `bounds` `[B, 2]`: `[B, T]`."""
@@ -302,3 +311,18 @@ class SequenceDataset:
             pieces.append(self.cache.tokens[here : here + until - start])
             start, part = until, part + 1
         return np.concatenate(pieces)
+
+
+def _prefixes(targets: Indices, positions: Indices | None) -> Indices:
+    """Of each token how many inputs its document has up to where its first target is learnt; 0 where none is: `[B, T]`.
+
+    No learnt target is among these inputs: that of the last is the token behind them.
+    """
+    places = np.arange(targets.shape[1])
+    starts = np.zeros_like(targets) if positions is None else places - positions
+    learnt = np.where(targets != IGNORED, places, targets.shape[1])
+    next_learnt = np.minimum.accumulate(learnt[:, ::-1], axis=1)[:, ::-1]
+    first = np.take_along_axis(next_learnt, starts, axis=1)
+    inside = np.minimum(first, targets.shape[1] - 1)
+    is_own = (first < targets.shape[1]) & (np.take_along_axis(starts, inside, axis=1) == starts)
+    return np.where(is_own, first - starts + 1, 0)

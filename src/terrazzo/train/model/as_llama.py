@@ -45,7 +45,9 @@ def decoder_as_llama(
             " checkpoint, or take its weights by tz.full_state_dict."
         )
     attention = values.get("attention")
-    if attention is not None and (missing := [name for name in ("stride", "full_every") if attention[name]]):
+    if attention is not None and (
+        missing := [name for name in ("stride", "full_every", "prefix") if attention.get(name)]
+    ):
         raise BadInput(
             f"The checkpoint is of a decoder with model.attention.{missing[0]}, which neither a Llama nor a Mistral"
             " has: keep the checkpoint, or take its weights by tz.full_state_dict."

@@ -1,4 +1,4 @@
-"""The sliding windows of the built-in decoder, layer by layer."""
+"""Sliding windows of the built-in decoder, layer by layer, or its prefix mask."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ __all__ = ["AttentionPattern"]
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Attention within a sliding window (Longformer, arXiv 2004.05150), in all layers or in most.
+    """Attention within a sliding window (Longformer, arXiv 2004.05150), in all layers or in most; or a prefix mask.
 
     Attributes:
-        window: the most tokens that a token sees, itself included.
+        window: the most tokens that a token sees, itself included; None for all.
         stride: beyond the window a token sees those whose distance is a multiple of this (Sparse Transformer, arXiv
             1904.10509); None for nothing beyond it.
         full_every: the last of every so many layers has no window; None if all have one.
+        prefix: in all layers the tokens of a document's prompt see each other in both directions (prefix LM, arXiv
+            1910.10683, section 3.2.1).
 
     Raises:
-        BadInput: a window or a stride of less than a token, or a `full_every` below 2.
+        BadInput: a window or a stride of less than a token, or a `full_every` below 2; a prefix with any of these, or
+            nothing at all.
     """
 
-    window: int
+    window: int | None = None
     stride: int | None = None
     full_every: int | None = None
+    prefix: bool = False
 
     def __post_init__(self) -> None:
+        if self.prefix == (self.window is not None) or (self.prefix and (self.stride or self.full_every)):
+            raise BadInput("model.attention is a prefix mask or one within a window: set prefix, or window, alone.")
         for name, value, least in (("window", self.window, 1), ("stride", self.stride, 2)):
             if value is not None and value < least:
                 raise BadInput(f"model.attention.{name} is {value} tokens; give {least} or more.")

@@ -69,14 +69,18 @@ def generate(
 
     Temperature 0 takes the most likely token. There is no early stop, so under sharding every rank calls
     forward `steps` times; ranks that pass the same tokens and equally seeded CPU generators draw the same
-    text. The model's train or eval mode is restored afterwards.
+    text. The model's train or eval mode is restored afterwards. Under a prefix mask `tokens` are the prompt.
     """
-    context, vocabulary = _context_length(model), vocabulary_of(model)
+    context, vocabulary, prompt = _context_length(model), vocabulary_of(model), tokens.shape[1]
+    has_prefix = getattr(getattr(model, "config", None), "has_prefix", False)
     was_training = model.training
     model.eval()
     try:
         for _ in range(steps):
-            logits = logits_of(model(tokens[:, -context:] if context else tokens))[:, -1]
+            given = tokens[:, -context:] if context else tokens
+            prefix = max(0, prompt - tokens.shape[1] + given.shape[1])
+            more = {"prefix_lengths": torch.full_like(given, prefix)} if has_prefix else {}
+            logits = logits_of(model(given, **more))[:, -1]
             logits = logits if vocabulary is None else vocabulary.whole(logits)
             tokens = torch.cat((tokens, _sample(logits, temperature, generator).to(tokens.device)), dim=1)
     finally:

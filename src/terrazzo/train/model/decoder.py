@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo import parallel
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import AttentionMask, Context, Style
 from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.experts import MixtureConfig, MixtureOfExperts
@@ -77,6 +77,11 @@ class DecoderConfig:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.dim // self.heads
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether tokens of a prompt see each other in both directions."""
+        return self.attention is not None and self.attention.prefix
 
     @property
     def seen(self) -> list[tuple[int | None, int | None]]:
@@ -295,17 +300,25 @@ class Decoder(nn.Module):
         if config.attention is not None:
             self._compute_by(Context(None))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, prefix_lengths: Tensor | None = None
+    ) -> Tensor:
         """Next-token logits `[B, T, vocab_size]` of int64 `input_ids` `[B, T]`, T ≤ `max_sequence_length`.
 
         With `position_ids`, int64 `[B, T]`, each 0 begins a document, which sees nothing of those before it. A model
-        that shares its sequences (`use_context`) takes and gives this rank's part of them, and always needs these.
+        that shares its sequences (`use_context`) takes and gives this rank's part of them, and always needs these. One
+        with a prefix mask needs `prefix_lengths`, int64 `[B, T]`: of each token, how many its document's prompt has.
+
+        Raises:
+            Misuse: a prefix mask without lengths, or lengths without one.
         """
-        x = self.hidden(input_ids, position_ids)
+        x = self.hidden(input_ids, position_ids, prefix_lengths)
         logits: Tensor = self.tied_head(x, self.embedding.weight) if self.head is None else self.head(x)
         return logits
 
-    def hidden(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, position_ids: Tensor | None = None, prefix_lengths: Tensor | None = None
+    ) -> Tensor:
         """What the head is given, `[B, T, dim]`."""
         length = tokens.shape[1] * (self.context.size if self.context is not None and self.context.is_split else 1)
         if length > self.config.max_sequence_length:
@@ -313,8 +326,10 @@ class Decoder(nn.Module):
                 f"The model was given sequences of {length} tokens, but batch.sequence_length, for which it "
                 f"was built, is {self.config.max_sequence_length}. Raise it, or shorten the sequences."
             )
+        self._check_prefix(prefix_lengths)
         kinds = self.config.seen
-        seen = {kind: self._seen(position_ids, tokens.shape[1], *kind) for kind in dict.fromkeys(kinds)}
+        given = (position_ids, prefix_lengths, tokens.shape[1])
+        seen = {kind: self._seen(*given, *kind) for kind in dict.fromkeys(kinds)}
         cos, sin = self.rotary(tokens.shape[1]) if position_ids is None else self.rotary.at(position_ids)
         x = self.embedding(tokens)
         for block, kind in zip(self.blocks, kinds, strict=True):
@@ -322,14 +337,34 @@ class Decoder(nn.Module):
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def _seen(self, position_ids: Tensor | None, tokens: int, window: int | None, stride: int | None) -> Seen:
+    def _check_prefix(self, prefix_lengths: Tensor | None) -> None:
+        if self.config.has_prefix == (prefix_lengths is not None):
+            return
+        if self.config.has_prefix:
+            raise Misuse(
+                "The model has a prefix mask (attention.prefix), and was called without prefix_lengths: give of each"
+                " token how many tokens its document's prompt has, int64 of the tokens' shape, 0 for none."
+            )
+        raise Misuse(
+            "The model was given prefix_lengths, and its attention is causal: leave them out, or build it with"
+            " attention=AttentionPattern(prefix=True)."
+        )
+
+    def _seen(
+        self,
+        position_ids: Tensor | None,
+        prefix_lengths: Tensor | None,
+        tokens: int,
+        window: int | None,
+        stride: int | None,
+    ) -> Seen:
         """What the tokens of one kind of layers see."""
         context = self.context
         if context is None:
             return None if position_ids is None else document_mask(position_ids)
-        if context.size == 1 and position_ids is None and window is None:
+        if context.size == 1 and position_ids is None and window is None and prefix_lengths is None:
             return None
-        return context.mask(position_ids, tokens, window, stride)
+        return context.mask(position_ids, tokens, window, stride, prefix_lengths)
 
     def use_context(self, context: Context) -> None:
         """Be given parts of sequences from now on, whose rest other ranks have. `position_ids` say which.

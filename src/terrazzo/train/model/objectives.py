@@ -214,10 +214,14 @@ def objective_of(config: Config) -> Objective:
 
 def inputs_of(model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
     """What a language model is called with, by name."""
-    tokens = batch.inputs.to(device, non_blocking=True)
-    if batch.positions is None:
-        return {"input_ids": tokens}
-    return {"input_ids": tokens, "position_ids": _placed(model, batch.positions, device)}
+    context, inputs = context_of(model), {"input_ids": _moved(batch.inputs, device)}
+    if batch.positions is not None:
+        place = _moved if context is None else context.place
+        inputs["position_ids"] = place(batch.positions, device)
+    if batch.prefixes is not None:
+        place_prefix = _moved if context is None else context.place_prefix
+        inputs["prefix_lengths"] = place_prefix(batch.prefixes, device)
+    return inputs
 
 
 def is_known(batch: Batch) -> bool:
@@ -240,10 +244,8 @@ def _cross_entropy(model: nn.Module, output: Any, batch: Batch, reduction: Liter
     return F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction=reduction)
 
 
-def _placed(model: nn.Module, positions: Tensor, device: torch.device) -> Tensor:
-    """The positions of this rank's tokens, on `device`."""
-    context = context_of(model)
-    return positions.to(device, non_blocking=True) if context is None else context.place(positions, device)
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=True)
 
 
 def _last(batch: Batch) -> Tensor:

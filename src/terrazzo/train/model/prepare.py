@@ -52,9 +52,9 @@ def _experts_config(config: Config, ffn_dim: int) -> MixtureConfig | None:
 
 
 def _attention_pattern(config: Config) -> AttentionPattern | None:
-    """The decoder's sliding windows; None for full attention."""
-    window, stride, full_every = (getattr(config.model.attention, name) for name in ("window", "stride", "full_every"))
-    return None if window is None else AttentionPattern(window, stride, full_every)
+    """The decoder's sliding windows or prefix mask; None for causal attention."""
+    attention = config.model.attention
+    return AttentionPattern(**attention.model_dump()) if attention.is_set else None
 
 
 def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Module:

@@ -193,7 +193,7 @@ def _values(config: DecoderConfig) -> dict[str, Any]:
     del values["experts"]
     if (attention := values.pop("attention")) is not None:
         usual = {"sliding_window": attention["window"], "sliding_window_pattern": attention["full_every"]}
-        values |= usual | {"stride": attention["stride"]}
+        values |= usual | {"stride": attention["stride"], "prefix": attention["prefix"]}
     if (experts := config.experts) is None:
         return values
     return values | {

@@ -151,7 +151,9 @@ def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.
         tokens = torch.zeros(size, dtype=torch.int64)
         whole = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         positions = whole if config.cuts_attention or setup.mesh.cp > 1 else None
-        batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, reference, positions)
+        prefixes = whole if config.model.attention.prefix else None
+        of_documents = (reference, positions, prefixes)
+        batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, *of_documents)
         objective = objective_of(config)
         return objective.loss_of(model, model(**objective.inputs(model, batch, torch.device("cpu"))), batch)
 

@@ -61,7 +61,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
     notes = [str(finding) for finding in problems if finding.severity == "warn" and finding.rule != WEAR]
     notes += [*offload_notes(config, memory, world_size), *local_room(config, setup, world_size)]
-    if config.cuts_attention and config.plan.mesh.cp == 1 and config.model.attention.window is None:
+    if config.cuts_attention and config.plan.mesh.cp == 1 and not config.model.attention.is_set:
         mask_bytes = config.batch.micro_batch * config.batch.sequence_length**2
         notes.append(f"the mask of data.attention 'document', {_both(mask_bytes)}, is not in the estimate of memory")
     expected = memory.expected_bytes

@@ -36,7 +36,7 @@ class DataShare:
     def of(self, batch: Batch) -> Batch:
         """This rank's part of a micro-batch. Targets are those of the whole sequences, one token ahead.
 
-        Positions stay whole: `Context.place` splits them.
+        Positions and lengths of prompts stay whole: `Context.place` and `place_prefix` split them.
         """
         if self.context is None:
             return batch
