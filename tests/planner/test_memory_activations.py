@@ -22,7 +22,8 @@ from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.train.model.decoder import Block, DecoderConfig, RotaryTable
+from terrazzo.train.model.decoder import Block, DecoderConfig
+from terrazzo.train.model.rotary import RotaryTable
 from tests.planner.subjects import gpt, llama
 
 BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, FFN = 2, 256, 128, 4, 2, 448
@@ -62,7 +63,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_decoder_saves_what_is_promised(dropout: float, dtype: torch.dtype) -> None:
     config = DecoderConfig(1000, WIDTH, 1, HEADS, KV_HEADS, FFN, LENGTH, dropout=dropout)
-    module, (cos, sin) = Block(config).to(dtype), RotaryTable(config)(LENGTH)
+    module, (cos, sin) = Block(config).to(dtype), RotaryTable(LENGTH, config.head_dim, config.rope_theta)(LENGTH)
     block = replace(LLAMA_BLOCK, torch_norm=True, dropout=dropout > 0)
     measured = saved_bytes(lambda x: module(x, cos, sin), module, dtype)
     assert promised(block, dtype) == pytest.approx(measured, rel=0.05)
@@ -221,7 +222,7 @@ def test_megatron_core_keeps_what_its_fused_kernels_do() -> None:
 
 def test_full_checkpointing_keeps_inputs() -> None:
     config = DecoderConfig(1000, WIDTH, 1, HEADS, KV_HEADS, FFN, LENGTH)
-    module, (cos, sin) = Block(config), RotaryTable(config)(LENGTH)
+    module, (cos, sin) = Block(config), RotaryTable(LENGTH, config.head_dim, config.rope_theta)(LENGTH)
 
     def run(x: Tensor) -> Tensor:
         output: Tensor = checkpoint(module, x, cos, sin, use_reentrant=False)

@@ -268,6 +268,8 @@ def _datasets(
         train = _in_rows(config, cache, packing, ~chosen, end)
         validation = _in_rows(config, cache, packing, chosen, end) if chosen.any() else None
     assert train is not None
+    for dataset in (train, *([] if validation is None else [validation])):
+        dataset.prompted = config.model.attention.prefix
     return train, validation
 
 
@@ -275,21 +277,21 @@ def _in_a_stream(config: Config, cache: TokenCache, split: Split, end: int) -> S
     """The documents one after the other."""
     apart = config.cuts_attention
     split = cut_at_documents(cache, split) if apart else split
-    return SequenceDataset(cache, split, config.batch.sequence_length, end, None, apart, config.model.attention.prefix)
+    return SequenceDataset(cache, split, config.batch.sequence_length, end, apart=apart)
 
 
 def _in_rows(
     config: Config, cache: TokenCache, packing: Packing, chosen: npt.NDArray[np.bool_], end: int
 ) -> SequenceDataset:
     """The chosen documents, each in one sequence."""
-    length, too_long, prompted = config.batch.sequence_length, config.data.too_long, config.model.attention.prefix
+    length, too_long = config.batch.sequence_length, config.data.too_long
     if cache.header.pairs:
         room = length + (not config.objective.kind.scored)  # a score is read where the last token goes in
         rows = arrange_pairs(cache, chosen, room, too_long)
-        return PairDataset(cache, split_of(cache, chosen), length, end, rows, False, prompted)
+        return PairDataset(cache, split_of(cache, chosen), length, end, rows)
     rows = arrange(cache, chosen, length + 1, packing, too_long)
     apart = config.cuts_attention and packing == "whole"
-    return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart, prompted)
+    return SequenceDataset(cache, split_of(cache, chosen), length, end, rows, apart)
 
 
 def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None]) -> tuple[str, ...]:

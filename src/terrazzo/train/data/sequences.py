@@ -174,9 +174,12 @@ class SequenceDataset:
     With `apart` no document is seen from another: batches have positions, and the first token of a document is no
     target. The split, if there are no rows, then has a range for each document (see `cut_at_documents`).
 
-    With `prompted` batches have the lengths of prompts: what is before the first learnt token of a document, or of the
-    piece of it that a sequence has; of the whole sequence where documents are not apart.
+    Attributes:
+        prompted: batches have the lengths of prompts: what is before the first learnt token of a document, or of the
+            piece of it that a sequence has; of the whole sequence where documents are not apart.
     """
+
+    prompted: bool = False
 
     def __init__(
         self,
@@ -186,9 +189,8 @@ class SequenceDataset:
         end_of_document: int,
         rows: PackedRows | None = None,
         apart: bool = False,
-        prompted: bool = False,
     ) -> None:
-        self.cache, self.split, self.rows, self.apart, self.prompted = cache, split, rows, apart, prompted
+        self.cache, self.split, self.rows, self.apart = cache, split, rows, apart
         self.sequence_length, self.end_of_document = sequence_length, end_of_document
         self.starts, self.stops = (split.starts, split.stops) if rows is None else (rows.starts, rows.stops)
         self.offsets = np.concatenate(([0], np.cumsum(self.stops - self.starts)))

@@ -4,7 +4,8 @@ objectives         what is learnt: the model, the loss, and what a validation me
 prepare            from the configuration to a model that is ready to be sharded
 causal_lm          builds any of the models; their FLOPs and logits, and generating text
 decoder            the built-in model
-attention_pattern  the sliding windows of the built-in model's layers
+attention_pattern  the sliding windows of the built-in model's layers, or its prefix mask
+rotary             its rotary positions
 experts            the built-in model's mixture of experts
 expert_load        how busy experts are, of all models
 parallel           divides a model among ranks that share its layers, matrices or sequences

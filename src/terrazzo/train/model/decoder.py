@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import AttentionMask, Context, Style
 from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.experts import MixtureConfig, MixtureOfExperts
+from terrazzo.train.model.rotary import RotaryTable, rotate
 
 __all__ = ["Block", "Decoder", "DecoderConfig"]
 
@@ -121,50 +121,8 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
-class RotaryTable(nn.Module):
-    """Cosines and sines of the rotary positions (RoFormer, arXiv 2104.09864).
-
-    Both are fp32 `[max_sequence_length, head_dim / 2]`. The buffers are recomputed, never saved: `state_dict` does not
-    hold them.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.theta = config.rope_theta
-        shape = (config.max_sequence_length, config.head_dim // 2)
-        self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
-        self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        length, pairs = self.cos.shape
-        # fp64 angles: at position 100,000 an fp32 product is already off by 0.01 radians.
-        frequency = self.theta ** (-torch.arange(pairs, dtype=torch.float64, device=self.cos.device) / pairs)
-        position = torch.arange(length, dtype=torch.float64, device=self.cos.device)
-        angle = torch.outer(position, frequency)
-        self.cos.copy_(angle.cos())
-        self.sin.copy_(angle.sin())
-
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """The tables of the first `length` positions, each `[length, head_dim / 2]`."""
-        return self.cos[:length], self.sin[:length]
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `positions`, int64 `[B, T]`, for all heads: each `[B, 1, T, head_dim / 2]`."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-
 Seen = Tensor | AttentionMask | None
 """What tokens see: where a mask `[B, 1, T, T]` is True, what tiles say, or all before them and themselves."""
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns channel pairs (i, i + head_dim / 2) of `x` `[B, H, T, head_dim]` by their position's angle."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def document_mask(positions: Tensor) -> Tensor:
@@ -194,8 +152,8 @@ class Attention(nn.Module):
         self.output = Linear(config.dim, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen = None) -> Tensor:
-        query = _rotate(self.split_heads(self.query(x)), cos, sin)
-        key = _rotate(self.split_heads(self.key(x)), cos, sin)
+        query = rotate(self.split_heads(self.query(x)), cos, sin)
+        key = rotate(self.split_heads(self.key(x)), cos, sin)
         value = self.split_heads(self.value(x))
         if isinstance(seen, AttentionMask):
             assert self.context is not None
@@ -292,7 +250,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = TokenEmbedding(config.vocab_size, config.dim)
-        self.rotary = RotaryTable(config)
+        self.rotary = RotaryTable(config.max_sequence_length, config.head_dim, config.rope_theta)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
