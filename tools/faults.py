@@ -349,4 +349,11 @@ MUTATIONS = [
         "self.cursor = Cursor(",
         "train/test_data_loader.py",
     ),
+    Mutation(
+        "a machine that is told to go stops those that stay",
+        "launch/rank/rank_process.py",
+        "if code == PREEMPTED and self.asked:",
+        "if code == PREEMPTED:",
+        "train/test_failure.py",
+    ),
 ]
