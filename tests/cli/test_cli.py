@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from terrazzo import cli
@@ -42,6 +43,20 @@ def test_paragraphs_of_the_help_fill_the_terminal(verb: str) -> None:
 def test_version_is_the_projects() -> None:
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert CliRunner().invoke(cli.app, ["--version"]).output == f"terrazzo {stated}\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_that_a_configuration_is_checked(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which takes seconds, of imports alone."""
+    path = tmp_path / "a.yaml"
+    path.write_text("plan: zero3\n")
+    monkeypatch.setattr("terrazzo.train.start_trainer.start_training", lambda *arguments: 0)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    with pytest.raises(typer.Exit):
+        cli.train(path, [])
+    assert capsys.readouterr().out == (f"checking {path} ...\n" if is_terminal else "")
 
 
 def test_bad_input_is_one_paragraph_and_exit_code_2(

@@ -15,6 +15,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.model import head_loss
 from terrazzo.train.model.head_loss import gives_loss, take_targets, wants_loss_without_logits, why_all_logits
+from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
@@ -126,6 +127,20 @@ def test_the_planner_reckons_with_the_loss_that_the_run_computes(
     assert setup_of(config, 1).loss == loss
     why = why_all_logits(prepare_model(config))
     assert why is None if loss == "chunked" else "does not return what one matrix without a bias makes" in str(why)
+
+
+def test_of_blocks_that_are_alike_one_is_run_to_see_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eighty take seconds."""
+    transformers = pytest.importorskip("transformers")
+    mlp, calls = transformers.models.llama.modeling_llama.LlamaMLP, []
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: calls.append(self) or forward(self, x))
+    built = prepare_model(config_in(tmp_path, model={"kind": "huggingface", "path": str(models()["llama"])}, **CHUNKED))
+    assert gives_loss(built)
+    assert len(calls) == 1 < built.config.num_hidden_layers
+    with one_sequence_per_row():
+        built(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta"))
+    assert len(calls) == 1 + built.config.num_hidden_layers, "afterwards all run"
 
 
 def test_a_model_that_cannot_be_run_without_values_is_refused_with_its_error(

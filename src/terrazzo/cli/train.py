@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, printable
 from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["train"]
@@ -43,6 +44,8 @@ def train(
 
         train_as_rank(config, overrides or [])  # ends the process
     settings = load_config(config, overrides or [])  # before seconds of imports
+    if sys.stdout.isatty():
+        print(f"checking {printable(str(config))} ...", flush=True)
     from terrazzo.train.start_trainer import start_training
 
     raise typer.Exit(start_training(settings, config, overrides or []))

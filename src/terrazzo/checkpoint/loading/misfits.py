@@ -168,7 +168,8 @@ def _misfit(what: str, state: StateInfo, numel: int, dtype: torch.dtype | None, 
     elif state.dtype.is_floating_point != dtype.is_floating_point:
         yield f"{what} is {state.dtype} in the checkpoint and {dtype} here"
     elif not cast and not _holds(dtype, state.dtype):
-        yield f"{what} is {state.dtype} in the checkpoint and would be rounded to {dtype} (cast=True allows that)"
+        allowed = "cast=True allows that, in a configuration checkpoint.cast=true"
+        yield f"{what} is {state.dtype} in the checkpoint and would be rounded to {dtype} ({allowed})"
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:

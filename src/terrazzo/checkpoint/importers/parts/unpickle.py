@@ -14,14 +14,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from types import MappingProxyType
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["Allowed", "StandIn", "load_pickle", "load_torch_file"]
+__all__ = ["Allowed", "StandIn", "load_pickle", "load_torch_file", "read_archive"]
 
 Allowed = Mapping[tuple[str, str], Any]
 """By module and name of a class or function, what stands for it: something harmless to call."""
@@ -53,8 +54,19 @@ def load_torch_file(path: Path, allowed: Allowed) -> Any:
         BadInput: it needs a name that is not allowed, or is of an old kind, or of a big-endian machine.
         Damaged: it is not complete.
     """
-    with _errors_name(path):
-        return _TorchUnpickler(_Archive(path), allowed).load()
+    with _errors_name(path), path.open("rb") as file:
+        records: Any = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+        return read_archive(file, records, allowed)
+
+
+def read_archive(file: BinaryIO, records: torch.UntypedStorage, allowed: Allowed = MappingProxyType({})) -> Any:
+    """What is in an archive of `torch.save`; raises any exception for one that is damaged, or needs more.
+
+    Args:
+        file: the archive.
+        records: the same bytes, mapped, of which the tensors are made.
+    """
+    return _TorchUnpickler(_Archive(file, records), allowed).load()
 
 
 def load_pickle(path: Path, allowed: Allowed) -> Any:
@@ -137,18 +149,16 @@ class _Storage(NamedTuple):
 
 
 class _Archive:
-    """A file of `torch.save`: a zip archive of a pickle and storages, none of them compressed."""
+    """What `torch.save` writes: a zip archive of a pickle and storages, none of them compressed."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            if file.read(4) != b"PK\3\4":
-                raise _Refused(
-                    "is not a zip archive, as torch.save has written since torch 1.6: it is damaged, or an older one"
-                    " that is to be saved again by torch.save(torch.load(path, weights_only=True), path)."
-                )
-            infos = zipfile.ZipFile(file).infolist()
-        self._infos = {info.filename.partition("/")[2]: info for info in infos}
-        self._bytes = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    def __init__(self, file: BinaryIO, records: torch.UntypedStorage) -> None:
+        if file.read(4) != b"PK\3\4":
+            raise _Refused(
+                "is not a zip archive, as torch.save has written since torch 1.6: it is damaged, or an older one"
+                " that is to be saved again by torch.save(torch.load(path, weights_only=True), path)."
+            )
+        self._infos = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(file).infolist()}
+        self._bytes = records
         if "byteorder" in self._infos and self.read("byteorder") != b"little":
             raise _Refused("was written on a big-endian machine: save it again on this one.")
 
