@@ -248,8 +248,7 @@ class Plan:
 
     def over(self, axes: Container[str]) -> Plan:
         """This plan split over only these axes, symbols resolved: the others split nothing."""
-        rows = {state: Place(place.among(axes), place.tier) for state, place in self.places().items()}
-        return Plan(**rows, name=self.name)
+        return self.along(lambda own: Place(tuple(own)).among(axes))
 
     def along(self, renamed: Callable[[Sequence[str]], Sequence[str]]) -> Plan:
         """This plan with other axes in the place of each state's."""

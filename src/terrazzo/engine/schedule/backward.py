@@ -184,7 +184,7 @@ class BackwardPass:
         for unit in units:
             self.closed.add(unit.index)
             if unit.has_gradients and self.fate is GradientFate.DROPPED:
-                self._reductions.report_dropped(unit)
+                self._reductions.report(unit.index, self.fate)
             elif unit.has_gradients and self.fate is not GradientFate.LOCAL:
                 self.start_reducing(unit)
 

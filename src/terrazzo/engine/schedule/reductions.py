@@ -35,24 +35,19 @@ class Reductions:
 
     def __init__(self, divisor: Callable[[], Divisor]) -> None:
         self._divisor = divisor
-        self._on_finished: Callable[[int], None] = do_nothing
-        self._on_dropped: Callable[[int], None] = do_nothing
+        self._calls: dict[GradientFate, Callable[[int], None]] = {}
         self._sums: list[_Sum] = []
 
-    def on_finished(self, call: Callable[[int], None]) -> None:
-        """Call `call` with the index of each unit behind the sum that finishes its gradients.
+    def call_on(self, fate: GradientFate, call: Callable[[int], None]) -> None:
+        """Call `call` with the index of each unit whose gradients are `FINISHED`, or complete to be `DROPPED`.
 
         A gradient that comes late is summed by itself, and `call` is called for its unit once more in the same step.
         """
-        self._on_finished = call
+        self._calls[fate] = call
 
-    def on_dropped(self, call: Callable[[int], None]) -> None:
-        """Call `call` with the index of each unit whose gradients are complete, in backwards that no step uses."""
-        self._on_dropped = call
-
-    def report_dropped(self, unit: Runnable) -> None:
-        """Report that the gradients of `unit` are complete, in a backward that no step uses."""
-        self._on_dropped(unit.index)
+    def report(self, unit: int, fate: GradientFate) -> None:
+        """Tell what has become of a unit's gradients."""
+        self._calls.get(fate, do_nothing)(unit)
 
     @property
     def under_way(self) -> bool:
@@ -73,7 +68,7 @@ class Reductions:
 
     def _drop_done(self) -> None:
         for each in self._sums:
-            self._report(each)
+            self._report_done(each)
         self._sums = [each for each in self._sums if not each.transfer.done]
 
     def start(self, unit: Runnable, label: Label, fate: GradientFate) -> None:
@@ -90,12 +85,12 @@ class Reductions:
         """Return once all sums have ended, oldest first."""
         for each in self._sums:
             each.transfer.finish()
-            self._report(each)
+            self._report_done(each)
         self._sums.clear()
 
-    def _report(self, each: _Sum) -> None:
-        if each.fate is GradientFate.FINISHED and each.transfer.done:
-            self._on_finished(each.unit)
+    def _report_done(self, each: _Sum) -> None:
+        if each.transfer.done:
+            self.report(each.unit, each.fate)
 
     def abandon(self) -> None:
         """Wait for what still ends, and call nobody: a backward raised."""

@@ -88,19 +88,19 @@ class Schedule:
 
     def on_finished(self, call: Callable[[int], None]) -> None:
         """Have `call` called with the index of each unit whose gradients are finished."""
-        self._reductions.on_finished(call)
+        self._reductions.call_on(GradientFate.FINISHED, call)
 
     @contextlib.contextmanager
     def dropping(self, call: Callable[[int], None]) -> Iterator[None]:
         """Have no step use backwards inside: `call` gets each unit whose gradients are complete, to forget them."""
         before = self.fate
-        self._reductions.on_dropped(call)
+        self._reductions.call_on(GradientFate.DROPPED, call)
         self.set_fate(GradientFate.DROPPED)
         try:
             yield
         finally:
             self.set_fate(before)
-            self._reductions.on_dropped(do_nothing)  # `call` may hold what holds this
+            self._reductions.call_on(GradientFate.DROPPED, do_nothing)  # `call` may hold what holds this
 
     # -- forward -----------------------------------------------------------------------------------------------
 

@@ -255,9 +255,9 @@ def _units_of(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, own
                 group,
                 sharding.of(group[0].family),
                 ledger,
-                not spec.name or (False if packed else None),
-                tiers,
-                sharding.precision.frozen if group[0].position in packed else None,
+                keep=not spec.name or (False if packed else None),
+                tiers=tiers,
+                packed=sharding.precision.frozen if group[0].position in packed else None,
             )
             for group in groups
         ]

@@ -20,6 +20,9 @@ from terrazzo.engine.runtime.calls import do_nothing
 __all__ = ["SavedState", "alike_along", "saved_states", "saved_weights", "share_in_replica"]
 
 
+_NOTHING = Range(0, 0)
+
+
 @dataclass(frozen=True)
 class SavedState:
     """One state of a bucket.
@@ -68,14 +71,14 @@ def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -
         axes = bucket.axes
         alike = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.spec.outer_axes)
         for momentum in bucket.outer[1:]:
-            share = momentum.range if bucket.is_primary and not axes.replica else Range(0, 0)
+            share = momentum.range if bucket.is_primary and not axes.replica else _NOTHING
             yield SavedState(bucket, OUTER_MOMENTUM, momentum, share, alike, _zeroing(momentum))
     for bucket in trainable:
         axes = bucket.axes
         for residual in bucket.gradient.residuals:
             kind, split, apart = residual.spec
             alike = tuple(axis for axis in axes.summed_over if axis not in (*split, *apart))
-            share = bucket.space.range((*split, *alike)) if bucket.is_primary else Range(0, 0)
+            share = bucket.space.range((*split, *alike)) if bucket.is_primary else _NOTHING
             yield SavedState(bucket, kind, residual.committed, share, axes.live(alike), residual.clear, residual)
 
 
@@ -87,16 +90,14 @@ def alike_along(bucket: Bucket) -> tuple[str, ...]:
 
 def share_in_replica(bucket: Bucket) -> Range:
     """Range that this rank saves of its replica's own states: ranks that hold the same save a part each."""
-    axes = bucket.axes
-    if not bucket.is_primary:
-        return Range(0, 0)
     split = bucket.spec.optim_axes
-    return bucket.space.range((*split, *(axis for axis in axes.summed_over if axis not in split)))
+    every = (*split, *(axis for axis in bucket.axes.summed_over if axis not in split))
+    return bucket.space.range(every) if bucket.is_primary else _NOTHING
 
 
 def _share(bucket: Bucket) -> Range:
     """Range that this rank saves of states that all replicas have alike: the first one saves them."""
-    return share_in_replica(bucket) if not bucket.axes.replica else Range(0, 0)
+    return share_in_replica(bucket) if not bucket.axes.replica else _NOTHING
 
 
 def _zeroing(state: Resting) -> Callable[[], None]:
