@@ -17,7 +17,7 @@ Folders, from the lowest to the highest:
     hooks            what torch calls while a model runs
     optim            stock optimizers over flat master weights
     offload          what is away from the device
-    unit_forwards    what is put around forwards of units before a model is sharded
+    unit_forwards    activation checkpointing and compilation: what is put around forwards of units
     dry_run          memory and traffic of a step that has not run
     model            a sharded model as one object
     states           what there is to save of it, and how it comes back
