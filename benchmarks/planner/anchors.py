@@ -14,7 +14,8 @@ from typing import Any
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.report.estimates import Estimate
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.build_setup import build_setup
+from terrazzo.planner.setup.request import Request
 
 __all__ = ["ANCHORS", "Anchor"]
 

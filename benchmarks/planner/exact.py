@@ -19,7 +19,8 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.bare import BareAnswer
-from terrazzo.planner.setup.request import Request, build_setup, counts_of
+from terrazzo.planner.setup.build_setup import build_setup, counts_of
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
 from terrazzo.words import CheckpointMode

@@ -10,7 +10,8 @@ from terrazzo.engine import Plan
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh, group_of
 from terrazzo.planner.machine.network import HOP_S, Network
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.build_setup import build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing import compute, rates
 from terrazzo.planner.timing.pipeline_rank import PCIE_COPY_SHARE

@@ -32,10 +32,11 @@ from terrazzo.planner.memory.trace import traced_activations
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BUILT_IN
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import expected_exchanges, expected_rows_bytes, traffic_of
 from terrazzo.train.model.causal_lm import build_model

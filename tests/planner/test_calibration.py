@@ -26,8 +26,9 @@ from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.frontier import Frontier
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import (
     OF_ANY_RUN,

@@ -19,9 +19,10 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.words import precision_name
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.choice_names import PRECISION_KEYS, PRECISION_PRESETS, precision, strategy
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 
@@ -374,3 +375,22 @@ def test_micro_batches_that_are_added_up_anyway_cannot_be_reduced_each(options: 
     with pytest.raises(BadInput, match=said):
         build_setup(Request("llama3-8b", 8, accumulate_locally=False, **options))
     assert not build_setup(Request("llama3-8b", 8, strategy="zero2", accumulate_locally=False)).sums_locally
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("nvfp4", "products in 4 bits"), ("nf4", "qlora, or bf16,frozen=nf4"), ("fp8-blockwise", "fp8-rowwise")],
+)
+def test_formats_that_no_precision_is_are_refused_by_name(name: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        build_setup(Request("gpt2", 1, precision=name))
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "adamw_8bit", "adamw8bit"])
+def test_an_optimizer_is_known_however_it_is_spelled(name: str) -> None:
+    assert build_setup(Request("gpt2", 1, optimizer=name)).optimizer.name == "adamw-8bit"
+
+
+def test_torchaos_names_of_fp8_are_known() -> None:
+    named = [build_setup(Request("gpt2", 1, precision=name)) for name in ("float8", "float8-rowwise")]
+    assert [(each.matmul, each.recipe) for each in named] == [("fp8", "tensorwise"), ("fp8", "rowwise")]

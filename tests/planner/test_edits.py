@@ -17,6 +17,7 @@ def changed(request: Request, options: str) -> Request:
     """The request with options of the command line, which are read here apart from the code that wrote them."""
     words = options.split()
     fields = {"--ac": "checkpointing", "--micro-batch": "micro_batch", "--gpus": "gpus", "--loss": "loss"}
+    fields["--precision"] = "precision"
     for flag, value in zip(words[::2], words[1::2], strict=True):
         if flag == "--offload":
             assert request.plan is not None
@@ -40,7 +41,7 @@ CASES = {
 def test_every_edit_that_is_listed_fits_and_costs_what_it_says(name: str) -> None:
     found = ask(CASES[name]).best
     assert found.memory.fits is False
-    assert 1 <= len(found.edits) <= 3
+    assert 1 <= len(found.edits) <= 4
     for edit in found.edits:
         if "without" in edit.options:
             continue
@@ -116,3 +117,15 @@ def test_what_fits_has_neither_blocker_nor_edits() -> None:
     found = ask(replace(H100, checkpointing="full")).best
     assert not found.edits
     assert "in the way" not in str(found)
+
+
+def test_states_in_fewer_bits_are_offered_where_they_are_the_faster_way() -> None:
+    """8.03 B parameters: 16 bytes each exceed 80 GB, and 2 + 2 + 2 with 2 of moments and their scales do not."""
+    one = Request("llama3-8b", 1, gpu="h100", strategy="zero0", checkpointing="full", micro_batch=1)
+    by_options = {edit.options: edit for edit in ask(one).best.edits}
+    rounded = by_options["--precision bf16-pure,moments=int8,rounding=remainder"]
+    assert rounded.estimate.memory.fits_surely and "moments in int8, gradients in bf16" in rounded.cost
+    states = sum(term.value for term in rounded.estimate.memory.terms if term.name in ("weights", "master", "moments"))
+    assert states == pytest.approx(8.03e9 * (2 + 2 + 2 * (1 + 4 / 256)), rel=0.01)
+    eight = Request("llama3-8b", 8, gpu="h100", strategy="zero3", micro_batch=8)
+    assert not any("--precision" in edit.options for edit in ask(eight).best.edits)

@@ -17,9 +17,10 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model.decoder import Decoder, DecoderConfig

@@ -21,8 +21,9 @@ from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
 from terrazzo.planner.gate.rule import Sentence, as_text
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.framework import FRAMEWORKS, Framework
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 FP16_UNSCALED = Precision(weight="fp16", compute="fp16")  # type: ignore[arg-type]

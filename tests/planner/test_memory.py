@@ -29,9 +29,10 @@ from terrazzo.planner.memory.step_settings import StepSettings, StepUnit
 from terrazzo.planner.memory.walk import peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.framework import Framework
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from tests.helpers.calls import calls_of
 from tests.planner.subjects import gpt, llama

@@ -18,7 +18,8 @@ from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar, chart_of, kind
 from terrazzo.planner.report.blocks import TableColumn, TextLine, TextTable, plain, show
 from terrazzo.planner.report.picture import SCALE, save_picture, svg
 from terrazzo.planner.report.terminal import show_bars
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.build_setup import build_setup
+from terrazzo.planner.setup.request import Request
 
 GIB = 2.0**30
 SVG = "{http://www.w3.org/2000/svg}"

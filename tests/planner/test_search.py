@@ -25,10 +25,11 @@ from terrazzo.planner.report.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.report.schema import StatesReport
 from terrazzo.planner.report.sizing import Sizing, sizing_row
 from terrazzo.planner.setup.assumptions import assumptions
+from terrazzo.planner.setup.build_setup import build_setup, counts_of, request_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.request import Request, build_setup, counts_of, request_of
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.timing.calibration import Calibration, Software
 from tests.helpers.calls import calls_of
 
@@ -647,3 +648,23 @@ def test_where_nothing_fits_python_is_told_what_would_run_too() -> None:
     assert found.closest is not None and found.closest.edits
     assert "what would run" in str(found)
     assert str(ask(Request("llama3-8b", 2, gpu="h100", memory_bytes=30e9)).best) == str(found.detailed())
+
+
+def test_on_one_rank_all_strategies_are_one_row() -> None:
+    request = Request("gpt2", 1, gpu="rtx4090")
+    found = search(request)
+    assert {each.setup.plan.name for each in found.leaders} == {"zero0"}
+    assert found.equal_names == ["zero1", "zero2", "zero3", "shard_grad_op"]
+    assert "zero1, zero2, zero3, shard_grad_op equal zero0." in str(found)
+    each = [estimate(build_setup(replace(request, strategy=name))) for name in ("zero0", *found.equal_names)]
+    assert all((one.memory, one.time) == (each[0].memory, each[0].time) for one in each)
+    assert not search(replace(request, gpus=2)).equal_names
+
+
+def test_a_reserve_is_taken_off_each_device_once() -> None:
+    whole, less = (search(Request("gpt2", 2, gpu="rtx4090", reserve_bytes=each)) for each in (None, 4e9))
+    room = whole.ranked[0].memory.capacity_bytes
+    assert room is not None
+    assert {each.memory.capacity_bytes for each in less.ranked} == {room - 4_000_000_000}
+    with pytest.raises(BadInput, match="26 GB are left to others"):
+        search(Request("gpt2", 2, gpu="rtx4090", reserve_bytes=26e9))

@@ -14,8 +14,9 @@ from terrazzo.planner.assemble import estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.picture import svg
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.timeline import timeline_of

@@ -31,7 +31,7 @@ A question on its way, `terrazzo plan --model llama3-8b --gpus 8`:
     Request         arguments as they were written, each checked by itself              setup.request, setup.arguments
     ask             a strategy and a number of devices: one estimate; else a search     api
     search          candidates for all that is open                                     choice.search
-      build_setup   each as a `Setup`, with a value for everything                      setup.request
+      build_setup   each as a `Setup`, with a value for everything                      setup.build_setup
       assemble      its memory, traffic, time and findings: an `Estimate`             assemble
     Answer          the best, the others, and what was refused: text, JSON, pictures    report.answer
 
@@ -64,8 +64,9 @@ from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.report.estimates import Edit, Estimate
 from terrazzo.planner.report.frontier import Frontier
 from terrazzo.planner.report.sizing import Sizing
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.assemble import estimate
-from terrazzo.planner.choice.edits import Changed, cost_of, edits_that_fit, no_edit
+from terrazzo.planner.choice.edits import Changed, cost_of, edits_that_fit, narrower_names, no_edit
 from terrazzo.planner.choice.fewest import min_gpus
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.gate.gate import findings
@@ -21,8 +21,9 @@ from terrazzo.planner.report.estimates import Edit, Estimate
 from terrazzo.planner.report.frontier import Frontier
 from terrazzo.planner.report.sizing import Sizing
 from terrazzo.planner.setup.assumptions import assumptions
+from terrazzo.planner.setup.build_setup import MOST_TRIED, build_setup
 from terrazzo.planner.setup.framework import Framework
-from terrazzo.planner.setup.request import MOST_TRIED, ModelSource, Request, build_setup
+from terrazzo.planner.setup.request import ModelSource, Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
@@ -126,12 +127,13 @@ def _one(request: Request) -> Estimate:
 
 
 def _wider(request: Request, best: Estimate) -> tuple[Edit, ...]:
-    """What a search that finds nothing finds with offload, with more kinds of parallelism, on more GPUs."""
+    """What a search that finds nothing finds with offload, more kinds of parallelism, fewer bits, more GPUs."""
     edits: list[Edit] = []
     more = [best.setup.cluster.count << power for power in range(1, 5)] if isinstance(request.gpus, int) else []
     kinds: list[list[Changed[Request]]] = [
         [] if request.offload or request.plan else [Changed("--offload any", replace(request, offload=True))],
         [] if request.parallel else [Changed("--parallel", replace(request, parallel=True))],
+        [Changed(f"--precision {name}", replace(request, precision=name)) for name in narrower_names(best.setup)],
         [Changed(f"--gpus {count}", replace(request, gpus=count)) for count in more],
     ]
     for kind in kinds:

@@ -31,8 +31,8 @@ from terrazzo.planner.report.explain import explain, explained
 from terrazzo.planner.report.page import save_page
 from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
+from terrazzo.planner.setup.build_setup import build_cluster
 from terrazzo.planner.setup.framework import TERRAZZO
-from terrazzo.planner.setup.request import build_cluster
 from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["answer_plan"]

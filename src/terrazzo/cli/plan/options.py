@@ -91,6 +91,13 @@ class PlanArguments:
     memory_gb: float | None = _machines(
         "--memory-gb GB", "memory of one GPU, in 1e9 bytes", "memory_bytes", beside=CONFIG | PARAMS, unit=GIGA
     )
+    reserve_gb: float | None = _machines(
+        "--reserve-gb GB",
+        "memory of one GPU that is left to others, such as a display",
+        "reserve_bytes",
+        beside=CONFIG | PARAMS,
+        unit=GIGA,
+    )
     per_node: int | None = _machines("--per-node N", "GPUs of one host", "per_node", beside=CONFIG | PARAMS)
     peak_tflops: float | None = _machines(
         "--peak-tflops TFLOP/S",

@@ -13,10 +13,10 @@ from terrazzo.config import Config, MeshConfig, load_config
 from terrazzo.errors import BadInput
 from terrazzo.launch.machine import ranks_to_start
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
-from terrazzo.planner.choice.edits import Changed, Kinds, best_edits
+from terrazzo.planner.choice.edits import Changed, Kinds, best_edits, narrower_names
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
-from terrazzo.planner.setup.request import build_cluster
+from terrazzo.planner.setup.build_setup import build_cluster
 from terrazzo.train.calibration.calibrate import calibrate
 from terrazzo.train.planning.run_estimate import estimate_run
 
@@ -72,12 +72,22 @@ def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
     name = "" if "@" in setup.plan.name or setup.cluster.device.kind == "cpu" else setup.plan.name
     tiers = [f"plan={name}@{tier}" for tier in ("cpu", "cpu-all")] if name else []
     loss = ["objective.loss=chunked"] if setup.loss == "full" else []
+    rounded = (
+        [f"precision.{key}={value}" for key, value in _precision_keys(text).items()] for text in narrower_names(setup)
+    )
     counts = [ranks << power for power in range(1, 6)]
     return Kinds(
         [map(settings, each) for each in (modes, sizes, loss, tiers)],
         [(settings(*both) for both in product(modes[-1:], sizes))],
+        (settings(*each) for each in rounded),
         (Changed(f"--gpus {count}", ChangedSettings((), count)) for count in counts),
     )
+
+
+def _precision_keys(text: str) -> dict[str, str]:
+    """The keys of the section `precision` that a name such as `bf16,moments=int8` stands for."""
+    name, *keys = text.split(",")
+    return {"name": name, **dict(key.split("=") for key in keys)}
 
 
 def _calibrated(source: FromConfig) -> str:

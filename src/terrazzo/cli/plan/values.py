@@ -18,6 +18,7 @@ OTHER_NAMES = {
     "--gpus": "ranks num-gpus n-gpus ngpus num-devices devices world-size nproc-per-node num-processes",
     "--per-node": "gpus-per-node nproc",
     "--memory-gb": "memory gpu-memory vram mem",
+    "--reserve-gb": "reserve reserved headroom",
     "--price": "cost price-per-hour usd-per-hour",
     "--seq": "sequence sequence-length seq-len seq-length context-length max-length max-seq-len block-size",
     "--micro-batch": "batch-size mbs micro-batch-size per-device-train-batch-size",

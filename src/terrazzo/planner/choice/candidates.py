@@ -13,8 +13,9 @@ from terrazzo.parallel import MODES, Mode
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.build_setup import CONTEXT, build_cluster, request_of, shape_of
 from terrazzo.planner.setup.choice_names import TRIED_MODES
-from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, request_of, shape_of
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [

@@ -6,22 +6,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from terrazzo.engine import Plan
+from terrazzo.engine import MOMENTS_NAMES, Plan
 from terrazzo.errors import BadInput
+from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.report.estimates import Edit, Estimate
-from terrazzo.planner.setup.request import MOST_TRIED, Request
+from terrazzo.planner.setup.build_setup import MOST_TRIED
+from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Changed", "Kinds", "best_edits", "cost_of", "edits_that_fit", "no_edit"]
+__all__ = ["Changed", "Kinds", "best_edits", "cost_of", "edits_that_fit", "narrower_names", "no_edit"]
 
 T = TypeVar("T")
 
 
 SHOWN_EDITS = 3
+"""Edits that leave every value as it is, one with more GPUs among them."""
+
 TRIED_SHARES = (0.75, 0.5, 0.25)
 """Shares of states in host memory that are tried where it is too small for all of them."""
 
 TRIED_TIERS = ("cpu", "cpu-all", "nvme", "nvme-all")
+
+NARROWER = ("bf16", "bf16,moments=int8", "bf16-pure,moments=int8,rounding=remainder")
+"""Precisions of fewer and fewer bytes: 8-bit moments, and beside these the 16 bits more that make bf16 weights fp32
+masters, with gradients in bf16."""
 
 
 class Changed(NamedTuple, Generic[T]):
@@ -32,14 +41,14 @@ class Changed(NamedTuple, Generic[T]):
 
 
 def edits_that_fit(request: Request, misfit: Estimate, estimate: Callable[[Request], Estimate]) -> tuple[Edit, ...]:
-    """Up to three ways of changing `misfit`, which `request` means and which does not fit, so that it fits.
+    """Up to four ways of changing `misfit`, which `request` means and which does not fit, so that it fits.
 
     Of each kind of change the smallest is taken with which it surely fits, or else as expected: more recomputed,
-    smaller micro-batches, a loss without all logits, states elsewhere, or these together, and more GPUs.
-    The fastest comes first, and those with more GPUs last.
+    smaller micro-batches, a loss without all logits, states elsewhere, or these together; states in fewer bits; and
+    more GPUs. The fastest comes first, behind it what rounds states, if that is faster, and more GPUs last.
     """
     setup = misfit.setup
-    kinds = Kinds(_alone(request, setup), _together(request, setup), _larger(request, setup))
+    kinds = Kinds(_alone(request, setup), _together(request, setup), _narrower(request, setup), _larger(request, setup))
     return best_edits(kinds, misfit, estimate)
 
 
@@ -49,28 +58,34 @@ class Kinds(Generic[T]):
 
     Attributes:
         alone: each of which may be enough; together: which are tried where none of those surely is.
-        larger: more GPUs.
+        narrower: states in fewer bits; larger: more GPUs.
     """
 
     alone: Iterable[Iterator[Changed[T]]]
     together: Iterable[Iterator[Changed[T]]]
+    narrower: Iterator[Changed[T]]
     larger: Iterator[Changed[T]]
 
 
 def best_edits(kinds: Kinds[T], misfit: Estimate, estimate: Callable[[T], Estimate]) -> tuple[Edit, ...]:
-    """The first change of each kind that fits: the fastest of them, and one with more GPUs."""
-    edits = [edit for kind in kinds.alone if (edit := _first(kind, misfit, estimate))]
+    """The first change of each kind that fits: the fastest of them, one that rounds states, and one with more GPUs."""
+    edits = [edit for kind in kinds.alone for edit in _found(kind, misfit, estimate)]
     if not any(edit.estimate.memory.fits_surely for edit in edits):
-        together = [edit for kind in kinds.together if (edit := _first(kind, misfit, estimate))]
+        together = [edit for kind in kinds.together for edit in _found(kind, misfit, estimate)]
         edits += [edit for edit in together if edit.estimate.memory.fits_surely or not edits]
-    larger = _first(kinds.larger, misfit, estimate)
     edits = sorted((edit for edit in edits if not _beaten(edit, edits)), key=_order)
-    return (*edits[: SHOWN_EDITS - 1], larger) if larger else tuple(edits[:SHOWN_EDITS])
+    rounded = [edit for edit in _found(kinds.narrower, misfit, estimate) if _is_faster(edit, edits)]
+    larger = _found(kinds.larger, misfit, estimate)
+    return (*edits[: SHOWN_EDITS - len(larger)], *rounded, *larger)
 
 
 def no_edit(setup: Setup) -> str:
     """What to do where no edit helps."""
-    tried = "smaller micro-batch, activation checkpointing, chunked loss, offload or " if setup.model.computes else ""
+    tried = (
+        "smaller micro-batch, activation checkpointing, chunked loss, offload, 8-bit moments or "
+        if setup.model.computes
+        else ""
+    )
     return (
         f"No {tried}number of GPUs up to {MOST_TRIED} that was tried makes it fit: leave --strategy out, which "
         "compares all of them, with --offload any if states may leave the device."
@@ -83,6 +98,11 @@ def cost_of(edited: Estimate, before: Estimate) -> str:
     if edited.time and before.time:
         change = edited.time.tokens_per_s_per_gpu / before.time.tokens_per_s_per_gpu - 1
         costs.append("as fast" if abs(change) < 0.005 else f"{change:+.0%} tokens/s per GPU")
+    kept, before_kept = edited.setup.precision, before.setup.precision
+    if kept.moments != before_kept.moments:
+        costs.append(f"moments in {MOMENTS_NAMES[kept.moments]}")
+    if kept.accumulate != before_kept.accumulate:
+        costs.append(f"gradients in {MOMENTS_NAMES[kept.accumulate]}")
     factor = edited.setup.cluster.count / before.setup.cluster.count
     if factor != 1:
         costs.append(f"{factor:g} times the GPUs")
@@ -96,9 +116,9 @@ def cost_of(edited: Estimate, before: Estimate) -> str:
     return ", ".join(costs)
 
 
-def _first(changes: Iterator[Changed[T]], misfit: Estimate, estimate: Callable[[T], Estimate]) -> Edit | None:
-    """The first with which it surely fits, or else as expected."""
-    expected: Edit | None = None
+def _found(changes: Iterator[Changed[T]], misfit: Estimate, estimate: Callable[[T], Estimate]) -> list[Edit]:
+    """The first with which it surely fits, or else as expected; none where it never does."""
+    expected: list[Edit] = []
     for options, changed in changes:
         try:
             other = estimate(changed)
@@ -108,8 +128,8 @@ def _first(changes: Iterator[Changed[T]], misfit: Estimate, estimate: Callable[[
             continue
         edit = Edit(options, other, cost_of(other, misfit))
         if other.memory.fits_surely:
-            return edit
-        expected = expected or edit
+            return [edit]
+        expected = expected or [edit]
     return expected
 
 
@@ -125,6 +145,12 @@ def _beaten(edit: Edit, edits: Sequence[Edit]) -> bool:
         return False
     sure = [other.estimate for other in edits if other.estimate.memory.fits_surely]
     return any(_speed(other) >= _speed(edit.estimate) for other in sure)
+
+
+def _is_faster(edit: Edit, edits: Sequence[Edit]) -> bool:
+    """Whether it is clearly faster than all of these that surely fit."""
+    sure = [other.estimate for other in edits if other.estimate.memory.fits_surely]
+    return all(_speed(edit.estimate) > (1 + NOISE) * _speed(other) for other in sure)
 
 
 def _speed(estimate: Estimate) -> float:
@@ -151,6 +177,22 @@ def _smaller(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
     for shift in range(1, setup.micro_batch.bit_length()):
         size = setup.micro_batch >> shift
         yield Changed(f"--micro-batch {size}", replace(request, micro_batch=size))
+
+
+def _narrower(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
+    """States in fewer bits, alone and where the rest takes the least."""
+    words, least = _leanest(request, setup)
+    for prefix, base in {"": request, f"{words} ".lstrip(): least}.items():
+        for name in narrower_names(setup):
+            yield Changed(f"{prefix}--precision {name}", replace(base, precision=name))
+
+
+def narrower_names(setup: Setup) -> tuple[str, ...]:
+    """The precisions of `NARROWER` behind a setup's own, of an optimizer that keeps moments."""
+    own = precision_text(MatmulPrecision(setup.precision, setup.matmul, setup.recipe))
+    if own not in NARROWER or not setup.optimizer.moments or setup.optimizer.moment_bytes is not None:
+        return ()
+    return NARROWER[NARROWER.index(own) + 1 :]
 
 
 def _elsewhere(request: Request, setup: Setup) -> Iterator[Changed[Request]]:

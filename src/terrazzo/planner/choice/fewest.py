@@ -12,7 +12,8 @@ from terrazzo.planner.choice.search import search, spread
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.report.frontier import Frontier, Refusal
 from terrazzo.planner.report.sizing import Sizing
-from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
+from terrazzo.planner.setup.build_setup import build_cluster, build_setup, counts_of, settled
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["floor_gpus", "min_gpus"]
@@ -47,9 +48,8 @@ def min_gpus(request: Request, calibration: Calibration | None = None) -> Sizing
     Raises:
         BadInput: a request that is impossible on every number, or a device whose memory is not known.
     """
-    cluster = build_cluster(request, 1)
-    device = cluster.device
-    request = replace(request, model=shape_of(request.model), gpu=device)
+    request = settled(request)
+    device = build_cluster(request, 1).device
     if device.memory_bytes is None:
         raise BadInput(f"The memory of {device.name} is not known. Give it (--memory-gb).")
     states = _state_bytes(request)

@@ -28,8 +28,9 @@ from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.frontier import Frontier, Refusal
 from terrazzo.planner.report.words import HOSTS, LABELS
+from terrazzo.planner.setup.build_setup import build_cluster, build_setup, counts_of, settled
 from terrazzo.planner.setup.checks import check
-from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
@@ -49,7 +50,7 @@ def search(request: Request, calibration: Calibration | None = None) -> Frontier
     Raises:
         BadInput: the request itself is impossible; a choice that is impossible is refused instead.
     """
-    original, request = request, replace(request, model=shape_of(request.model), gpu=build_cluster(request, 1).device)
+    original, request = request, settled(request)
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.files import GIB
-from terrazzo.planner.figures import Formula, Term
+from terrazzo.planner.figures import SPARE, Formula, Term
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.setup.setup import Setup
 
@@ -42,25 +42,29 @@ at most are 1.6 GB for one and 6 GB for three (NVIDIA/nccl#864), and 1.45 GiB af
 
 FORMULAS = {
     "memory.workspace": Formula(
-        "two cuBLAS workspaces of 32 MiB, one of forward's and one of backward's thread",
+        f"two cuBLAS workspaces of {WORKSPACE_BYTES / 2**21:g} MiB, one of forward's and one of backward's thread",
         "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp",
     ),
     "memory.reserved": Formula(
-        "allocated bytes x 1.12 as far as the device has room, and no more than at most, x 1.05 where it has not: "
-        "rounding and fragmentation of the caching allocator, which gives blocks back only when memory runs out",
+        f"allocated bytes x {1 + ROOMY_RESERVE:g} as far as the device has room, and no more than at most, x "
+        f"{1 + RESERVE:g} where it has not: rounding and fragmentation of the caching allocator, which gives blocks "
+        "back only when memory runs out",
         "python -m benchmarks.allocator",
     ),
     "memory.device": Formula(
-        "reserved bytes, 0.5 GiB for the CUDA context, and 0.6 GiB for the default group and each mesh axis; on a CPU "
-        "0.33 GiB for the process and its libraries, and states that are offloaded to the same memory",
+        f"reserved bytes, {CONTEXT_BYTES / GIB:g} GiB for the CUDA context, and {COMMUNICATOR_BYTES / GIB:g} GiB for "
+        f"the default group and each mesh axis; on a CPU {PROCESS_BYTES / GIB:g} GiB for the process and its "
+        "libraries, and states that are offloaded to the same memory",
         "stas00/ml-engineering; NVIDIA/nccl#964; terrazzo/train/session/warm_kernels.py",
     ),
     "memory.upper": Formula(
-        "upper values of states x 1.02, and of all other terms x 1.35, for what the allocator keeps, 1.8 GiB for the "
-        "CUDA context, 1.9 GiB for the default group and each mesh axis, and at least what is expected without room; "
-        "on a CPU 0.5 GiB for the process, states that are offloaded to the same memory, and what malloc keeps of "
-        "gradients and weights that a step has freed before its fullest moment, or up to 2 GiB of all of them in the "
-        "heap of a thread that does not take them then; to fit surely is to leave 2 % of the device's memory",
+        f"upper values of states x {1 + RESTING_UPPER:g}, and of all other terms x {1 + MOVING_UPPER:g}, for what the "
+        f"allocator keeps, {CONTEXT_BYTES_UPPER / GIB:g} GiB for the CUDA context, {COMMUNICATOR_BYTES_UPPER / GIB:g} "
+        "GiB for the default group and each mesh axis, and at least what is expected without room; on a CPU "
+        f"{PROCESS_BYTES_UPPER / GIB:g} GiB for the process, states that are offloaded to the same memory, and what "
+        "malloc keeps of gradients and weights that a step has freed before its fullest moment, or up to 2 GiB of all "
+        "of them in the heap of a thread that does not take them then; to fit surely is to leave "
+        f"{100 * SPARE:g} % of the device's memory",
         "python -m benchmarks.allocator; terrazzo/engine/runtime/pages.py; pytorch/torchtitan#929; NVIDIA/nccl#864; "
         "stas00/ml-engineering",
     ),

@@ -16,10 +16,12 @@ __all__ = ["alternatives"]
 
 
 def alternatives(chosen: Estimate, estimate: Callable[[Setup], Estimate]) -> list[Estimate]:
-    """`chosen` among the plans of the table that are possible on its devices, all else being equal."""
+    """`chosen` among the plans of the table that are possible on its devices, all else being equal; with nothing to
+    split all of them are one.
+    """
     others, own = [], chosen.setup.plan
     row = None if own.offloaded else own.row
-    for name in ROWS:
+    for name in ROWS if chosen.setup.mesh.data_ranks > 1 else (row or ROWS[0],):
         if name == row:
             others.append(chosen)
             continue

@@ -16,8 +16,9 @@ from terrazzo.planner.report.bars import Chart, MemoryBar
 from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.report.schema import PerRank, StatesReport, StatesRow
 from terrazzo.planner.report.words import GB, count_text
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.checks import check
-from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import unit_moves
 

@@ -11,9 +11,10 @@ from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
 from terrazzo.planner.report.estimates import Estimate
-from terrazzo.planner.report.words import axes_text, checkpointing_text, fits_text
+from terrazzo.planner.report.words import AT_MOST, axes_text, checkpointing_text, fits_text
 from terrazzo.planner.setup.assumptions import assumptions
-from terrazzo.planner.setup.request import Request, request_of
+from terrazzo.planner.setup.build_setup import request_of
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["NO_MESH", "SHOWN_ROWS", "Frontier", "Refusal"]
@@ -83,14 +84,25 @@ class Frontier:
 
     @property
     def leaders(self) -> list[Estimate]:
-        """The first of each strategy and mesh, and all that nothing else beats, in order of rank."""
+        """The first of each strategy and mesh, and all that nothing else beats, in order of rank.
+
+        Strategies that split nothing on their ranks are one: the first of them, `equal_names` has the others.
+        """
         seen, leaders = set(), []
         for each in self.ranked:
-            key = (each.setup.plan.name, each.setup.mesh, each.setup.cluster.count)
+            setup = each.setup
+            key = (setup.plan.name if setup.splits_states else "", setup.mesh, setup.cluster.count)
             if key not in seen or each in self.pareto:
                 leaders.append(each)
             seen.add(key)
         return leaders
+
+    @property
+    def equal_names(self) -> list[str]:
+        """Strategies that are left out of `leaders`: with nothing to split they are the same as one that is there."""
+        shown = [each.setup.plan.name for each in self.leaders]
+        same = (each.setup.plan.name for each in self.ranked if not each.setup.splits_states)
+        return [name for name in dict.fromkeys(same) if name not in shown]
 
     def __str__(self) -> str:
         """The report that `terrazzo plan` prints, but for the bars."""
@@ -139,7 +151,10 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
             TextLine(f"{counts} What fits surely, also at most, stands before what is expected to fit;", "dim")
         )
         simple = ", of what is as fast within 3 % the simplest" if timed else ""
-        blocks.append(TextLine(f"among these {first} is first{simple}.", "dim"))
+        blocks.append(TextLine(f"among these {first} is first{simple}. {AT_MOST}", "dim"))
+        if equal := frontier.equal_names:
+            shown = next(each.setup.plan.name for each in leaders if not each.setup.splits_states)
+            blocks.append(TextLine(f"With one rank for all data nothing is split: {', '.join(equal)} equal {shown}."))
     return blocks + _refusals(frontier)
 
 

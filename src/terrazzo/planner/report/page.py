@@ -20,8 +20,9 @@ from terrazzo.planner.report.bars import KINDS, parts_of
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.frontier import Frontier
 from terrazzo.planner.report.words import axes_text, blocker, checkpointing_text, count_text, setup_text, verdict
+from terrazzo.planner.setup.build_setup import build_setup, request_of
 from terrazzo.planner.setup.choice_names import TRIED_MODES
-from terrazzo.planner.setup.request import Request, build_setup, request_of
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["page", "save_page"]

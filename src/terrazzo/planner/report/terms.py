@@ -8,6 +8,7 @@ from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, Term, TimeFigures, TrafficFigures
 from terrazzo.planner.report.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.report.words import (
+    AT_MOST,
     HOSTS,
     LABELS,
     ByteUnit,
@@ -66,7 +67,7 @@ def _memory_table(memory: MemoryFigures) -> TextTable:
 
 def _fullest(memory: MemoryFigures) -> list[TextBlock]:
     """Which rank is fullest, and what the others along pp hold."""
-    lines = [TextLine(f"fullest: {memory.limiting_rank}")]
+    lines = [TextLine(f"fullest: {memory.limiting_rank}. {AT_MOST}")]
     if len(memory.per_pp_rank) > 1:
         stages = ", ".join(f"{value / GIB:,.1f}" for value in memory.per_pp_rank)
         lines.append(TextLine(f"GiB by stage: {stages}"))

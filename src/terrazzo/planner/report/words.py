@@ -13,6 +13,7 @@ from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
+    "AT_MOST",
     "GB",
     "HOSTS",
     "LABELS",
@@ -52,6 +53,9 @@ LABELS = {
 HOSTS = {"host": "memory", "disk": "disks"}
 """What of a host its ranks share, by the name of a `Room`."""
 
+
+AT_MOST = "At most is a bound: `--explain upper`."
+"""What a column of that heading holds."""
 
 GB = 1e9
 

@@ -9,15 +9,16 @@ A `Request` leaves open what nobody named; a `Setup` has a value for everything.
     choice_names  names of strategies, precisions and activation checkpointing
     checks        what cannot be, whatever the hardware
     arguments     the kind and range of every field of a request
-    request       `Request`, and the setup that it means: `build_setup`
+    request       `Request`: what a user asks
+    build_setup   the setup that a request means, and its devices
     assumptions   what was assumed of it, in sentences
 
 The micro-batches of a step, of `Request("llama3-8b", 8, global_batch=32)`:
 
     Request           `global_batch` is a whole number above 0                                 request, arguments
-    build_setup       all defaults are filled in                                               request
-      _mesh           8 devices are left to data parallelism                                   request
-      _micro_batches  32 / (1 sequence x 8 data ranks) = 4, or `BadInput` with the division    request
+    build_setup       all defaults are filled in                                               build_setup
+      _mesh           8 devices are left to data parallelism                                   build_setup
+      _micro_batches  32 / (1 sequence x 8 data ranks) = 4, or `BadInput` with the division    build_setup
     Setup             `micro_batches=4`, which memory, traffic and timing read                 setup
     check             begins every estimate: a whole number, which suits the pipeline          checks
 """

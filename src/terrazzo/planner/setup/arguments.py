@@ -24,8 +24,8 @@ COUNTS = (
     "virtual_stages", "prefetch", "lora",
 )  # fmt: skip
 AMOUNTS = (
-    "memory_bytes", "host_memory_bytes", "disk_bytes", "disk_bandwidth", "price_per_hour", "peak_flops",
-    "memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth", "watts", "launch_s",
+    "memory_bytes", "reserve_bytes", "host_memory_bytes", "disk_bytes", "disk_bandwidth", "price_per_hour",
+    "peak_flops", "memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth", "watts", "launch_s",
 )  # fmt: skip
 LEAST = {"prefetch": 0, "price_per_hour": 0, "launch_s": 0, "memory_bytes": 1, "host_memory_bytes": 1, "disk_bytes": 1}
 FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally", "qlora")

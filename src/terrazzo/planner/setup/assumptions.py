@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.planner.setup.request import MICRO_BATCHES_PER_STAGE, OPTIMIZER, PRECISION, Request, precision_of
+from terrazzo.planner.setup.build_setup import MICRO_BATCHES_PER_STAGE, OPTIMIZER, PRECISION, precision_of
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["assumptions"]

@@ -68,6 +68,22 @@ LINEARS = {"fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-rowwise"}
 
 _PLAIN_LINEARS = "compute"
 
+_FP8_SPELLINGS = {"float8": "fp8", "fp8-tensorwise": "fp8", "float8-tensorwise": "fp8", "float8-rowwise": "fp8-rowwise"}
+"""How torchao and configurations spell presets that are the planner's own."""
+
+_NOT_PLANNED = {
+    **dict.fromkeys(("nvfp4", "mxfp4", "fp4"), "products in 4 bits are neither planned nor run: say fp8, or mxfp8"),
+    **dict.fromkeys(
+        ("fp8-blockwise", "fp8-block", "fp8-delayed"),
+        "fp8 is planned with a scale for each matrix (fp8), each row of one (fp8-rowwise) or 32 elements (mxfp8)",
+    ),
+    **dict.fromkeys(
+        ("nf4", "nf4-double", "int4", "4bit"),
+        "frozen matrices alone are kept in 4 bits: say qlora, or bf16,frozen=nf4",
+    ),
+}
+"""Formats that users know and no precision is, with what there is in their place."""
+
 _MEANINGS: Mapping[str, Mapping[str, Any]] = {
     "frozen": {"none": None},
     "gather": {"compute": None},
@@ -171,7 +187,7 @@ def _parts(name: str) -> tuple[str, dict[str, Any]]:
     key, own = _key(first), dict[str, Any]()
     if key not in PRECISION_PRESETS:
         spelled = {spelling: preset for preset, each in PRECISION_SPELLINGS.items() for spelling in each}
-        near = did_you_mean(key, (*PRECISION_PRESETS, *spelled))
+        near = did_you_mean(key, (*PRECISION_PRESETS, *spelled, *_FP8_SPELLINGS))
         synonyms = ", ".join(f"{spelling} = {preset}" for spelling, preset in spelled.items())
         raise BadInput(
             f"There is no precision {first!r}.{near} Precisions are {', '.join(PRECISION_PRESETS)}; {synonyms}."
@@ -194,7 +210,9 @@ def _parts(name: str) -> tuple[str, dict[str, Any]]:
 
 def _key(name: str) -> str:
     key = name.strip().lower().replace("_", "-")
-    return key if key in PRECISION_PRESETS else preset_named(name)
+    if key in _NOT_PLANNED:
+        raise BadInput(f"There is no precision {name!r}: {_NOT_PLANNED[key]}.")
+    return _FP8_SPELLINGS.get(key) or (key if key in PRECISION_PRESETS else preset_named(name))
 
 
 class Checkpointing(NamedTuple):

@@ -102,9 +102,13 @@ OPTIMIZERS = {spec.name: spec for spec in _ROWS}
 
 
 def optimizer(name: str) -> OptimizerSpec:
-    """What the optimizer of that name keeps. Raises: `BadInput` with the nearest name."""
+    """What the optimizer of that name keeps, however it is spelled: `AdamW8bit` is `adamw-8bit`.
+
+    Raises: `BadInput` with the nearest name.
+    """
+    spelled = {known.replace("-", ""): spec for known, spec in OPTIMIZERS.items()}
     key = name.lower().replace("_", "-")
-    if key not in OPTIMIZERS:
+    if (spec := spelled.get(key.replace("-", ""))) is None:
         known = ", ".join(OPTIMIZERS)
         raise BadInput(f"There is no optimizer {name!r}.{did_you_mean(key, OPTIMIZERS)} Optimizers are {known}.")
-    return OPTIMIZERS[key]
+    return spec

@@ -1,61 +1,26 @@
-"""What a user asks for, as plainly as on a command line, and the setup that it means."""
+"""What a user asks for, as plainly as on a command line."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from terrazzo.engine import Plan
-from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.parallel import Mode
-from terrazzo.planner.machine import devices as hardware
-from terrazzo.planner.machine.devices import Cluster, Device
-from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.model.adapters import adapter_rank, globs, trained
+from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import choice_names
-from terrazzo.planner.setup.arguments import checked, count_range
-from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.framework import TERRAZZO, Framework
-from terrazzo.planner.setup.kernels import attention_of
-from terrazzo.planner.setup.optimizers import optimizer
-from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, Setup, TpOverlap, UpdateKernel
+from terrazzo.planner.setup.setup import AttentionKernel, Loss, PipelineOrder, Ranking, TpOverlap, UpdateKernel
 
-__all__ = [
-    "CONTEXT",
-    "MICRO_BATCHES_PER_STAGE",
-    "MOST_TRIED",
-    "OPTIMIZER",
-    "PRECISION",
-    "Request",
-    "build_cluster",
-    "build_setup",
-    "counts_of",
-    "precision_of",
-    "request_of",
-    "shape_of",
-]
+__all__ = ["Request"]
 
 ModelSource = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
-
-GPU = "h100-sxm"
-STRATEGY, PRECISION, OPTIMIZER = "zero3", "bf16", "adamw"
-CONTEXT: Mode = "gather"
-SEQUENCE = 4096
-MICRO_BATCHES_PER_STAGE = 8
-"""Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
-
-MOST_TRIED = 1024
-"""The most devices that are tried where no number is named."""
-
-
-BANDWIDTHS = ("memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth")
-FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 @dataclass(frozen=True)
@@ -85,6 +50,7 @@ class Request:
         context: how ranks along cp compute attention together: `gather` (default), `ulysses` or `ring`.
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
+        reserve_bytes: of one device's memory, left to others, such as a display.
         watts: that one device may draw, in place of its own. launch_s: host time for launching the kernels of one eager
             block, forward and backward; by default that of an A100 host of 2022.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
@@ -130,6 +96,7 @@ class Request:
     accumulate_locally: bool | None = None
     framework: str | Framework = TERRAZZO
     memory_bytes: float | None = None
+    reserve_bytes: float | None = None
     per_node: int | None = None
     peak_flops: float | None = None
     memory_bandwidth: float | None = None
@@ -174,223 +141,3 @@ class Request:
     def as_megatron(self) -> bool:
         """Whether Megatron-core runs it, as `Setup.as_megatron`."""
         return self.runs_in.name == "megatron"
-
-
-def build_setup(request: Request) -> Setup:
-    """The setup that a request means, with every default filled in; `checks.check` says whether it can be.
-
-    Raises:
-        BadInput: unknown names, or ranks or batches that do not factor.
-    """
-    model, cluster = trained(request, shape_of(request.model)), build_cluster(request)
-    plan = request.plan or choice_names.strategy(STRATEGY)
-    mesh = _mesh(request, cluster, plan)
-    checkpointing = choice_names.checkpointing(request.checkpointing or "none")
-    micro_batch = request.micro_batch or 1
-    spec = optimizer(request.optimizer or OPTIMIZER)
-    precision = choice_names.precision(precision_of(request, cluster.device), spec, request.qlora)
-    _check_accumulation(request, plan, mesh)
-    return Setup(
-        model=model,
-        cluster=cluster,
-        plan=plan,
-        mesh=mesh,
-        sequence=_sequence(request, model),
-        micro_batch=micro_batch,
-        micro_batches=_micro_batches(request, mesh, micro_batch),
-        precision=precision.states,
-        matmul=precision.matmul,
-        recipe=precision.recipe,
-        optimizer=spec,
-        checkpointing=checkpointing.mode,
-        every=checkpointing.every,
-        compile=request.compile,
-        attention=attention_of(request.attention, model, cluster.device),
-        loss=request.loss or _loss(model, mesh, request.as_megatron),
-        prefetch=request.prefetch,
-        accumulate_locally=bool(request.accumulate_locally),
-        sequence_parallel=request.sequence_parallel,
-        tensor_overlap=request.tensor_overlap or ("backward" if request.as_megatron else "none"),
-        context=request.context or CONTEXT,
-        virtual_stages=request.virtual_stages or 1,
-        pipeline=request.pipeline or "1f1b",
-        framework=request.runs_in,
-        optimizer_kernel=request.optimizer_kernel,
-        adapters=adapter_rank(request),
-        freeze=globs(request.freeze),
-    )
-
-
-def request_of(request: Request, setup: Setup) -> Request:
-    """`request` with all that a search has chosen in `setup`: `build_setup` makes `setup` of it again.
-
-    Shard groups that are those of hosts stay so on other numbers of devices.
-    """
-    chosen = replace(
-        request,
-        gpus=setup.cluster.count,
-        strategy=setup.plan,
-        checkpointing=setup.checkpointing_name,
-        micro_batch=setup.micro_batch,
-        context=setup.context,
-        pipeline=setup.pipeline,
-        virtual_stages=setup.virtual_stages,
-        **{axis: getattr(setup.mesh, axis) for axis in ("tp", "pp", "cp", "ep")},
-    )
-    in_hosts = _mesh(chosen, setup.cluster, setup.plan) == setup.mesh
-    return chosen if in_hosts else replace(chosen, dp_replicate=setup.mesh.dp_replicate)
-
-
-def precision_of(request: Request, device: Device) -> str:
-    """The precision that was named, or the default on that device with the keys that were named alone."""
-    default, named = "fp16" if device.lacks("bf16") else PRECISION, request.precision
-    return named or default if not named or choice_names.names_base(named) else f"{default},{named}"
-
-
-def shape_of(model: ModelSource) -> ModelShape:
-    """The shape behind a request's `model`. Raises: `BadInput` where there is none."""
-    if isinstance(model, ModelShape):
-        return model
-    if isinstance(model, (int, float)):
-        check_number("params", model)
-    from terrazzo.planner.model.loading import model_shape
-
-    return model_shape(model)
-
-
-def counts_of(request: Request, per_node: int) -> tuple[int, ...]:
-    """The numbers of devices that a request allows: one, or in a range every whole number of hosts.
-
-    Below one host, powers of two. Raises: `BadInput` for what is neither a number nor a range.
-    """
-    if isinstance(request.gpus, int):
-        return (count_range(str(request.gpus))[0],)
-    first, last = count_range(request.gpus or f"1..{MOST_TRIED}")
-    small = [2**power for power in range(per_node.bit_length()) if 2**power < per_node]
-    whole = range(per_node, last + 1, per_node)
-    counts = tuple(count for count in (*small, *whole) if first <= count <= last)
-    return counts or (first,)
-
-
-def build_cluster(request: Request, count: int | None = None) -> Cluster:
-    """The devices of a request, `count` of them, by default as many as it names or 1."""
-    device = _device(request)
-    if count is None:
-        first = replace(request, gpus=_least(request)) if request.gpus is None else request
-        count = counts_of(first, device.per_node)[0]
-    return Cluster(
-        device=device,
-        count=count,
-        price_per_hour=request.price_per_hour,
-        host_memory_bytes=None if request.host_memory_bytes is None else int(request.host_memory_bytes),
-        disk_bytes=None if request.disk_bytes is None else int(request.disk_bytes),
-        disk_bandwidth=request.disk_bandwidth,
-    )
-
-
-def _least(request: Request) -> int:
-    """Devices that the given axes need."""
-    axes = (request.tp, request.pp, request.cp, request.dp_replicate)
-    return max(math.prod(size or 1 for size in axes), request.ep or 1)
-
-
-def _device(request: Request) -> Device:
-    name = GPU if request.gpu is None else request.gpu
-    device = name if isinstance(name, Device) else _named_device(name, request.memory_bytes)
-    if request.memory_bytes is not None:
-        device = replace(device, memory_bytes=int(request.memory_bytes))
-    if request.peak_flops is not None:  # and no measured rate of the device that the table has
-        device = replace(device, peak_flops=dict.fromkeys(FORMATS, request.peak_flops), matmul_flops={})
-    names = ("per_node", *BANDWIDTHS, "watts", "launch_s")
-    own = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
-    if device.watts is not None and own.get("watts", 0) > device.watts:
-        raise BadInput(
-            f"watts is {own['watts']:g}, and {device.name} may draw {device.watts:g}: a cap lies below. Leave watts "
-            "out for a device without one."
-        )
-    device = replace(device, **own)
-    if request.scaleup_bandwidth is not None and device.scaleup_domain == 1:  # links that the table has not: of a host
-        device = replace(device, scaleup_domain=device.per_node)
-    return device
-
-
-def _named_device(name: str, memory_bytes: float | None) -> Device:
-    """The device of that name in the table; `cpu` or `here` is this machine. With its memory given it may be any."""
-    if name.lower() in ("cpu", "here"):
-        return hardware.this_machine().device
-    near = did_you_mean(name, [known.name for known in hardware.devices()])
-    try:
-        return hardware.device(name)
-    except BadInput:
-        if memory_bytes is None or near:
-            raise
-        return Device(name)
-
-
-def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
-    """Sizes of all axes. What is left of the devices after tp, pp and cp is data parallel."""
-    tp, pp, cp, ep = (getattr(request, axis) or 1 for axis in ("tp", "pp", "cp", "ep"))
-    model_ranks = tp * pp * cp
-    if cluster.count % model_ranks:
-        raise BadInput(
-            f"{cluster.count} GPUs are not a multiple of tp {tp} × pp {pp} × cp {cp} = {model_ranks}: "
-            f"{cluster.count} / {model_ranks} = {cluster.count / model_ranks:.4g} data ranks. Use "
-            f"{-(-cluster.count // model_ranks) * model_ranks} GPUs, or axes whose product divides {cluster.count}."
-        )
-    data_ranks = cluster.count // model_ranks
-    mesh, replicas = Mesh(pp=pp, dp_shard=data_ranks, cp=cp, tp=tp, ep=ep), request.dp_replicate
-    if replicas is None:
-        return mesh.in_hosts(cluster.device.per_node) if plan.groups else mesh
-    if data_ranks % replicas:
-        raise BadInput(
-            f"{data_ranks} data ranks cannot form {replicas} equal groups (dp_replicate): {data_ranks} / {replicas} = "
-            f"{data_ranks / replicas:.4g}. Use a divisor of {data_ranks}."
-        )
-    return replace(mesh, dp_replicate=replicas, dp_shard=data_ranks // replicas)
-
-
-def _check_accumulation(request: Request, plan: Plan, mesh: Mesh) -> None:
-    """Raises `BadInput` where every micro-batch is to be reduced, and gradients are not split or come in stages."""
-    if request.accumulate_locally is False and (not plan.grad.axes or (mesh.pp > 1 and not request.as_megatron)):
-        why = f"pp is {mesh.pp}, and stages" if plan.grad.axes else f"{plan.name} does not split gradients, and ranks"
-        raise BadInput(
-            f"accumulate_locally is False, which reduces every micro-batch, but {why} add them up by themselves until "
-            "the last. Leave it out."
-        )
-
-
-def _loss(model: ModelShape, mesh: Mesh, megatron: bool) -> Loss:
-    """The loss that `terrazzo train` takes, or Megatron-core."""
-    return "fused" if megatron else "parts" if mesh.tp > 1 and model.family else "full"
-
-
-def _sequence(request: Request, model: ModelShape) -> int:
-    if request.sequence is not None:
-        return request.sequence
-    return min(model.positions or SEQUENCE, SEQUENCE) if model.layers else 0
-
-
-def _micro_batches(request: Request, mesh: Mesh, micro_batch: int) -> int:
-    if request.global_batch is None:
-        default = MICRO_BATCHES_PER_STAGE * mesh.pp if mesh.pp > 1 else 1
-        return request.micro_batches or default
-    at_once = micro_batch * mesh.batch_ranks
-    if request.global_batch % at_once:
-        raise BadInput(_batch_arithmetic(request.global_batch, micro_batch, mesh.batch_ranks))
-    return request.global_batch // at_once
-
-
-def _batch_arithmetic(global_batch: int, micro_batch: int, data_ranks: int) -> str:
-    at_once = micro_batch * data_ranks
-    if data_ranks > global_batch:
-        return (
-            f"There are more data ranks than the batch has sequences: {data_ranks} data ranks, but a global batch of "
-            f"{global_batch}. Use a global batch of {at_once} or more, fewer GPUs, or more tp, pp or cp."
-        )
-    below = global_batch // at_once * at_once
-    options = " or ".join(str(size) for size in (below, below + at_once) if size)
-    return (
-        f"A global batch of {global_batch} does not divide: micro-batch {micro_batch} × {data_ranks} data ranks = "
-        f"{at_once} sequences at once, and {global_batch} / {at_once} = {global_batch / at_once:.4g} micro-batches. "
-        f"Use a global batch of {options}, or another micro-batch or number of GPUs."
-    )

@@ -128,6 +128,11 @@ class Setup:
         return sizes if self.diloco is None else {axis: size for axis, size in sizes.items() if axis != REPLICAS}
 
     @property
+    def splits_states(self) -> bool:
+        """Whether there are ranks to split states over, or other tiers for them: else all strategies are one."""
+        return bool(self.axis_sizes) or self.plan.offloaded
+
+    @property
     def staged(self) -> bool:
         """Whether the engine runs stages of it, sums over ranks at the end of a step, and gathers once what stays
         between forward and backward.
