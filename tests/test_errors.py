@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.errors import counted, listed, warn
+from terrazzo.errors import counted, did_you_mean, listed, nearest, warn
 
 
 def test_a_long_list_says_how_much_it_leaves_out() -> None:
@@ -14,6 +14,12 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert listed("abc") == "a, b, c"
     assert listed(range(9), 4) == "0, 1, 2, 3 and 5 more"
     assert listed(["a b", "c d", "e f"], 2, ";") == "a b; c d and 1 more"
+
+
+def test_the_nearest_word_is_one_whatever_its_capitals() -> None:
+    names = ["Adam", "AdamW", "Adamax", "SGD"]
+    assert [nearest(word, names) for word in ("adamww", "ADAM", "sdg", "lamb?!")] == ["AdamW", "Adam", "SGD", ""]
+    assert nearest("stepz", ["steps"], 0.9) == "" and did_you_mean("Adamw", names) == " Did you mean 'AdamW'?"
 
 
 def test_a_number_of_things_in_words() -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "did_you_mean",
     "install",
     "listed",
+    "nearest",
     "printable",
     "shortened",
     "warn",
@@ -143,11 +144,23 @@ def counted(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'s' if number != 1 else ''}"
 
 
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known word that is closest to `word`, whatever the capitals of both; empty where none is close.
+
+    Args:
+        cutoff: least similarity, from 0 to 1 for the same word, by `difflib`.
+    """
+    words: dict[str, str] = {}
+    for each in known:
+        words.setdefault(each.lower(), each)
+    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)
+    return words[close[0]] if close else ""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'zero3'?"` when a known word is close to `word`, or differs in capitals, else an empty string."""
-    words = list(known)
-    close = [each for each in words if each.lower() == word.lower()] or difflib.get_close_matches(word, words, n=1)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    """`" Did you mean 'zero3'?"` when a known word is close to `word`, see `nearest`; else an empty string."""
+    near = nearest(word, known)
+    return f" Did you mean '{near}'?" if near else ""
 
 
 def install(extra: str) -> str:

@@ -659,8 +659,11 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"plan": "zero3@nvme"}, {}, "offload.path", "folder"),
     ({"schedule": {"warmup_steps": 9}, "train": {"steps": 5}}, {}, "schedule.warmup_steps", "9 is longer than"),
     ({"offload": {"activations": "cpu"}}, {}, "offload.activations", "activation_checkpointing is 'none'"),
-    ({"lora": {"alpha": 2.0}}, {}, "lora", "alpha without lora.rank"),
+    ({"lora": {"alpha": 2.0}}, {}, "lora.alpha", "alpha without lora.rank"),
     ({"plan": {"name": "zero3", "weight": "D"}}, {}, "plan.weight", "a name, or all four places"),
+    ({"plan": {"weight": "D"}}, {}, "plan.weight", "a name, or all four places"),
+    ({"plan": {"mesh": {"pp": 2}}, "train": {"compile": True}}, {}, "plan.mesh.pp", "no stage is compiled yet"),
+    ({"objective": {"name": "dpo"}, "data": {"packing": "whole"}}, {}, "objective", "two sequences of one text"),
 ]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.core.keys import matches
+from terrazzo.dialects.formats.lightning.deepspeed_document import strategy_document
 from terrazzo.dialects.formats.lightning.keys import (
     ARGUMENTS,
     DEEPSPEED_STRATEGY,
@@ -25,7 +26,6 @@ from terrazzo.dialects.formats.lightning.keys import (
     TRAINER,
 )
 from terrazzo.dialects.formats.lightning.precision import WORDS
-from terrazzo.dialects.formats.lightning.read_strategy import strategy_document
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import (
     assert_agrees_or_says,

@@ -10,7 +10,7 @@ from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.registry import NAMES, dialect
 
 WORDS: list[tuple[VerdictKind, VerdictKind]] = [("refused", "applied"), ("lossy", "renamed"), ("renamed", "applied")]
 
@@ -53,6 +53,20 @@ def test_a_key_that_has_become_a_setting_stays_one_that_tunes() -> None:
     reader.verdicts["key"] = KeyVerdict("key", 1, "defaulted", tuning=True)
     reading = reader.finish("terrazzo", {"training.seed": Setting(1, "file", "key")})
     assert reading.verdicts == (KeyVerdict("key", 1, "defaulted", "training.seed", tuning=True),)
+
+
+def test_true_is_no_number_of_a_choice() -> None:
+    row = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": True, "fsdp_version": True}}
+    refused = {verdict.key for verdict in dialect("accelerate").read(row).verdicts if verdict.kind == "refused"}
+    assert refused == {"fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_version"}
+    lightning = {"strategy": {"class_path": "ModelParallelStrategy", "init_args": {"save_distributed_checkpoint": 1}}}
+    assert [each.kind for each in dialect("lightning").read(lightning).verdicts] == ["applied", "refused"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_key_has_a_verdict(name: str) -> None:
+    kinds = {each.key: each.kind for each in dialect(name).read({"": 3, "a": {"": 1, "b": 2}}).verdicts}
+    assert set(kinds) == {'""', 'a.""', "a.b"} and kinds['""'] == "refused"
 
 
 def test_a_wrong_value_is_refused_though_its_key_is_kept() -> None:

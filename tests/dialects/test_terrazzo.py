@@ -17,8 +17,10 @@ from terrazzo.dialects.core.dialect import Finding, ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.formats.torchtitan.dialect import DIALECT as TORCHTITAN
+from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.convert import convert_reading
+from terrazzo.dialects.verbs.precision_table import costs
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.documents import Loaded, load
 from terrazzo.engine import LossScaling, Plan
@@ -208,7 +210,9 @@ WITH = {
     **{f"model.attention.{key}": {"model.attention.window": 64} for key in ("stride", "full_every")},
     "precision.error_feedback": {"precision.quantized_reduce": "int4"},
     "guard.window": {"guard.spike": 8.0},
-    "guard.skip_batches": {"guard.action": "rollback"},
+    "guard.action": {"checkpoint.every": 11},
+    "guard.skip_batches": {"guard.action": "rollback", "checkpoint.every": 11},
+    "plan.sync_every": {"plan.mesh.dp_replicate": 2},
     "model.path": {"model.kind": "huggingface"},
     "model.kind": {"model.path": "a"},
     "model.weights": {"model.kind": "huggingface", "model.path": "a"},
@@ -292,6 +296,9 @@ def test_all_keys_at_once_survive() -> None:
     left_out |= {"model.attention.prefix"}  # beside a window
     left_out |= {"objective.name", "objective.beta", "objective.label_smoothing"}  # pairs leave less to choose
     left_out |= {"parallel.pipeline.schedule", "precision.frozen"}  # gpipe has no chunks, and fp8 no frozen matrices
+    left_out |= {"plan.mesh.pp", "plan.sync_every"}  # stages write no text, and a round no codes
+    left_out |= {"train.compile", "guard.replay_every"}  # beside cp, and beside ep
+    left_out |= {"parallel.tensor.plan", "parallel.tensor.sequence"}  # beside experts
     flat = {key: value for key, value in OTHER.items() if key not in left_out and not key.startswith("lora.")}
     assert_the_same_run(nested({**flat, "schedule.name": "wsd"}))
 
@@ -732,3 +739,19 @@ def test_the_hub_has_its_keys_as_every_dialect_does() -> None:
     assert {*CONFIG_KEYS, "plan", "precision"} < set(OURS.keys)
     assert OURS.meaning("train.steps") == CONFIG_KEYS["train.steps"].meaning
     assert OURS.meaning("optimizer.options.foreach") == OURS.meaning("no.such.key") == ""
+
+
+def test_bf16_with_its_remainder_is_an_fp32_master() -> None:
+    document = {"plan": "zero3", "precision": {"name": "bf16-pure", "moments": "int8", "rounding": "remainder"}}
+    reading = OURS.read(document)
+    assert [reading.description.value(f"precision.{name}") for name in ("weight", "master", "saved")] == [
+        *("bf16", "fp32", "fp32")
+    ]
+    assert OURS.write(reading.description).document["precision"] == document["precision"]
+    (cost,) = costs(reading.description, (1,))
+    assert cost.bytes_per_parameter == pytest.approx(8 + 2 * 4 / 256)
+    for name in sorted(set(NAMES) - {"terrazzo"}):
+        conversion = convert_reading(OURS, reading, dialect(name), ReadingContext())
+        (told,) = [verdict for verdict in conversion.verdicts if verdict.key == "precision.rounding"]
+        assert told.kind == "lossy" and "precision.rounding = remainder" in told.why, name
+        assert conversion.after.value("precision.master") in ("fp32", "loaded", None), name

@@ -515,3 +515,34 @@ def test_keys_of_fsdp_config_are_those_that_transformers_reads() -> None:
 def test_context_resolves_sizes() -> None:
     description = dialect("trainer").read({"output_dir": "x"}, ReadingContext(world=8)).description
     assert description.value("batch.micro_batch") == 8
+
+
+@pytest.mark.parametrize(
+    ("written", "every", "kinds"),
+    [
+        ({"save_steps": 0.12, "max_steps": 50}, 6, ["applied", "applied"]),
+        ({"save_steps": 0.125, "max_steps": 50}, 7, ["applied", "applied"]),
+        ({"save_steps": 0, "max_steps": 50}, None, ["applied", "applied"]),
+        ({"save_steps": 2.5, "max_steps": 50}, 2, ["refused", "applied"]),
+    ],
+)
+def test_a_share_of_the_run_between_checkpoints_is_as_many_steps_as_the_trainer_makes_of_it(
+    written: dict[str, Any], every: int | None, kinds: list[str], tmp_path: Path
+) -> None:
+    description = described("trainer", written)
+    assert description["saving.every"].origin == "file" and description.value("saving.every") == every
+    assert [verdict.kind for verdict in reading("trainer", written).verdicts] == kinds
+    if "refused" in kinds:
+        with pytest.raises(ValueError, match="must be an integer if bigger than 1"):
+            transformers.TrainingArguments(tmp_path, **written, use_cpu=True)
+        return
+    state = transformers.TrainerState()
+    state.compute_steps(transformers.TrainingArguments(tmp_path, **written, use_cpu=True), written["max_steps"])
+    assert state.save_steps == (every or 0)
+
+
+def test_a_number_as_text_is_held_against_deepspeeds_as_a_number() -> None:
+    document = {"max_grad_norm": "1.0", "deepspeed": {"zero_optimization": {"stage": 2}}}
+    assert verdicts("trainer", document)["max_grad_norm"].kind == "applied"
+    document["max_grad_norm"] = "0.5"
+    assert "clips at its own" in verdicts("trainer", document)["max_grad_norm"].why

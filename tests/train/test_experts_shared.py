@@ -257,6 +257,5 @@ def test_experts_of_transformers_that_ranks_cannot_share_are_refused_before_work
 ) -> None:
     pytest.importorskip("transformers")
     values = of_transformers(tmp_path, {"ep": 2}, **changes) | more
-    config = config_from_dict(values)
     with pytest.raises(BadInput, match=message):
-        check_axes(config, ModelOnPaper(config))
+        check_axes(config := config_from_dict(values), ModelOnPaper(config))

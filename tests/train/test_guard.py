@@ -249,7 +249,7 @@ def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("guard", "every", "calls", "match"),
     [
         ({"spike": 8.0}, None, {10: 50.0}, r"Step 10 was not taken: its loss is .* is a spike.*guard\.action=skip"),
-        ({"action": "rollback"}, None, {2: math.nan}, "no checkpoint to go back to"),
+        ({"action": "rollback"}, 1000, {2: math.nan}, "no checkpoint to go back to"),
         (
             {"action": "skip", "limit": 1},
             None,

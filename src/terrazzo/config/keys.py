@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -12,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from terrazzo.config.schema import Config
 from terrazzo.config.section import Named, Section
+from terrazzo.errors import nearest
 
 __all__ = ["CONFIG_KEYS", "SHORTHANDS", "keys_meant"]
 
@@ -73,6 +73,6 @@ def keys_meant(word: str) -> list[str]:
     ends: dict[str, list[str]] = {}
     for key in CONFIG_KEYS:
         ends.setdefault(key.rpartition(".")[2], []).append(key)
-    near = [last] if last in ends else difflib.get_close_matches(last, ends, n=1, cutoff=0.75)
-    meant = sorted(ends[near[0]], key=lambda key: key.count(".")) if near else []
+    near = last if last in ends else nearest(last, ends, 0.75)
+    meant = sorted(ends[near], key=lambda key: key.count(".")) if near else []
     return meant if len(meant) <= _MOST_MEANT else []

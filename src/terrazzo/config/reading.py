@@ -56,8 +56,8 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
 
 
 def config_problems(raw: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What `config_from_dict` would list: each problem in plain words, behind the dotted key, or the section whose keys
-    do not agree; the empty one is the whole.
+    """What `config_from_dict` would list: each problem in plain words, behind the dotted key to change, or the section
+    whose keys do not agree; the empty one is the whole.
     """
     try:
         Config.model_validate(raw)
@@ -74,7 +74,7 @@ def _problems(raw: Mapping[str, Any], invalid: ValidationError) -> list[tuple[st
         config = Config.model_validate(raw, context=KEYS_ALONE)
     except ValidationError:
         return sentences(invalid)
-    return [(section, placed(section, why)) for section, why in config.disagreements()]
+    return [placed(section, told) for section, told in config.disagreements()]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from terrazzo.config import section_rules as rules
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 from terrazzo.config.sections.batch import BatchConfig
 from terrazzo.config.sections.checkpoint import CheckpointConfig
 from terrazzo.config.sections.data import DataConfig
@@ -76,7 +76,7 @@ class Config(Section):
         """Folder or URL of the checkpoints: `checkpoint.folder`, by default `log.folder/checkpoints`."""
         return self.checkpoint.folder or str(self.log.folder / CHECKPOINTS)
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         yield from rules.offloaded_activations(self.offload, self.train)
         yield from rules.adapters(self.lora, self.model)
         yield from rules.frozen_matrices(self.precision, self.lora)
@@ -88,3 +88,9 @@ class Config(Section):
         yield from rules.attention_lengths(self.model, self.batch)
         yield from rules.prompts(self.model, self.data, self.objective)
         yield from rules.attention_as_mistral(self.model, self.checkpoint)
+        yield from rules.stages(self.plan.mesh, self.objective, self.train)
+        yield from rules.shared_sequences(self.plan.mesh, self.objective, self.train)
+        yield from rules.shared_experts(self.plan.mesh, self.model, self.objective, self.parallel)
+        yield from rules.replicas_apart(self.plan, self.precision, self.guard, self.train, self.model)
+        yield from rules.replays(self.guard, self.plan.mesh)
+        yield from rules.rollback(self.guard, self.checkpoint)

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-__all__ = ["KEYS_ALONE", "KeysDisagree", "Named", "Section", "is_name", "whole_number"]
+__all__ = ["KEYS_ALONE", "KeyDisagreement", "KeysDisagree", "Named", "Section", "is_name", "whole_number"]
 
 KEYS_ALONE = {"agree": False}
 """The context of a validation that looks at each key by itself."""
+
+
+class KeyDisagreement(NamedTuple):
+    """Keys that are right by themselves, and cannot be together.
+
+    Attributes:
+        key: one of them, dotted, below the section that says so.
+        why: behind the key in a sentence, with the edit that mends it.
+    """
+
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.why}".strip()
 
 
 class KeysDisagree(ValueError):
     """Keys of a section that cannot be together.
 
     Attributes:
-        told: a text for each reason.
+        told: each reason.
     """
 
-    def __init__(self, told: Sequence[str]) -> None:
-        super().__init__("; ".join(told))
+    def __init__(self, told: Sequence[KeyDisagreement]) -> None:
+        super().__init__("; ".join(map(str, told)))
         self.told = tuple(told)
 
 
@@ -54,24 +69,22 @@ class Section(BaseModel):
             raise KeysDisagree(told)
         return self
 
-    def disagreements(self) -> Iterator[tuple[str, str]]:
-        """What cannot be together, of keys that are right by themselves, here and in the sections within.
-
-        Yields:
-            The dotted key of the section whose keys do not agree, empty for this one, and why, with the edit.
+    def disagreements(self) -> Iterator[tuple[str, KeyDisagreement]]:
+        """What cannot be together, here and in the sections within: behind the dotted key of the section that says so,
+        empty for this one.
         """
         for name, value in self:
             if isinstance(value, Section):
-                yield from ((f"{name}.{key}" if key else name, why) for key, why in value.disagreements())
-        yield from (("", why) for why in self._disagreements())
+                yield from ((f"{name}.{inner}".strip("."), told) for inner, told in value.disagreements())
+        yield from (("", told) for told in self._disagreements())
 
     def changed_keys(self, *keys: str) -> list[str]:
         """Those of `keys`, by default of all keys here, whose value is not the default."""
         usual = type(self).model_fields
         return [name for name, value in self if name in (keys or usual) and value != usual[name].default]
 
-    def _disagreements(self) -> Iterator[str]:
-        """Why keys of this section cannot be together, with the edit that mends it; nothing where they can."""
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
+        """What keys of this section cannot be together; nothing where all can."""
         yield from ()
 
 

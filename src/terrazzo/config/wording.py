@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -13,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 from terrazzo.config.keys import CONFIG_KEYS, keys_meant
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
-from terrazzo.config.section import KeysDisagree
+from terrazzo.config.section import KeyDisagreement, KeysDisagree
 from terrazzo.documents import parse_value
-from terrazzo.errors import BadInput, did_you_mean, shortened
+from terrazzo.errors import BadInput, did_you_mean, nearest, shortened
 
 __all__ = ["dotted", "placed", "sentence", "sentences"]
 
@@ -60,7 +59,7 @@ def sentences(invalid: ValidationError) -> list[tuple[str, str]]:
     for key, of_key in by_key.items():
         told = [why for error in of_key if isinstance(why := error.get("ctx", {}).get("error"), KeysDisagree)]
         if told:
-            lines += [(key, placed(key, why)) for disagreement in told for why in disagreement.told]
+            lines += [placed(key, disagreement) for error in told for disagreement in error.told]
         elif len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
             kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in of_key)
             lines.append((key, f"{key} is {_value_text(of_key[0]['input'])}, expected {kinds}{_or_null(key)}."))
@@ -69,9 +68,10 @@ def sentences(invalid: ValidationError) -> list[tuple[str, str]]:
     return lines
 
 
-def placed(section: str, why: str) -> str:
-    """What keys of a section say together, behind its name; of the whole configuration it stands alone."""
-    return f"{section}: {why}" if section else why
+def placed(section: str, disagreement: KeyDisagreement) -> tuple[str, str]:
+    """The whole dotted key of a disagreement, and its sentence, behind the name of the section that says so."""
+    key = f"{section}.{disagreement.key}".strip(".")
+    return key, f"{section}: {disagreement}" if section else str(disagreement)
 
 
 def sentence(error: dict[str, Any], subject: str = "") -> str:
@@ -147,6 +147,6 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
     elsewhere = f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
     is_key = any(each.rpartition(".")[2] == key for each in meant)  # of another section
     near = elsewhere if is_key else did_you_mean(key, known) or elsewhere
-    if is_key and (same := difflib.get_close_matches(key, known, n=1, cutoff=_NEARLY_EQUAL)):
-        near = f" Did you mean {' or '.join(map(repr, [*same, *meant]))}?"
+    if is_key and (same := nearest(key, known, _NEARLY_EQUAL)):
+        near = f" Did you mean {' or '.join(map(repr, [same, *meant]))}?"
     return f"unknown key '{key}' in {place}.{near or ' Known: ' + ', '.join(known) + '.'}"

@@ -62,6 +62,9 @@ def convert_config(
         if is_written:
             say(f"written: {out}") if out is not None else print(text, end="")
             _say_what_is_left(conversion, stderr=out is None)
+        else:
+            what = "the document was not printed" if out is None else f"{out} was not written"
+            say(f"{what}: --partial writes what is left without them.", "red", stderr=out is None)
     return 0 if is_written else 1
 
 

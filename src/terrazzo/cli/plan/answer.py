@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from terrazzo.cli.plan.sources import FromConfig, FromCount, FromModel, PlanSour
 from terrazzo.cli.plan.values import by_option, check_tier
 from terrazzo.cli.shared.written_files import writing
 from terrazzo.config import Config
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, nearest
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
 from terrazzo.planner.api import ask, compare, in_framework
 from terrazzo.planner.model.loading import preset_name
@@ -157,7 +156,7 @@ def _check_config(path: Path | None) -> None:
     """Raise `BadInput` if CONFIG is the name of a model and not a file."""
     if path is None or path.suffix or path.exists():
         return
-    meant = str(path) if preset_name(str(path)) else next(iter(get_close_matches(str(path), list(PRESETS), n=1)), "")
+    meant = str(path) if preset_name(str(path)) else nearest(str(path), PRESETS)
     if meant:
         raise BadInput(f"There is no file '{path}', and a model is named by an option: write --model {meant}.")
 

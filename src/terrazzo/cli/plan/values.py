@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments, PlanOption
 from terrazzo.cli.shared.verb import answer_train_option
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput, did_you_mean, nearest
 
 __all__ = ["answer_plan_option", "by_option", "check_tier", "read_arguments"]
 
@@ -102,7 +102,7 @@ def answer_plan_option(option: str, value: str, words: list[str]) -> str | None:
         return setting
     if meant is not None:
         return f"write {_usage(meant, value)}: {meant.help}."
-    near = did_you_mean(name, [*_KNOWN, *_OTHERS]).removeprefix(" Did you mean '").removesuffix("'?")
+    near = nearest(name, [*_KNOWN, *_OTHERS])
     if not near:
         return "`terrazzo plan --help` lists them all."
     meant = _KNOWN.get(near) or _OTHERS[near]

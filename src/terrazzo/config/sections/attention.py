@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 
 __all__ = ["AttentionConfig"]
 
@@ -40,12 +40,13 @@ class AttentionConfig(Section):
         """Name of the first setting beside a window that transformers' Mistral lacks; empty where it has all."""
         return "stride" if self.stride is not None else "layers of other kinds" if self.full_every is not None else ""
 
-    def _disagreements(self) -> Iterator[str]:
+<<<<<<< HEAD
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.prefix and (set_here := self.changed_keys("window", "stride", "full_every")):
-            yield (
-                f"attention.prefix beside {', '.join(set_here)}, within which a prompt would see a part of itself:"
-                " remove one of them"
+            yield KeyDisagreement(
+                "prefix",
+                f"beside {', '.join(set_here)}, within which a prompt would see a part of itself: remove one of them",
             )
             return
-        if self.window is None and (set_here := self.changed_keys("stride", "full_every")):
-            yield f"{', '.join(set_here)} without attention.window: set it, such as 1024, or remove the section"
+        for key in self.changed_keys("stride", "full_every") if self.window is None else ():
+            yield KeyDisagreement(key, "without attention.window: set it, such as 1024, or remove the section")

@@ -26,6 +26,16 @@ class LocalConfig(Section):
         "several, and go on, and say so, where one fails; `required`: refuse one host, and end; `none`: take none",
     )
 
+    @field_validator("folder")
+    @classmethod
+    def _on_the_machine(cls, folder: str | None) -> str | None:
+        if folder is not None and "://" in folder:
+            raise ValueError(
+                f"'{folder}' is to be on the machine: use /dev/shm or a folder on a drive of its own. checkpoint.folder"
+                " may be a URL"
+            )
+        return folder
+
 
 class CheckpointConfig(Section):
     """When training state is saved, where, and what a new start does with what is there."""

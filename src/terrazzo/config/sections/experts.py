@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 
 __all__ = ["ExpertsConfig"]
 
@@ -35,14 +35,18 @@ class ExpertsConfig(Section):
     loss_weight: float = Field(1e-2, gt=0, description="loss: its weight beside the loss of each token")
     z_loss: float = Field(0.0, ge=0, description="weight of the squared log-sum-exp of a token's scores; 0: none")
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         set_here = self.changed_keys()
         if self.count is None:
-            if set_here:
-                yield f"{', '.join(set_here)} without experts.count: set it, such as 8, or remove the section"
+            for key in set_here:
+                yield KeyDisagreement(key, "without experts.count: set it, such as 8, or remove the section")
             return
         if self.top_k > self.count:
-            yield f"top_k {self.top_k} experts compute each token, and there are {self.count}: lower top_k"
+            yield KeyDisagreement(
+                "top_k", f"{self.top_k} experts compute each token, and there are {self.count}: lower top_k"
+            )
         for key, balance in (("bias_rate", "bias"), ("loss_weight", "loss")):
             if key in set_here and self.balance != balance:
-                yield f"{key} belongs to balance '{balance}', and this one is '{self.balance}': remove it"
+                yield KeyDisagreement(
+                    key, f"belongs to balance '{balance}', and this one is '{self.balance}': remove it"
+                )

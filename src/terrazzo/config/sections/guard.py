@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 
 __all__ = ["GuardConfig"]
 
@@ -49,8 +49,10 @@ class GuardConfig(Section):
         """Whether each step is judged before its update: a step may be skipped, undone, or end the run as a spike."""
         return self.action != "stop" or self.spike is not None
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.skip_batches and self.action != "rollback":
-            yield f"skip_batches belongs to action 'rollback', and this one is '{self.action}': remove it"
+            yield KeyDisagreement(
+                "skip_batches", f"belongs to action 'rollback', and this one is '{self.action}': remove it"
+            )
         if self.changed_keys("window") and self.spike is None:
-            yield "window without spike: set guard.spike, such as 8, or remove it"
+            yield KeyDisagreement("window", "without spike: set guard.spike, such as 8, or remove it")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticKnownError
 
-from terrazzo.config.section import Section, whole_number
+from terrazzo.config.section import KeyDisagreement, Section, whole_number
 
 __all__ = ["LaunchConfig", "is_rank_range"]
 
@@ -66,17 +66,19 @@ class LaunchConfig(Section):
         least, most = _ends_of_range(self.ranks)
         return range(-(-least // of) * of, most + 1, of)
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if isinstance(self.ranks, str) and not self.restarts:
-            yield (
-                f"ranks '{self.ranks}' lets ranks become fewer when they are started again, and restarts is 0: set"
-                f" launch.restarts to how often that may be, or launch.ranks to {self.numbers()[-1]}"
+            yield KeyDisagreement(
+                "ranks",
+                f"'{self.ranks}' lets ranks become fewer when they are started again, and restarts is 0: set"
+                f" launch.restarts to how often that may be, or launch.ranks to {self.numbers()[-1]}",
             )
         if self.stall_s > self.timeout_s and self.changed_keys("stall_s"):
-            yield (
-                f"stall_s {self.stall_s:g} is longer than timeout_s {self.timeout_s:g}, after which ranks give up"
+            yield KeyDisagreement(
+                "stall_s",
+                f"{self.stall_s:g} is longer than timeout_s {self.timeout_s:g}, after which ranks give up"
                 " waiting for each other: no rank that stands still would be named before. Lower launch.stall_s, or"
-                " raise launch.timeout_s above it"
+                " raise launch.timeout_s above it",
             )
 
 

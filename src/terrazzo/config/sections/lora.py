@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 
 __all__ = ["LoraConfig"]
 
@@ -32,8 +32,8 @@ class LoraConfig(Section):
             raise ValueError(f"'{value}' is a single word: give a list of names, [{value}], or 'all-linear'")
         return value
 
-    def _disagreements(self) -> Iterator[str]:
-        if self.rank is None and (set_here := self.changed_keys()):
-            yield f"{', '.join(set_here)} without lora.rank: set lora.rank, such as 8, or remove the section"
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
+        for key in self.changed_keys() if self.rank is None else ():
+            yield KeyDisagreement(key, "without lora.rank: set lora.rank, such as 8, or remove the section")
         if not self.target_modules:
-            yield "target_modules is empty: name layers, or leave it out for 'all-linear'"
+            yield KeyDisagreement("target_modules", "is empty: name layers, or leave it out for 'all-linear'")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 from terrazzo.config.sections.attention import AttentionConfig
 from terrazzo.config.sections.experts import ExpertsConfig
 
@@ -39,26 +39,32 @@ class ModelConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     attention: AttentionConfig = AttentionConfig()
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.kind == "huggingface" and self.path is None:
-            yield "kind 'huggingface' needs model.path, a local folder holding config.json"
+            yield KeyDisagreement("kind", "'huggingface' needs model.path, a local folder holding config.json")
         if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
-            yield "path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random"
+            yield KeyDisagreement(
+                "path", "and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random"
+            )
         if self.kind == "huggingface" and self.experts.count is not None:
-            yield "experts belong to kind 'decoder': a folder's config.json has its own. Remove the section"
+            yield KeyDisagreement(
+                "experts", "belong to kind 'decoder': a folder's config.json has its own. Remove the section"
+            )
         if self.kind == "huggingface" and self.attention.window is not None:
-            yield (
-                "attention belongs to kind 'decoder': a folder's config.json says how far its model sees, with"
-                " sliding_window and layer_types where its model_type has them. Remove the section, and edit that file"
+            yield KeyDisagreement(
+                "attention",
+                "belongs to kind 'decoder': a folder's config.json says how far its model sees, with"
+                " sliding_window and layer_types where its model_type has them. Remove the section, and edit that file",
             )
         if self.kind == "huggingface" and self.attention.prefix:
-            yield (
-                "attention.prefix belongs to kind 'decoder': causal LMs of transformers have no prefix mask. Remove it,"
-                " or set kind to 'decoder'"
+            yield KeyDisagreement(
+                "attention.prefix",
+                "belongs to kind 'decoder': causal LMs of transformers have no prefix mask. Remove it, or set kind to"
+                " 'decoder'",
             )
         full_every = self.attention.full_every
         if self.kind == "decoder" and full_every is not None and full_every > self.layers:
-            yield (
-                f"attention.full_every {full_every} with {self.layers} layers has none without a window: lower it, or"
-                " leave it out"
+            yield KeyDisagreement(
+                "attention.full_every",
+                f"{full_every} with {self.layers} layers has none without a window: lower it, or leave it out",
             )

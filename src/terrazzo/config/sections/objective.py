@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from terrazzo.config.section import Named
+from terrazzo.config.section import KeyDisagreement, Named
 
 __all__ = ["OBJECTIVES", "ObjectiveConfig", "ObjectiveKind"]
 
@@ -57,6 +57,6 @@ class ObjectiveConfig(Named):
         """What the objective asks of data, model and other sections."""
         return OBJECTIVES[self.name]
 
-    def _disagreements(self) -> Iterator[str]:
-        if (set_here := self.changed_keys("beta", "label_smoothing")) and self.name != "dpo":
-            yield f"{', '.join(set_here)} without name 'dpo', which alone reads it: set name to 'dpo', or remove it"
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
+        for key in self.changed_keys("beta", "label_smoothing") if self.name != "dpo" else ():
+            yield KeyDisagreement(key, "without name 'dpo', which alone reads it: set name to 'dpo', or remove it")

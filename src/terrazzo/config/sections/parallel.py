@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 from terrazzo.errors import did_you_mean
 from terrazzo.words import STYLE_NAMES, check_schedule
 
@@ -69,11 +69,11 @@ class PipelineConfig(Section):
     )
     chunks: int = Field(1, gt=0, description="stages of each rank; several wait less, and send more, by `1f1b` alone")
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         try:
             check_schedule(self.schedule, self.chunks)
         except ValueError as error:
-            yield str(error)
+            yield KeyDisagreement("", str(error))
 
 
 class ParallelConfig(Section):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from terrazzo.config.section import Named, Section
+from terrazzo.config.section import KeyDisagreement, Named, Section
 
 __all__ = ["MeshConfig", "PlanConfig"]
 
@@ -53,12 +53,13 @@ class MeshConfig(Section):
         """Number of parts that the sequences of a batch are dealt out in, over `world_size` ranks."""
         return world_size // (self.ranks_per_batch * self.pp)
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.dp_replicate is None and self.dp_shard is None:
-            yield (
-                "dp_replicate and dp_shard are both null, and one of them is what the others leave of the ranks: set"
+            yield KeyDisagreement(
+                "dp_replicate",
+                "and dp_shard are both null, and one of them is what the others leave of the ranks: set"
                 " plan.mesh.dp_shard to the ranks of one group, such as 1, or plan.mesh.dp_replicate to how many groups"
-                " there are"
+                " there are",
             )
 
 
@@ -105,11 +106,13 @@ class PlanConfig(Named):
         open_ = isinstance(value, Mapping) and all(value.get(key) is None for key in keys)
         return {**value, "name": "zero3"} if open_ else value
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         rows = {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
         places = [key for key, value in rows.items() if value is not None]
         if places and self.name is not None:
-            yield f"a preset name ('{self.name}') and custom places ({', '.join(places)}): give one of them"
+            yield KeyDisagreement("name", f"'{self.name}' and custom places ({', '.join(places)}): give one of them")
         elif places and len(places) < len(rows):
             missing = ", ".join(key for key in rows if key not in places)
-            yield f"a custom plan names all four places; missing: {missing} ('-' means not split)"
+            yield KeyDisagreement(
+                places[0], f"without {missing}: a custom plan names all four places ('-' means not split)"
+            )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from terrazzo.config.section import Named
+from terrazzo.config.section import KeyDisagreement, Named
 from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, Rounding, dtype_named, preset_named
 
 __all__ = ["PrecisionConfig"]
@@ -63,22 +63,28 @@ class PrecisionConfig(Named):
         None, description="globs over names of linear layers that stay in `compute`; null: those outside of the blocks"
     )
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.skip is not None and self.linears == "compute":
-            yield "skip says which linear layers are not in fp8, and linears is 'compute': remove skip"
+            yield KeyDisagreement(
+                "skip", "says which linear layers are not in fp8, and linears is 'compute': remove skip"
+            )
         if self.error_feedback and self.quantized_reduce == "none":
-            yield (
-                "error_feedback keeps what codes of gradients lose, and quantized_reduce is 'none': set it to 'int8' or"
-                " 'int4', or remove error_feedback"
+            yield KeyDisagreement(
+                "error_feedback",
+                "keeps what codes of gradients lose, and quantized_reduce is 'none': set it to 'int8' or"
+                " 'int4', or remove error_feedback",
             )
         if self.frozen is not None and self.linears != "compute":
-            yield (
-                f"frozen '{self.frozen}' is decoded to 'compute', which linears '{self.linears}' would round again:"
-                " leave one of them out"
+            yield KeyDisagreement(
+                "frozen",
+                f"'{self.frozen}' is decoded to 'compute', which linears '{self.linears}' would round again:"
+                " leave one of them out",
             )
         compute = self.compute or PRESET_DTYPES[self.name]["compute"]
         if self.linears != "compute" and compute not in ("bf16", "fp32"):
-            yield f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
+            yield KeyDisagreement(
+                "linears", f"'{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
+            )
 
     @property
     def recipe(self) -> str | None:

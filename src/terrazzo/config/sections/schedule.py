@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 
 __all__ = ["ScheduleConfig"]
 
@@ -22,6 +22,6 @@ class ScheduleConfig(Section):
     final_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak that is left at the last step")
     decay_steps: int | None = Field(None, gt=0, description="wsd: length of the final decay; null: a fifth")
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.decay_steps is not None and self.name != "wsd":
-            yield f"decay_steps belongs to schedule 'wsd', this one is '{self.name}': remove it"
+            yield KeyDisagreement("decay_steps", f"belongs to schedule 'wsd', this one is '{self.name}': remove it")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, field_validator
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import KeyDisagreement, Section
 from terrazzo.errors import did_you_mean
 from terrazzo.words import CHECKPOINT_MODES, CheckpointMode
 
@@ -44,9 +44,11 @@ class TrainConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile for each unit")
 
-    def _disagreements(self) -> Iterator[str]:
+    def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.sample_chat is not None and self.changed_keys("sample_prompt"):
-            yield "sample_prompt and sample_chat: give one of them, what a text begins with or what is asked"
+            yield KeyDisagreement(
+                "sample_prompt", "and sample_chat: give one of them, what a text begins with or what is asked"
+            )
 
     @field_validator("activation_checkpointing")
     @classmethod

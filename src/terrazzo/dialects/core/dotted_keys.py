@@ -15,20 +15,21 @@ def flatten(document: Mapping[str, Any], opaque: Iterable[str] = ()) -> dict[str
     flat: dict[str, Any] = {}
     leaves = frozenset(opaque)
 
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value and prefix not in leaves:
-            for name, inner in value.items():
-                walk(join(prefix, str(name)), inner)
-        elif prefix:
-            flat[prefix] = value
+    def walk(prefix: str, section: Mapping[str, Any]) -> None:
+        for name, value in section.items():
+            key = join(prefix, str(name))
+            if isinstance(value, Mapping) and value and key not in leaves:
+                walk(key, value)
+            else:
+                flat[key] = value
 
     walk("", document)
     return flat
 
 
 def join(prefix: str, name: str) -> str:
-    """A dotted key; a name with dots of its own, or with what joins keys, is quoted."""
-    part = f'"{name}"' if "." in name or ", " in name else name
+    """A dotted key; a name that is empty, or has dots of its own or what joins keys, is quoted."""
+    part = f'"{name}"' if not name or "." in name or ", " in name else name
     return f"{prefix}.{part}" if prefix else part
 
 

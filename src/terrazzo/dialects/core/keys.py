@@ -147,10 +147,11 @@ def number(low: float = 0.0, high: float | None = None) -> Type:
 
 def choice(choices: Mapping[Any, Any], *, fold: bool = True) -> Type:
     """One of some words or numbers, as what it stands for. `fold`: upper case is as lower case; keys are lower."""
+    known = {(isinstance(each, bool), each): meant for each, meant in choices.items()}  # True == 1
 
     def parse(value: Any) -> Any:
         word = value.lower() if fold and isinstance(value, str) else value
-        return choices.get(word, MISSING) if isinstance(word, str | int | float) else MISSING
+        return known.get((isinstance(word, bool), word), MISSING) if isinstance(word, str | int | float) else MISSING
 
     return Type(f"{ONE_OF}{', '.join(dict.fromkeys(str(each) for each in choices))}", parse)
 

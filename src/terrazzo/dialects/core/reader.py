@@ -44,7 +44,8 @@ class Reader:
         opaque: dotted keys whose value is one leaf although it is a mapping.
         keys: what the library knows.
         canonical: the name that a row has, of a key as a document may spell it. Of several spellings of one key the
-            last counts, and the others are refused, or renamed where they say the same.
+            `winner` counts, and the others are refused, or renamed where they say the same or nothing.
+        older: spellings other than a row's are older ones: such a key is renamed.
 
     Attributes:
         spelling: the document's key by the name that its row has.
@@ -58,22 +59,36 @@ class Reader:
         opaque: Iterable[str] = (),
         keys: Mapping[str, Key] | None = None,
         canonical: Callable[[str], str] = str,
+        *,
+        older: bool = False,
     ) -> None:
         self.document, self.library, self.keys, self.canonical = document, library, keys or {}, canonical
-        self.flat = flatten(document, opaque)
-        self.spelling = {canonical(key): key for key in self.flat}
+        self.flat, self.older = self.leaves(document, opaque), older
         self.verdicts: dict[str, KeyVerdict] = {}
         self.extras: list[Extra] = []
         self._parsed: dict[str, Any] = {}
-        self._outvote()
+        self.spelling = self._elected()
 
-    def _outvote(self) -> None:
-        """The verdict of keys that another spelling of the same key outvotes."""
+    def leaves(self, document: ConfigDocument, opaque: Iterable[str]) -> dict[str, Any]:
+        """Values by the document's own keys."""
+        return flatten(document, opaque)
+
+    def winner(self, name: str, keys: list[str]) -> str:
+        """Which of the document's spellings of a key counts: the last."""
+        return keys[-1]
+
+    def _elected(self) -> dict[str, str]:
+        """The spelling that counts by the name of the row, with a verdict for all that do not."""
+        spellings: dict[str, list[str]] = {}
+        for key in self.flat:
+            spellings.setdefault(self.canonical(key), []).append(key)
+        winners = {name: self.winner(name, keys) for name, keys in spellings.items()}
         for key, value in self.flat.items():
-            if (winner := self.spelling.get(self.canonical(key), key)) != key:
-                agrees = value == self.flat[winner]
+            if (winner := winners[self.canonical(key)]) != key:
+                agrees = value in (None, self.flat[winner])
                 why = f"{winner} says it too{'' if agrees else ', and wins'}"
                 self.verdicts[key] = KeyVerdict(key, value, "renamed" if agrees else "refused", "", why)
+        return winners
 
     def __contains__(self, key: str) -> bool:
         """Whether the document has this key, under any of its spellings, or any below it."""
@@ -165,7 +180,7 @@ class Reader:
         where = self.spelled(key)
         for name in [name for name in self.flat if name == where or name.startswith(f"{key}.")]:
             self.mark(name, "applied")
-            self.extras.append(Extra(name, self.flat[name], why, loss))
+            self.extras.append(Extra(self.canonical(name) if self.older else name, self.flat[name], why, loss))
 
     def keep_nulls(self) -> None:
         """Keep known keys that say nothing."""
@@ -221,11 +236,28 @@ class Reader:
                 continue
             near = _nearest(self.canonical(key), names)
             self.refuse(key, f"{self.library} has no such key and {unknown}.{near}")
+        settings = {path: self._as_spelled(setting) for path, setting in settings.items()}
         self._name_targets(settings)
         self._keep_idle(settings)
+        if self.older:
+            self._rename()
         ordered = tuple(self.verdicts[key] for key in self.flat)
         description = build(dialect, settings, tuple(self.extras), self._without_refused())
         return Reading(description, ordered, self._values())
+
+    def _as_spelled(self, setting: Setting[Any]) -> Setting[Any]:
+        """The setting under the document's own keys."""
+        keys = dict.fromkeys(map(self.spelled, setting.keys))
+        return setting if tuple(keys) == setting.keys else replace(setting, key=", ".join(keys))
+
+    def _rename(self) -> None:
+        """Say of keys in older spellings which is today's."""
+        for name, key in self.spelling.items():
+            verdict = self.verdicts[key]
+            if key != name:
+                kind = "renamed" if verdict.kind == "applied" else verdict.kind
+                why = verdict.why or f"today's word is {name}"
+                self.verdicts[key] = replace(verdict, kind=kind, why=why, target=verdict.target or name)
 
     def _without_refused(self) -> dict[str, Any]:
         """The document as its own library takes it."""
@@ -241,8 +273,9 @@ class Reader:
 
     def _values(self) -> dict[str, Any]:
         """See `Reading.values`."""
-        today = {name: key for key, name in self.spelling.items()}
-        return {today.get(name, name): self._parsed.get(name, raw) for name, raw in self.flat.items()}
+        names = {key: self.canonical(key) for key in self.flat}
+        counts = {key: name for key, name in names.items() if self.spelled(name) == key}
+        return {name: self._parsed.get(key, self.flat[key]) for key, name in counts.items()}
 
     def _name_targets(self, settings: Mapping[str, Setting[Any]]) -> None:
         paths: dict[str, list[str]] = {}

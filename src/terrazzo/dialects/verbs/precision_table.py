@@ -122,6 +122,8 @@ def _residual_bytes(description: Description, ranks: int) -> float:
 
 def _shared(description: Description, sizes: dict[str, float]) -> bool:
     """Whether the compute weights at rest are no memory of their own beside the master weights."""
+    if _keeps_remainder(description):
+        return False
     alike = all(description.value(f"{section}.weight") == description.value(f"{section}.optim") for section in _WHERE)
     if description.dialect == "terrazzo" and alike and description.value("sharding.weight") != "-":
         return True
@@ -131,8 +133,15 @@ def _shared(description: Description, sizes: dict[str, float]) -> bool:
 _WHERE = ("sharding", "offload")
 
 
+def _keeps_remainder(description: Description) -> bool:
+    """Whether of fp32 masters only the 16 bits are kept that bf16 weights leave out."""
+    return bool(description.value("precision.rounding") == "remainder")
+
+
 def _size(description: Description, name: str) -> float | None:
     value = description.value(f"precision.{name}")
+    if name == "master" and _keeps_remainder(description):
+        return _BYTES["bf16"]
     if name == "moments" and value in [form.value for form in StateFormat]:
         return StateFormat(value).itemsize
     return _BYTES.get(value)

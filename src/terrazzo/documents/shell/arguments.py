@@ -122,9 +122,17 @@ def _program(words: list[str]) -> int:
 
 
 def _of_launcher(words: list[str]) -> list[str]:
-    """The words before the program from the first long option on: those before that are Python's."""
-    first = next((place for place, word in enumerate(words) if _is_option(word)), len(words))
-    return words[first : -1 if words[-1:] and words[-1] in _MODULE else None]
+    """The words before the program from the first long option on, without names of commands and options of Python."""
+    kept, of_python = [], False
+    for before, word in zip(["", *words], words, strict=False):
+        if _TAKES_MODULE.fullmatch(word):
+            of_python = "python" in word
+        elif of_python:
+            of_python = word not in _MODULES_THAT_LAUNCH and not word.endswith(_FILES_THAT_LAUNCH)
+        elif not before.endswith("accelerate"):  # whose verb is `launch`
+            kept.append(word)
+    first = next((place for place, word in enumerate(kept) if _is_option(word)), len(kept))
+    return kept[first : -1 if kept[-1:] and kept[-1] in _MODULE else None]
 
 
 def _known(words: list[str], where: str) -> list[str]:

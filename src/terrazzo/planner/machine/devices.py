@@ -23,7 +23,6 @@ that are not known. Columns of the table:
 from __future__ import annotations
 
 import csv
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -34,7 +33,7 @@ from typing import NamedTuple, TypeVar
 
 from terrazzo.engine.runtime import device as gpus
 from terrazzo.engine.runtime.system import control_groups, text_of
-from terrazzo.errors import ALL, BadInput
+from terrazzo.errors import ALL, BadInput, nearest
 
 __all__ = ["Cluster", "Device", "MeasuredHost", "cpu_host", "device", "device_of_row", "devices", "this_machine"]
 
@@ -173,8 +172,8 @@ def device(name: str) -> Device:
         return table[_key(fitting[0])]
     if fitting:
         raise BadInput(f"The GPU {name!r} may be {' or '.join(fitting)}. Write one of these names.")
-    near = [table[known].name for known in difflib.get_close_matches(key, table, n=1)]
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(key, table)
+    hint = f" Did you mean {table[near].name!r}?" if near else ""
     raise BadInput(
         f"There is no GPU {name!r} in the table.{hint} {ALL!r} in its place lists all {len(devices())}. Of another "
         "device `terrazzo plan --memory-gb` takes the memory, and terrazzo.planner.machine.devices.Device all figures."

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from terrazzo.errors import BadInput, shortened
+from terrazzo.errors import BadInput, nearest, shortened
 from terrazzo.planner.model.rows import Architecture
 
 __all__ = ["USUAL_KEYS", "Fields", "rotary_share"]
@@ -83,10 +82,10 @@ class Fields:
         known = {key for keys in USUAL_KEYS.values() for key in keys} | set(self.family.keys.values())
         missing = {key for field in USUAL_KEYS if (key := self.key(field))} - set(self.values)
         for key in {key for key in self.values if not key.startswith("_")} - known:
-            if near := difflib.get_close_matches(key, missing, n=1, cutoff=_NEARLY):
+            if near := nearest(key, missing, _NEARLY):
                 raise BadInput(
-                    f"{self.name}: {_short(key)} is no field of this family, and {near[0]} is not given. Did you mean "
-                    f"{near[0]!r}? Rename it, or remove it."
+                    f"{self.name}: {_short(key)} is no field of this family, and {near} is not given. Did you mean "
+                    f"{near!r}? Rename it, or remove it."
                 )
 
     def integer(self, field: str) -> int | None:

@@ -22,7 +22,7 @@ from terrazzo.train.preflight.idle_settings import idle_notes
 from terrazzo.train.preflight.local_checkpoint_settings import check_local
 from terrazzo.train.preflight.names_in_model import check_named
 from terrazzo.train.preflight.offload_room import check_folders
-from terrazzo.train.preflight.replica_settings import check_replicas_apart, check_samples_of_groups
+from terrazzo.train.preflight.replica_settings import check_samples_of_groups
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.preflight.written_folders import check_written
 from terrazzo.train.settings.optimizer import check_settings, optimizer_class
@@ -30,6 +30,7 @@ from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
     build_precision,
+    check_rounds,
     filling_note,
     mesh_shape,
     micro_batches_per_rank,
@@ -46,7 +47,7 @@ def check(config: Config, world_size: int) -> list[str]:
         Lines for the header of the run: settings without effect, and notes of the planner.
     """
     _check_filled_in(config)
-    check_replicas_apart(config)
+    check_rounds(config, 0)
     build_plan(config)
     precision = build_precision(config)
     build_offload(config)

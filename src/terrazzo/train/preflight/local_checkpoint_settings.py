@@ -23,11 +23,6 @@ def check_local(config: Config, world_size: int) -> list[str]:
     settings = config.checkpoint.local
     if settings.folder is None:
         return []
-    if "://" in settings.folder:
-        raise BadInput(
-            f"checkpoint.local.folder is '{settings.folder}', and is to be on the machine: use /dev/shm or a folder on"
-            " a drive of its own. checkpoint.folder may be a URL."
-        )
     if settings.partner == "required" and ranks_here(world_size) == world_size:
         raise BadInput(f"checkpoint.local.partner is 'required', and {ONE_HOST}")
     if not Path(here := host_folder(config)).is_dir():

@@ -49,20 +49,7 @@ def check_axes(config: Config, whole: ModelOnPaper) -> None:
 
 
 def _check_pipeline(config: Config, whole: ModelOnPaper) -> None:
-    shared, train, without = config.plan.mesh.pp, config.train, "or plan.mesh.pp=1"
-    if config.objective.name != "next_token":
-        raise BadInput(
-            f"plan.mesh.pp is {shared}, and objective '{config.objective.name}' looks at outputs of several forwards."
-            f" Set objective=next_token, {without}."
-        )
-    if train.compile:
-        raise BadInput(f"plan.mesh.pp is {shared}, and no stage is compiled yet. Set train.compile=false, {without}.")
-    if train.sample_every is not None or train.sample_chat is not None:
-        key = "sample_every" if train.sample_every is not None else "sample_chat"
-        raise BadInput(
-            f"plan.mesh.pp is {shared}, and a model in stages writes no text (train.{key}). Set train.{key}=null,"
-            f" {without}."
-        )
+    shared = config.plan.mesh.pp
     try:
         check_line(whole.model, shared * config.parallel.pipeline.chunks)
     except BadInput as error:
@@ -70,39 +57,22 @@ def _check_pipeline(config: Config, whole: ModelOnPaper) -> None:
 
 
 def _check_experts(config: Config, whole: ModelOnPaper) -> None:
-    mesh, count, tensor = config.plan.mesh, config.model.experts.count, config.parallel.tensor
-    if mesh.ep > 1 and config.model.kind != "decoder":
-        _check_their_experts(config, whole)
-    elif mesh.ep > 1 and count is None:
+    shared, count = config.plan.mesh.ep, config.model.experts.count
+    if count is not None and not shares_experts(count, shared):
         raise BadInput(
-            f"plan.mesh.ep is {mesh.ep}, and the model has no experts that ranks can share. Set model.experts.count, or"
-            " plan.mesh.ep=1."
-        )
-    if count is not None and not shares_experts(count, mesh.ep):
-        raise BadInput(
-            f"plan.mesh.ep is {mesh.ep}, and model.experts.count {count} does not divide by it: each rank has as many."
+            f"plan.mesh.ep is {shared}, and model.experts.count {count} does not divide by it: each rank has as many."
             f" Use a plan.mesh.ep that divides {count}."
         )
-    if count is not None and mesh.tp > 1 and (not tensor.sequence or tensor.plan != "auto"):
-        key = "parallel.tensor.sequence=true" if not tensor.sequence else "parallel.tensor.plan=auto"
+    if shared > 1 and config.model.kind == "decoder" and count is None:
         raise BadInput(
-            f"plan.mesh.tp is {mesh.tp}, and its ranks would all give the experts (model.experts) the same tokens, or"
-            f" may: each would count as often. Use {key}, or plan.mesh.tp=1."
+            f"plan.mesh.ep is {shared}, and the model has no experts that ranks can share. Set model.experts.count, or"
+            " plan.mesh.ep=1."
         )
-
-
-def _check_their_experts(config: Config, whole: ModelOnPaper) -> None:
-    """Check the experts of a model of transformers."""
-    shared = config.plan.mesh.ep
-    if config.objective.kind.of_pairs:
-        raise BadInput(
-            f"plan.mesh.ep is {shared}, and objective '{config.objective.name}' has not been tried with experts that"
-            " ranks share. Set plan.mesh.ep=1, or objective=next_token."
-        )
-    try:
-        check_experts(whole.model, shared)
-    except BadInput as error:
-        raise BadInput(f"plan.mesh.ep {shared}: {error}") from None
+    if shared > 1 and config.model.kind == "huggingface":
+        try:
+            check_experts(whole.model, shared)
+        except BadInput as error:
+            raise BadInput(f"plan.mesh.ep {shared}: {error}") from None
 
 
 def _check_lengths(config: Config) -> None:
@@ -125,16 +95,6 @@ def _check_lengths(config: Config) -> None:
 
 def _check_context(config: Config) -> None:
     shared, mode = config.plan.mesh.cp, config.parallel.context.mode
-    if config.objective.kind.of_pairs:
-        raise BadInput(
-            f"plan.mesh.cp is {shared}, and objective '{config.objective.name}' compares whole texts, of which a rank"
-            " would have a part. Set plan.mesh.cp=1, or objective=next_token."
-        )
-    if config.train.compile:
-        raise BadInput(
-            f"plan.mesh.cp is {shared}, and train.compile has not been tried with attention that exchanges with other"
-            " ranks. Set train.compile=false, or plan.mesh.cp=1."
-        )
     if config.model.kind == "decoder":
         _check_ulysses(config, config.model.heads, "model.heads")
         window = config.model.attention.window

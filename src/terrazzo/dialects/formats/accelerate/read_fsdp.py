@@ -71,7 +71,7 @@ def _row(reader: AccelerateReader, version: int) -> tuple[str, tuple[Setting[Any
     strategy, reshard = f"{_F}sharding_strategy", f"{_F}reshard_after_forward"
     mine, other = (strategy, reshard) if version == 1 else (reshard, strategy)
     if reader.raw(other) is not None:
-        reader.refuse(reader.spelled(other), _passed_over(version, reader.raw(other)))
+        reader.refuse(other, _passed_over(version, reader.raw(other)))
     if version == 1:
         row = reader.take(mine)
         return row.value, (row,)
@@ -116,7 +116,7 @@ def _prefetch(reader: AccelerateReader, version: int) -> SettingsByPath:
     if version == 2:
         for key, same in ((backward, "BACKWARD_PRE"), (forward, False)):
             if reader.raw(key) not in (None, same):
-                reader.refuse(reader.spelled(key), "version 2 passes over it: backward gathers ahead, forward does not")
+                reader.refuse(key, "version 2 passes over it: backward gathers ahead, forward does not")
         return {"prefetch.backward": Setting(1, "default"), "prefetch.forward": Setting(0, "default")}
     ahead = reader.take(backward)
     in_forward = reader.take(forward)

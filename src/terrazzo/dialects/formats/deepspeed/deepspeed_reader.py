@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
@@ -27,15 +27,25 @@ class DeepSpeedReader(Reader):
     """
 
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
-        super().__init__(document, "DeepSpeed", ("optimizer.params", "scheduler.params"), TABLE)
+        opaque = ("optimizer.params", "scheduler.params")
+        super().__init__(document, "DeepSpeed", opaque, TABLE, self._today, older=True)
         self.context, self.version = context, context.version("deepspeed", LAST)
-        self.flat = _open(self.flat)
-        self.spelling = {ALIASES[key]: key for key in self.flat if key in ALIASES and not self._shadowed(key)}
 
-    def _shadowed(self, alias: str) -> bool:
-        """Whether the document has the same in today's words. Of two names for a section, today's counts alone."""
-        section = next((name for old, name in _SECTIONS.items() if alias.startswith(f"{old}.")), "")
-        return ALIASES[alias] in self.flat or (section != "" and section in self)
+    def leaves(self, document: ConfigDocument, opaque: Iterable[str]) -> dict[str, Any]:
+        """With the arguments of optimizer and schedule one level deep: what is below an argument is its value."""
+        opened: dict[str, Any] = {}
+        for key, value in super().leaves(document, opaque).items():
+            if key in opaque and isinstance(value, Mapping) and value:
+                opened.update({join(key, name): inner for name, inner in value.items()})
+            else:
+                opened[key] = value
+        return opened
+
+    def _today(self, key: str) -> str:
+        """Today's word, unless the document has it too. Of two names for a section, today's counts alone."""
+        section = next((name for old, name in _SECTIONS.items() if key.startswith(f"{old}.")), "")
+        shadowed = any(name == section or name.startswith(f"{section}.") for name in self.flat if section)
+        return key if shadowed or ALIASES.get(key) in self.flat else ALIASES.get(key, key)
 
     # -- taking a key ----------------------------------------------------------------------------------------------
 
@@ -50,10 +60,7 @@ class DeepSpeedReader(Reader):
     def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
         if (auto := self.auto(key)) is not None:
             return self._automatic(key, auto, default)
-        setting = super()._checked(key, default, kind, null)
-        if self.spelled(key) != key and self.verdicts[self.spelled(key)].kind == "applied":
-            self.mark(self.spelled(key), "renamed", f"today's word is {key}")
-        return setting
+        return super()._checked(key, default, kind, null)
 
     def _automatic(self, key: str, auto: Auto, default: Any) -> Setting[Any]:
         """What "auto" comes to: the rule's value, None where it is open, or the default where DeepSpeed drops it."""
@@ -108,7 +115,7 @@ class DeepSpeedReader(Reader):
     def _without_refused(self) -> dict[str, Any]:
         """The document in today's spelling, without removed keys: DeepSpeed refuses them even if switched off."""
         gone = [key for key, removed in REMOVED.items() if self.version >= removed.since]
-        older = {old: today for today, old in self.spelling.items()}
+        older = {old: today for today, old in self.spelling.items() if old != today}
         kept = without(super()._without_refused(), [*gone, *older])
         for old, today in older.items():
             if self.verdicts[old].kind != "refused":
@@ -148,17 +155,6 @@ _SECTIONS = {"bfloat16": "bf16", "tensor_parallel.tensor_parallel": "tensor_para
 
 TOP = tuple(dict.fromkeys(key.partition(".")[0] for key in (*TABLE, *ALIASES, *REMOVED)))
 """Keys that may stand at the top."""
-
-
-def _open(flat: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of optimizer and schedule one level deep: what is below an argument is its value."""
-    opened: dict[str, Any] = {}
-    for key, value in flat.items():
-        if key in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping) and value:
-            opened.update({join(key, name): inner for name, inner in value.items()})
-        else:
-            opened[key] = value
-    return opened
 
 
 def _coded(key: str) -> str:

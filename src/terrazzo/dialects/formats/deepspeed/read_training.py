@@ -203,5 +203,5 @@ def _checkpointed_layers(reader: DeepSpeedReader) -> SettingsByPath:
         return {}
     if layers.value > 1:
         why = f"one in {layers.value} layers has its inputs kept there, and each block here"
-        reader.mark(reader.spelled(INTERVAL), "lossy", why)
+        reader.mark(INTERVAL, "lossy", why)
     return {"activation_checkpointing.mode": derived("full" if layers.value else "none", layers, origin="file")}

@@ -202,6 +202,8 @@ def _optimizer_tiers(reader: DeepSpeedReader, device: Setting[str], stage: int) 
     share = tier
     if ratio.value < 1 and tier == "cpu" and stage == 3:
         share = f"cpu:{ratio.value:g}" if ratio.value > 0 else "device"
+        if ratio.value == 0:
+            reader.mark(ratio.key, "applied", "a share of 0: nothing leaves the device")
         optim = derived(share, device, ratio, origin="file")
     else:
         optim = Setting(share, device.origin, device.key)

@@ -2,12 +2,13 @@
 
 In reading order:
 
-    precision      the precision that Lightning trains in, by its word and the strategy
-    keys           arguments of the Trainer and the strategies, and the strategies by name
-    read           arguments to the neutral description; calls the two modules below
-    read_strategy  each strategy, by what is under it: FSDP's arguments, or a DeepSpeed document
-    read_loop      the training loop
-    findings       what Lightning refuses, or takes otherwise than it looks
-    write          the neutral description to YAML of LightningCLI
-    dialect        the record of these functions, which the registry has by its name
+    precision           the precision that Lightning trains in, by its word and the strategy
+    keys                arguments of the Trainer and the strategies, and the strategies by name
+    read                arguments to the neutral description; calls the two that read below
+    deepspeed_document  the document that DeepSpeedStrategy hands to DeepSpeed
+    read_strategy       each strategy, by what is under it: FSDP's arguments, or a DeepSpeed document
+    read_loop           the training loop
+    findings            what Lightning refuses, or takes otherwise than it looks
+    write               the neutral description to YAML of LightningCLI
+    dialect             the record of these functions, which the registry has by its name
 """

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
+from terrazzo.dialects.formats.lightning.deepspeed_document import configured
 from terrazzo.dialects.formats.lightning.keys import strategy_of
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of
-from terrazzo.dialects.formats.lightning.read_strategy import configured, passed_on
+from terrazzo.dialects.formats.lightning.read_strategy import passed_on
 from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, nested_findings
 
 __all__ = ["findings"]

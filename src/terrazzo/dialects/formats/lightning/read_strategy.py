@@ -10,19 +10,14 @@ from terrazzo.dialects.core.description import SHARDING, Extra, Setting, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.formats.lightning.deepspeed_document import FP16, configured, strategy_document
 from terrazzo.dialects.formats.lightning.keys import ARGUMENTS, DDP_CLASSES, DEEPSPEED_STRATEGY, SHARED
-from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
+from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, merge, read_nested
 from terrazzo.dialects.formats.shared.fsdp_words import offload
 from terrazzo.dialects.formats.shared.plan_rows import row_settings
 
-__all__ = ["Strategy", "StrategyReading", "configured", "read_strategy", "strategy_document"]
+__all__ = ["Strategy", "StrategyReading", "read_strategy"]
 
-_AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
-_ACTIVATIONS = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-_ACTIVATIONS_ALL = (*_ACTIVATIONS, "synchronize_checkpoint_boundary")
-_ZERO = ("stage", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter")
-_ZERO_ALL = (*_ZERO, "allgather_bucket_size", "reduce_bucket_size", "sub_group_size")
-_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _ASIDE = ("remote_device", "load_full_weights", "exclude_frozen_parameters", "logging_level")
 
 
@@ -176,67 +171,6 @@ def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, An
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def strategy_document(
-    arguments: Mapping[str, Any], trainer: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """What DeepSpeedStrategy hands to DeepSpeed, and the arguments behind each key of it."""
-    values = {name: arguments.get(name, row.default) for name, row in DEEPSPEED_STRATEGY.items()}
-    document: dict[str, Any] = {
-        "activation_checkpointing": {name: values[name] for name in _ACTIVATIONS_ALL},
-        "aio": {name: values[name] for name in _AIO},
-    }
-    source: dict[str, tuple[str, ...]] = {f"activation_checkpointing.{name}": (name,) for name in _ACTIVATIONS_ALL}
-    source |= {f"aio.{name}": (name,) for name in _AIO}
-    if values["zero_optimization"]:
-        document["zero_allow_untested_optimizer"] = values["zero_allow_untested_optimizer"]
-        document["zero_optimization"] = {name: values[name] for name in _ZERO_ALL} | _offloads(values, source)
-        source |= {f"zero_optimization.{name}": (name,) for name in _ZERO_ALL}
-        source["zero_allow_untested_optimizer"] = ("zero_allow_untested_optimizer",)
-    if values["logging_batch_size_per_gpu"] != "auto":
-        document["train_micro_batch_size_per_gpu"] = values["logging_batch_size_per_gpu"]
-        source["train_micro_batch_size_per_gpu"] = ("logging_batch_size_per_gpu",)
-    complete(document, values, trainer)
-    source |= {f"fp16.{name}": (name,) for name in _FP16}
-    return document, source
-
-
-def complete(document: dict[str, Any], values: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
-    """Add what Lightning adds to any document: accumulation, clipping, and the 16-bit section of the precision."""
-    document["gradient_accumulation_steps"] = trainer.get("accumulate_grad_batches", 1)
-    document.setdefault("gradient_clipping", trainer.get("gradient_clip_val") or 0.0)
-    if trainer["precision"].startswith("16-"):
-        document.setdefault("fp16", {"enabled": True, **{name: values[name] for name in _FP16}})
-    elif trainer["precision"].startswith("bf16-"):
-        document.setdefault("bf16", {"enabled": True})
-
-
-def _offloads(values: Mapping[str, Any], source: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    sections = {
-        "offload_optimizer": {
-            "device": "offload_optimizer_device",
-            "nvme_path": "nvme_path",
-            "buffer_count": "optimizer_buffer_count",
-            "pin_memory": "pin_memory",
-        },
-        "offload_param": {
-            "device": "offload_params_device",
-            "nvme_path": "nvme_path",
-            "buffer_count": "params_buffer_count",
-            "buffer_size": "params_buffer_size",
-            "max_in_cpu": "max_in_cpu",
-            "pin_memory": "pin_memory",
-        },
-    }
-    offloads = {}
-    for section, switch in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
-        if values[switch]:
-            offloads[section] = {name: values[argument] for name, argument in sections[section].items()}
-            inner = f"zero_optimization.{section}"
-            source |= {f"{inner}.{name}": (argument,) for name, argument in sections[section].items()}
-            source[f"{inner}.device"] = (switch, sections[section]["device"])
-    return offloads
-
-
 def _deepspeed(strategy: Strategy, context: ReadingContext, trainer: Mapping[str, Any]) -> StrategyReading:
     section = f"{strategy.where}.init_args"
     config = strategy.arguments.get("config")
@@ -286,25 +220,13 @@ def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[s
             verdicts.append(
                 KeyVerdict(key, value, "applied", "", "Lightning's own: it does not change what is trained")
             )
-        elif name in _FP16 and not trainer["precision"].startswith("16-"):
+        elif name in FP16 and not trainer["precision"].startswith("16-"):
             verdicts.append(KeyVerdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
         elif name in DEEPSPEED_STRATEGY and name not in used:
             on = strategy.arguments.get("zero_optimization", True)
             why = "it is read with offload only: turn that on" if on else "zero_optimization is off: turn that on"
             verdicts.append(KeyVerdict(key, value, "refused", "", f"{why}, or remove it"))
     return verdicts
-
-
-def configured(
-    arguments: Mapping[str, Any], context: ReadingContext, trainer: Mapping[str, Any]
-) -> tuple[dict[str, Any], set[str], str]:
-    """The argument `config` as Lightning hands it to DeepSpeed, its own top keys, and why it cannot be read, if so."""
-    config = arguments["config"]
-    document, fault = (dict(config), "") if isinstance(config, Mapping) else load_named(config, context)
-    own = set(document)
-    if not fault:
-        complete(document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(arguments), trainer)
-    return document, own, fault
 
 
 def _configured(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.config import CONFIG_KEYS, config_problems
+from terrazzo.config import config_problems
 from terrazzo.dialects.core.description import TIERS, Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.mesh import row_fault
@@ -20,10 +20,8 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     refused = tuple(verdict.key for verdict in reading.verdicts if verdict.kind == "refused")
     below = tuple(f"{key}." for key in refused)
     for key, words in config_problems(document):
-        by_places = key == "plan" and any(each.startswith("plan.") for each in refused)  # the keys' verdicts say it
-        if key not in refused and not key.startswith(below) and not by_places:
-            first = words.partition(" ")[0]  # what sections say together begins with the key of one
-            yield Finding.error(first if first in CONFIG_KEYS else key, f"`terrazzo train`: {words}")
+        if key not in refused and not key.startswith(below):  # else the key's verdict says it
+            yield Finding.error(key, f"`terrazzo train`: {words}")
 
 
 def _folder(description: Description) -> Iterable[Finding]:

@@ -207,6 +207,9 @@ def _precision(reader: _SchemaReader) -> SettingsByPath:
         own = reader.take(f"precision.{field}")
         named = Setting(DTYPE_NAMES[getattr(preset, field)], name.origin, name.key)
         settings[f"precision.{field}"] = own if own.value else named
+    rounding, master = reader.take("precision.rounding"), settings["precision.master"]
+    if rounding.value == "remainder":  # bf16 and the 16 bits that it leaves out
+        settings["precision.master"] = derived("fp32", master, rounding, origin="file")
     scaling = preset.loss_scaling
     output = "fp32" if scaling else settings["precision.compute"].value
     settings["precision.loss_scaling"] = Setting(scaling, name.origin, name.key)

@@ -34,11 +34,6 @@ def write_precision(draft: TerrazzoDraft) -> None:
     _follows(draft, "saved", "master")
 
 
-def _dtype(draft: TerrazzoDraft, field: str) -> str | None:
-    dtype: str | None = draft.value(f"precision.{field}")
-    return dtype if dtype in _names(field) else None
-
-
 def _names(field: str) -> Collection[str]:
     return (MOMENTS_NAMES if field == "moments" else DTYPE_NAMES).values()
 
@@ -49,16 +44,19 @@ def _dtypes(draft: TerrazzoDraft) -> None:
     fixed = draft.value("precision.static_loss_scale")
     if not any(map(draft.is_set, paths)):
         return
-    wanted = {field: _dtype(draft, field) for field in DTYPE_FIELDS}
+    kept = {field: draft.value(f"precision.{field}") for field in DTYPE_FIELDS}
+    if draft.value("precision.rounding") == "remainder":
+        kept["master"] = "bf16"
+    wanted = {field: value if value in _names(field) else None for field, value in kept.items()}
     name = _nearest_preset(wanted, scaled=bool(scaling or fixed))
     draft.write(_NAME, name)
-    for path, field in zip(paths, DTYPE_FIELDS, strict=True):
-        _one_dtype(draft, path, field, DTYPE_NAMES[getattr(PRECISIONS[name], field)])
+    for field, value in kept.items():
+        _one_dtype(draft, field, value, DTYPE_NAMES[getattr(PRECISIONS[name], field)])
     _loss_scaling(draft, scaling, fixed)
 
 
-def _one_dtype(draft: TerrazzoDraft, path: str, field: str, preset: str) -> None:
-    value = draft.value(path)
+def _one_dtype(draft: TerrazzoDraft, field: str, value: str | None, preset: str) -> None:
+    path = f"precision.{field}"
     if value == preset:
         draft.implied(path, key=_NAME)
     elif value in _names(field):
@@ -83,13 +81,13 @@ def _loss_scaling(draft: TerrazzoDraft, scaling: LossScaling | None, fixed: floa
 
 def _follows(draft: TerrazzoDraft, field: str, name: str) -> None:
     """A dtype that has no key: it is that of another. fp16 with a scaled loss hands its outputs over in fp32."""
-    value = _dtype(draft, name)
+    value = draft.value(f"precision.{name}")
     if field == "output" and draft.description.value("precision.loss_scaling"):
         value = "fp32"
     path, dtype = f"precision.{field}", draft.value(f"precision.{field}")
     if dtype == LOADED:
         draft.lossy(path, f"it depends on the dtype that the model is loaded in, and here on precision.{name}")
-    elif dtype in (value, None) or value is None:
+    elif dtype in (value, None) or value not in DTYPE_NAMES.values():
         draft.implied(path)
     else:
         hint = "; `terrazzo checkpoint convert --to hf --dtype` narrows it" if field == "saved" else ""

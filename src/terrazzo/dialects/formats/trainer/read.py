@@ -97,9 +97,11 @@ def _clipping(reader: TrainerReader, does: float | None) -> None:
     """Under DeepSpeed the engine clips, by its own key: the Trainer's only fills "auto"."""
     if reader.nested is None or "gradient_clipping" in reader.nested.document or "max_grad_norm" not in reader.flat:
         return
-    norm = reader.raw("max_grad_norm")
+    norm = reader.take("max_grad_norm")
+    if norm.origin != "file":  # null, or no number, which is refused
+        return
     reader.keep("max_grad_norm", "DeepSpeed's gradient_clipping decides", loss="harmless")
-    if norm != (does or 0):
+    if norm.value != (does or 0):
         why = f"DeepSpeed clips at its own gradient_clipping, {does or 0:g}: say deepspeed: {{gradient_clipping: auto}}"
         reader.refuse("max_grad_norm", why)
 

@@ -19,7 +19,9 @@ _POLYNOMIAL_END = 1e-7
 
 def read_loop(reader: TrainerReader) -> SettingsByPath:
     """Batch, optimizer, schedule, clipping, seed and saving."""
-    return {**_batch(reader), **_optimizer(reader), **_schedule(reader), **_training(reader), **_saving(reader)}
+    schedule = _schedule(reader)
+    total = schedule["schedule.total_steps"].value if "schedule.total_steps" in schedule else None
+    return {**_batch(reader), **_optimizer(reader), **schedule, **_training(reader), **_saving(reader, total)}
 
 
 def _batch(reader: TrainerReader) -> SettingsByPath:
@@ -180,17 +182,23 @@ def _checkpointing(reader: TrainerReader) -> SettingsByPath:
     return {"activation_checkpointing.mode": derived("full" if on else "none", *from_file, origin=origin)}
 
 
-def _saving(reader: TrainerReader) -> SettingsByPath:
+def _saving(reader: TrainerReader, total: int | None) -> SettingsByPath:
+    """What is saved, and how often: by steps, or by a share of the run's `total` steps, rounded up."""
     strategy = reader.take("save_strategy")
     steps = reader.take("save_steps")
-    limit = reader.take("save_total_limit")
     settings = {
-        "saving.keep_last": limit,
+        "saving.keep_last": reader.take("save_total_limit"),
         **only_from_file({"saving.folder": reader.take("output_dir")}),
         "saving.background": Setting(False, "default"),
     }
     if strategy.value == "steps" and steps.value >= 1:
+        if steps.value != int(steps.value):
+            reader.refuse("save_steps", "above 1 TrainingArguments raise for what is no whole number of steps")
         return {**settings, "saving.every": derived(int(steps.value), steps, strategy, origin=steps.origin)}
+    if strategy.value == "steps" and steps.value > 0 and total is not None:
+        return {**settings, "saving.every": derived(math.ceil(total * steps.value), steps, strategy, origin="file")}
+    if strategy.value == "steps" and steps.value == 0:  # the Trainer never saves then
+        return {**settings, "saving.every": derived(None, steps, strategy, origin="file")}
     if strategy.origin == "file":
         whys = {"epoch": "a checkpoint after every pass over the data", "best": "a checkpoint when it is better"}
         reader.keep(

@@ -136,8 +136,8 @@ def _row_of(reader: TrainerReader, version: int, words: dict[str, Any]) -> Setti
     legacy = words.get("row")
     fallback = Setting(legacy or "zero3", "file", "fsdp")
     if version == 1:
-        return _passed_over(reader, _strategy(reader, fallback) if key in reader.flat else fallback)
-    if key in reader.flat:
+        return _passed_over(reader, _strategy(reader, fallback) if key in reader else fallback)
+    if key in reader:
         frees = reader.take_as(key, BOOLEAN)
         return fallback if frees.value is None else Setting("zero3" if frees.value else "shard_grad_op", "file", key)
     return fallback
@@ -202,7 +202,7 @@ def _prefetch(reader: TrainerReader, version: int) -> SettingsByPath:
     if version == 2:
         for name in FSDP_VERSION_1:
             key = f"fsdp_config.{name}"
-            if key in reader.flat:
+            if key in reader:
                 reader.refuse(key, "it is read with version 1 only: fully_shard does so by itself. Remove it")
         return {"prefetch.forward": Setting(0, "default"), "prefetch.backward": Setting(1, "default")}
     key = "fsdp_config.backward_prefetch"
@@ -231,7 +231,7 @@ def _loading(reader: TrainerReader, version: int) -> SettingsByPath:
 def _explain_strangers(reader: TrainerReader) -> None:
     """Keys of `fsdp_config` that TrainingArguments pass over in silence."""
     for key in reader.unread():
-        name = key.removeprefix("fsdp_config.")
+        name = reader.canonical(key).removeprefix("fsdp_config.")
         if key.startswith("fsdp_config.") and name.partition(".")[0] not in FSDP_KEYS:
             meant = _MISNAMED.get(name)
             near = f" Did you mean '{meant}'?" if meant else did_you_mean(name, FSDP_KEYS)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.dotted_keys import flatten, without
-from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.nested import DEEPSPEED, Nested, load_named, merge, read_nested
 from terrazzo.dialects.formats.trainer.keys import ALIASES, KEYS
@@ -35,55 +34,32 @@ class TrainerReader(Reader):
 
     Attributes:
         context: what the document does not say.
-        written: the document's key by the name that is used now, where it is another.
         nested: the DeepSpeed document inside, if there is one.
     """
 
     def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         outer = {key: value for key, value in document.items() if key != "deepspeed"}
-        super().__init__({**outer, **_opened(outer, context)}, "TrainingArguments", _OPAQUE, KEYS)
-        self.context = context
-        self.written: dict[str, str] = {}
-        self.shadowed: list[KeyVerdict] = []
+        opened = {**outer, **_opened(outer, context)}
+        super().__init__(opened, "TrainingArguments", _OPAQUE, KEYS, canonical_key, older=True)
+        self.context, self._original = context, document
         self.nested: Nested | None = None
-        self._rename()
-        if isinstance(outer.get("fsdp_config"), str):
-            self._named_file(outer["fsdp_config"])
-        self._original = document
+        if self._names_file:
+            _, fault = load_named(document["fsdp_config"], context)
+            if fault:
+                self.refuse("fsdp_config", fault)
         if "deepspeed" in document:
             self._read_deepspeed(document)
 
-    def _rename(self) -> None:
-        """Keys under today's names. Of two for one, the prefixed wins, or the newer field if it is set."""
-        written: dict[str, list[str]] = {}
-        for key in self.flat:
-            written.setdefault(canonical_key(key), []).append(key)
-        flat = {}
-        for name, keys in written.items():
-            winner = self._winner(name, keys)
-            flat[name] = self.flat[winner]
-            if winner != name:
-                self.written[name] = winner
-            self.shadowed += [self._shadow(key, winner) for key in keys if key != winner]
-        self.flat = flat
+    @property
+    def _names_file(self) -> bool:
+        """Whether `fsdp_config` is the name of a file: all of its keys are reported under that one."""
+        return isinstance(self._original.get("fsdp_config"), str)
 
-    def _winner(self, name: str, keys: list[str]) -> str:
+    def winner(self, name: str, keys: list[str]) -> str:
+        """The one with a prefix, or the newer field if it is set."""
         prefixed = [key for key in keys if key.startswith(_PREFIX)]
         present = [key for key in keys if self.flat[key] is not None] or keys
         return prefixed[0] if prefixed else name if name in present else present[0]
-
-    def _shadow(self, key: str, winner: str) -> KeyVerdict:
-        agrees = self.flat[key] in (None, self.flat[winner])
-        why = f"{winner} says it too{'' if agrees else ', and wins'}"
-        return KeyVerdict(key, self.flat[key], "renamed" if agrees else "refused", "", why)
-
-    def _named_file(self, value: str) -> None:
-        """All of a file's keys are reported under the key that names it."""
-        self.written |= {key: "fsdp_config" for key in self.flat if key.startswith("fsdp_config")}
-        self.shadowed = [verdict for verdict in self.shadowed if not verdict.key.startswith("fsdp_config")]
-        _, fault = load_named(value, self.context)
-        if fault:
-            self.refuse("fsdp_config", fault)
 
     def _read_deepspeed(self, document: ConfigDocument) -> None:
         value = document["deepspeed"]
@@ -105,36 +81,33 @@ class TrainerReader(Reader):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, settings: Mapping[str, Setting[Any]]) -> Reading:
-        """The reading, under the document's own keys."""
+        """The reading, with that of the DeepSpeed document, and a named file's keys under the one that names it."""
         reading = self.finish("trainer", settings, unknown="raises a TypeError")
-        spelled = {path: replace(setting, key=self._as_written(setting)) for path, setting in settings.items()}
-        by_key = {verdict.key: verdict for verdict in merge([self._respelled(each) for each in reading.verdicts])}
-        by_key |= {verdict.key: verdict for verdict in self.shadowed}
-        extras = reading.description.extras
-        if isinstance(self._original.get("fsdp_config"), str):
-            extras = tuple(extra for extra in extras if not extra.key.startswith("fsdp_config"))
+        verdicts, description = list(reading.verdicts), reading.description
+        extras = description.extras
+        if self._names_file:
+            value = self._original["fsdp_config"]
+            within = {verdict.key for verdict in verdicts if verdict.key.startswith("fsdp_config")}
+            verdicts = merge([replace(v, key="fsdp_config", value=value) if v.key in within else v for v in verdicts])
+            extras = tuple(extra for extra in extras if extra.key not in within)
+            description = description.replace(
+                {path: _under("fsdp_config", within, description[path]) for path in settings}
+            )
+        by_key = {verdict.key: verdict for verdict in verdicts}
         if self.nested is not None:
             by_key |= {verdict.key: verdict for verdict in self.nested.verdicts}
             extras = (*extras, *self.nested.extras)
         order = {key: place for place, key in enumerate(flatten(self._original, _OPAQUE))}
-        verdicts = sorted(by_key.values(), key=lambda verdict: order.get(verdict.key, len(order)))
-        refused = [verdict.key for verdict in verdicts if verdict.kind == "refused"]
-        kept = without(self._original, refused)
-        description = replace(reading.description.replace(spelled, extras), document=kept)
-        return replace(reading, description=description, verdicts=tuple(verdicts))
+        ordered = tuple(sorted(by_key.values(), key=lambda verdict: order.get(verdict.key, len(order))))
+        kept = without(self._original, [verdict.key for verdict in ordered if verdict.kind == "refused"])
+        description = replace(description.replace({}, extras), document=kept)
+        return replace(reading, description=description, verdicts=ordered)
 
-    def _as_written(self, setting: Setting[Any]) -> str:
-        return ", ".join(dict.fromkeys(self.written.get(key, key) for key in setting.keys))
 
-    def _respelled(self, verdict: Any) -> Any:
-        spelled = self.written.get(verdict.key)
-        if spelled is None:
-            return verdict
-        if spelled == "fsdp_config":
-            return replace(verdict, key=spelled, value=self._original["fsdp_config"])
-        kind = "renamed" if verdict.kind == "applied" else verdict.kind
-        why = verdict.why or f"today's word is {verdict.key}"
-        return replace(verdict, key=spelled, kind=kind, why=why, target=verdict.target or verdict.key)
+def _under(name: str, within: Collection[str], setting: Setting[Any]) -> Setting[Any]:
+    """A setting of a file's keys under the key that names the file."""
+    keys = dict.fromkeys(name if key in within else key for key in setting.keys)
+    return replace(setting, key=", ".join(keys))
 
 
 def _opened(outer: Mapping[str, Any], context: ReadingContext) -> dict[str, Any]:
