@@ -173,7 +173,7 @@ def test_keys_that_only_tune_are_told_from_those_that_auto_fills(tmp_path: Path)
     lines = {line.split()[1]: line for line in result.output.splitlines() if line.startswith("defaulted ")}
     assert "left out, changes no result" in lines["steps_per_print"]
     assert "train.clip" in lines["gradient_clipping"]
-    assert "2 defaulted (1 of them left out: they only tune or log)" in result.output
+    assert "2 defaulted (1 of them left out: they only tune, log or evaluate)" in result.output
     verdicts = {
         each["key"]: each for each in json.loads(run("convert", path, "--to", "terrazzo", "--json").stdout)["verdicts"]
     }

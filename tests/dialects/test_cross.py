@@ -20,7 +20,7 @@ from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.documents import Loaded, format_of, parse
-from tests.dialects.peers import KEPT, assert_each_agrees_or_says
+from tests.dialects.peers import KEPT, assert_each_agrees_or_says, converted
 from tests.dialects.samples import SAMPLES
 
 CONTEXT = ReadingContext(world=8, hidden_size=64)
@@ -299,3 +299,21 @@ def test_a_place_of_no_tier_is_found_and_stops_no_conversion(tier: str) -> None:
     assert [finding.level for finding in OURS.findings(document, reading, CONTEXT)] == ["error"]
     for target in NAMES:
         convert_reading(OURS, reading, dialect(target), CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "ours"),
+    [
+        ("trainer", {"logging_steps": 10}, "log.every"),
+        ("trainer", {"eval_strategy": "steps", "eval_steps": 50}, "train.eval_every"),
+        ("lightning", {"log_every_n_steps": 5, "strategy": "fsdp"}, "log.every"),
+        ("megatron", {"eval-interval": 100, "bf16": True}, "train.eval_every"),
+        ("deepspeed", {"steps_per_print": 5}, "log.every"),
+    ],
+)
+def test_what_is_logged_and_evaluated_is_left_out_with_the_key_that_says_it_here(
+    name: str, document: dict[str, Any], ours: str
+) -> None:
+    verdicts = converted(name, "terrazzo", document).verdicts
+    (told,) = [verdict for verdict in verdicts if verdict.why == f"in Terrazzo: {ours}"]
+    assert told.kind == "defaulted" and told.tuning

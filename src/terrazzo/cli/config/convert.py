@@ -122,7 +122,7 @@ def _counts(verdicts: Sequence[KeyVerdict]) -> str:
     kinds = [verdict.kind for verdict in verdicts]
     tuning = sum(verdict.tuning for verdict in verdicts)
     some = f"{tuning} of them " if tuning < kinds.count("defaulted") else ""
-    words = {"defaulted": f" ({some}left out: they only tune or log)" if tuning else ""}
+    words = {"defaulted": f" ({some}left out: they only tune, log or evaluate)" if tuning else ""}
     return ", ".join(f"{kinds.count(kind)} {kind}{words.get(kind, '')}" for kind in KINDS if kind in kinds) or "no keys"
 
 

@@ -25,11 +25,11 @@ class KeyVerdict:
         key: the dotted key; in a `Writing`, the path of the neutral setting.
         value: as it stands there.
         kind: `applied`: it means the same; `renamed`: the same under another name; `defaulted`: a rule or a default
-            gives the value ("auto", or the target's own choice of what tunes or logs and changes no result); `lossy`:
+            gives the value ("auto", or the target's own choice of what only tunes, logs or evaluates); `lossy`:
             a part of its meaning is lost; `refused`: it cannot be taken over.
         target: what it became: a path of the description when reading, the target's key when writing.
         why: what is lost, or what to do instead; empty where nothing needs saying.
-        tuning: of `defaulted`: the key only tunes or logs. It is left out, and no result changes.
+        tuning: of `defaulted`: the key only tunes, logs or evaluates. It is left out, and no result changes.
     """
 
     key: str

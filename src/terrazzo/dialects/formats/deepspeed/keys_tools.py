@@ -77,7 +77,7 @@ _EXPERTS = {
 }
 _TOP = {
     "datastates_ckpt": Key(ANY, None, "checkpoints by the package DataStates", "lossy"),
-    "steps_per_print": Key(ANY, None, "steps between printed lines", "harmless"),
+    "steps_per_print": Key(ANY, None, "steps between printed lines", "harmless", "in Terrazzo: log.every"),
     "log_level": Key(TEXT, None, "how much is logged", "harmless"),
     "vocabulary_size": Key(integer(), None, "a warning if it is no multiple of 8", "harmless"),
     "timers.throughput.enabled": Key(BOOLEAN, True, "throughput is measured", "harmless"),

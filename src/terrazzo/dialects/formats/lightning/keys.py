@@ -82,7 +82,7 @@ _HARMLESS: Rows = {
     "val_check_interval": (None, "steps between validations"),
     "check_val_every_n_epoch": (1, "passes between validations"),
     "num_sanity_val_steps": (None, "batches of validation before training"),
-    "log_every_n_steps": (None, "steps between lines"),
+    "log_every_n_steps": Key(ANY, None, "steps between lines", "harmless", "in Terrazzo: log.every"),
     "enable_checkpointing": (None, "write checkpoints"),
     "enable_progress_bar": (None, "progress bar"),
     "enable_model_summary": (None, "summary of the model"),
