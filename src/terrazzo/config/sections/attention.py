@@ -40,7 +40,6 @@ class AttentionConfig(Section):
         """Name of the first setting beside a window that transformers' Mistral lacks; empty where it has all."""
         return "stride" if self.stride is not None else "layers of other kinds" if self.full_every is not None else ""
 
-<<<<<<< HEAD
     def _disagreements(self) -> Iterator[KeyDisagreement]:
         if self.prefix and (set_here := self.changed_keys("window", "stride", "full_every")):
             yield KeyDisagreement(
