@@ -281,7 +281,7 @@ def test_narrower_masters_are_refused_unless_asked_for(tmp_path: Path) -> None:
             model = nn.Sequential(Layer(10), Layer(10), nn.Linear(10, 3))
         groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters())}]
         model, optimizer = tz.shard(model, torch.optim.AdamW(groups), plan="zero3", precision="bf16-pure")
-        with pytest.raises(BadInput, match=r"2\.weight, weight is torch.float32.*cast=True.* and \d+ more"):
+        with pytest.raises(BadInput, match=r"2\.weight, weight is torch.float32.* and \d+ more.*cast=True"):
             checkpoint.load(tmp_path / "a", model, optimizer)
         checkpoint.load(tmp_path / "a", model, optimizer, cast=True)
 

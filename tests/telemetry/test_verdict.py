@@ -78,9 +78,18 @@ def test_what_a_run_ends_with_is_not_what_bounds_its_steps(cause: str) -> None:
     assert of([record(10), record(20, **{cause: 0.6}), record(30, **{cause: 0.6})]).bound == cause
     few = record(4, **{cause: 0.6}) | {"steps": 4}
     assert of([few]).bound == "compute"
-    for found, step_s in ((of(once), 0.8), (of([few]), 0.4)):
+    for found, step_s in ((of(once), 1.0), (of([few]), 0.4)):
         assert (found.seconds, found.step_s) == (pytest.approx(step_s), pytest.approx(step_s))
         assert f", leaving out {'evaluation' if cause == 'evaluate' else 'saving'}, too seldom" in str(found)
+
+
+def test_what_ranks_wait_for_in_an_evaluation_that_is_left_out_is_left_out() -> None:
+    """Else waits that are no part of the steps would bound them."""
+    records = [record(step, late=[0.0, 0.0]) for step in (10, 20, 30)]
+    records.append(record(40, evaluate=2.9, late=[1.5, 1.4]) | {"step_s": 4.0})
+    found = of(records)
+    assert (found.bound, found.step_s, found.steps) == ("compute", pytest.approx(1.0), 30)
+    assert ", leaving out evaluation, too seldom" in str(found)
 
 
 def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, float]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.importers import open_foreign
-from terrazzo.checkpoint.loading.misfits import fitted_groups, misfits, unkept, unstepped
+from terrazzo.checkpoint.loading.misfits import ROUNDED, fitted_groups, misfits, unkept, unstepped
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
@@ -162,10 +162,11 @@ def _check_fit(source: Source, problems: list[str]) -> None:
     if problems:
         text = "; ".join(problems)
         hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in text else ""
+        cast = " cast=True allows rounding; in a configuration, checkpoint.cast=true." if ROUNDED in text else ""
         raise BadInput(
             printable(
-                f"The checkpoint '{source.where}' does not fit this run{hint}: {text}. Build model and optimizer as"
-                " they were when it was saved, or begin anew in another folder."
+                f"The checkpoint '{source.where}' does not fit this run{hint}: {text}.{cast} Build model and optimizer"
+                " as they were when it was saved, or begin anew in another folder."
             )
         )
 

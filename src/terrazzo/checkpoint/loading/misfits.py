@@ -15,9 +15,10 @@ from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.state_names import first_of, is_numbered, numbered
 
-__all__ = ["fitted_groups", "misfits", "unkept", "unstepped"]
+__all__ = ["ROUNDED", "fitted_groups", "misfits", "unkept", "unstepped"]
 
 MOST = 3
+ROUNDED = "would be rounded"
 
 
 def misfits(
@@ -168,8 +169,7 @@ def _misfit(what: str, state: StateInfo, numel: int, dtype: torch.dtype | None, 
     elif state.dtype.is_floating_point != dtype.is_floating_point:
         yield f"{what} is {state.dtype} in the checkpoint and {dtype} here"
     elif not cast and not _holds(dtype, state.dtype):
-        allowed = "cast=True allows that, in a configuration checkpoint.cast=true"
-        yield f"{what} is {state.dtype} in the checkpoint and would be rounded to {dtype} ({allowed})"
+        yield f"{what} is {state.dtype} in the checkpoint and {ROUNDED} to {dtype}"
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:

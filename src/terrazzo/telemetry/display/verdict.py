@@ -116,8 +116,13 @@ def verdict_of(
     knows_causes = "cause_s" in records[-1]
     causes = _causes(records) if knows_causes else _on_the_host(records)
     once = [cause for cause in causes if cause.name in _BETWEEN and not _comes_again(cause, records)]
-    step_s = mean_of(records, "step_s") - sum(cause.seconds for cause in once)
-    causes = [cause for cause in causes if cause not in once and cause.seconds >= LEAST_SHARE * step_s]
+    if once and (others := _without(once, records)):  # with them goes what ranks exchange and wait for in them
+        records, step_s = others, mean_of(others, "step_s")
+        causes = _causes(records) if knows_causes else _on_the_host(records)
+    else:
+        step_s = mean_of(records, "step_s") - sum(cause.seconds for cause in once)
+    left_out = {cause.name for cause in once}
+    causes = [cause for cause in causes if cause.name not in left_out and cause.seconds >= LEAST_SHARE * step_s]
     causes = [cause for cause in causes if cause.name != "update" or _has_setting(cause, settings, admits)]
     clear = [cause for cause in causes if _is_steady(cause)]
     uneven = [cause for cause in causes if cause not in clear]
@@ -213,6 +218,11 @@ def _comes_again(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether it has come before the end of the run: no setting makes the one at the end rarer."""
     only_last = len(records) > 1 and not any(cause.each[:-1])
     return not only_last and sum(record["steps"] for record in records) >= FEW_STEPS
+
+
+def _without(once: Sequence[_Cause], records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records in which none of these causes came."""
+    return [record for place, record in enumerate(records) if not any(cause.each[place] for cause in once)]
 
 
 def _has_setting(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) -> bool:
