@@ -6,7 +6,6 @@ import copy
 import functools
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,10 +96,6 @@ def sharing_a_state() -> nn.Module:
     return model
 
 
-def with_adapters() -> nn.Module:
-    return peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0"]), layers())
-
-
 def compiled() -> nn.Module:
     model = layers()
     model[0].compile(backend="eager")
@@ -117,7 +112,6 @@ def aside() -> nn.Module:
     ("make", "pipeline", "message"),
     [
         (tied, tz.Pipeline(tied=["embedding.wieght"]), "no parameter 'embedding.wieght'. Did you mean"),
-        (with_adapters, None, "'?0'?: adapters of peft"),
         (sharing_a_state, None, "'0' and '2' share a buffer that is saved"),
         (compiled, None, "'0' is compiled"),
         (aside, LINE, "'scale' is in no module of the pipeline's line"),

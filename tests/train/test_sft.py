@@ -64,12 +64,12 @@ def train(values: dict[str, Any], stop_after: int | None = None) -> None:
         session.close()
 
 
-def a_model(folder: Path) -> Path:
-    """A Llama of 9,000 parameters with weights, and a tokenizer beside them."""
+def a_model(folder: Path, layers: int = 2) -> Path:
+    """A Llama of 9,000 parameters in two layers, with weights, and a tokenizer beside them."""
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=False,
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -139,9 +139,9 @@ def plain_losses(folder: Path, examples: list[tuple[torch.Tensor, torch.Tensor]]
     return losses, count
 
 
-def checked_records(folder: Path, length: int) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Path]:
+def checked_records(folder: Path, length: int, layers: int = 2) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Path]:
     """Examples and the file of conversations, two of them without an answer; the model is beside them."""
-    a_model(folder / "model")
+    a_model(folder / "model", layers)
     records = [*conversations(24), turns("nobody answers"), turns("hi", system="nor here")]
     save_tokenizer(folder / "tokenizer", CHATML)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -232,26 +232,33 @@ def base_of(folder: Path, frozen: str | None) -> Any:
 
 
 WITH_ADAPTERS = [
-    ("zero1", 1, None),
-    ("zero3", 1, None),
-    ("zero2", 2, None),
-    ("zero3", 1, "nf4"),
-    ("zero1", 1, "nf4-double"),
+    ("zero1", {}, None),
+    ("zero3", {}, None),
+    ("zero2", {"tp": 2}, None),
+    ("zero3", {"pp": 2}, None),
+    ("zero3", {}, "nf4"),
+    ("zero1", {}, "nf4-double"),
+    ("zero3", {"cp": 2}, "nf4"),
+    ("zero0", {"pp": 2}, "nf4"),
 ]
 
 
-@pytest.mark.parametrize(("plan", "tp", "frozen"), mostly_long(WITH_ADAPTERS, ("zero3", 1, "nf4")))
+@pytest.mark.parametrize(("plan", "mesh", "frozen"), mostly_long(WITH_ADAPTERS, ("zero3", {}, "nf4")), ids=str)
 def test_adapters_are_those_of_one_process_with_peft(
-    two_processes: Pool, tmp_path: Path, plan: str, tp: int, frozen: str | None
+    two_processes: Pool, tmp_path: Path, plan: str, mesh: dict[str, int], frozen: str | None
 ) -> None:
-    """Also where the two share matrices, of which an adapter has a part or is whole; and on a base in 4 bits."""
+    """Also where the two share matrices, of which an adapter has a part or is whole, sequences or layers; and on a base
+    in 4 bits.
+    """
     peft = pytest.importorskip("peft")
-    examples, source = checked_records(tmp_path, 255)
+    length = 256 if "cp" in mesh else 255
+    examples, source = checked_records(tmp_path, length, 6 if "pp" in mesh else 2)
     values = values_of(
         tmp_path,
         source,
         tmp_path / "tokenizer",
-        plan={"name": plan, "mesh": {"tp": tp}},
+        plan={"name": plan, "mesh": mesh},
+        batch={"sequence_length": length},
         parallel={"tensor": {"sequence": False}},  # of 255 tokens
         lora={"rank": 4, "alpha": 32, "target_modules": ["q_proj", "up_proj"]},
         optimizer={"options": {"eps": 1e-5}},
@@ -260,7 +267,7 @@ def test_adapters_are_those_of_one_process_with_peft(
         precision={"frozen": frozen},
     )
     (fullest, planned), (_, again) = on_two(two_processes, lora_run, values, tmp_path / "start")
-    assert tp > 1 or fullest == planned == again
+    assert mesh or fullest == planned == again
     base = base_of(tmp_path / "model", frozen)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

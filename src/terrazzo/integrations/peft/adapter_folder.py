@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters.new_folder import new_folder
-from terrazzo.engine import ModelState, whole_weights
+from terrazzo.engine import listing, whole_weights
 from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
 from terrazzo.exchange import together
 from terrazzo.integrations.peft.names import base_model, peft_model, saved_names
@@ -61,11 +62,14 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter: str = "default")
     Raises:
         BadInput: no safetensors (pickled weights are never read), or an adapter of other settings, names or shapes.
     """
-    values = together(lambda: _read_adapter(model, Path(folder), adapter), Misuse)
+    shapes = {name: each.shape for each in listing(model) for name in each.names}
+    values = together(lambda: _read_adapter(model, Path(folder), adapter, shapes), Misuse)
     model.load_state_dict(values, strict=False)  # collective: not while another rank may have raised
 
 
-def _read_adapter(model: nn.Module, folder: Path, adapter: str) -> dict[str, Tensor]:
+def _read_adapter(
+    model: nn.Module, folder: Path, adapter: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
     """What the folder has for each of the model's parameters, by its name."""
     from peft import PeftConfig
     from safetensors.torch import load_file
@@ -74,7 +78,6 @@ def _read_adapter(model: nn.Module, folder: Path, adapter: str) -> dict[str, Ten
         raise BadInput(f"'{folder}' holds no {ADAPTER_FILE}. Give a folder that save_adapter or PEFT wrote.")
     theirs, ours = PeftConfig.from_pretrained(str(folder)), peft_model(model).peft_config[adapter]
     tensors, saved = load_file(str(folder / ADAPTER_FILE)), saved_names(model, adapter)
-    shapes = {name: each.shape for each in ModelState(model).parameters() for name in each.names}
     wanted = {name: shapes[parameter] for name, parameter in saved.items()}
     there = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     wrong = [

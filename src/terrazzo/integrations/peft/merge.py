@@ -29,9 +29,16 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
 
     Raises:
         BadInput: `folder` exists, or an adapter that is more than a product added to a matrix (DoRA, embeddings,
-            convolutions, biases of its own, modules_to_save), or on a matrix that other modules have, too.
+            convolutions, biases of its own, modules_to_save), or on a matrix that other modules have, too; a model in
+            stages.
         SaveFailed: a file could not be written; nothing is left.
     """
+    if (axes := engine_of(model).axes).stages:
+        raise BadInput(
+            f"save_merged of a model in stages (pp {axes.size(axes.stages)}) would add adapters that each rank has of"
+            " its own layers alone. Use save_adapter, and merge in one process: PeftModel.from_pretrained(base,"
+            " folder).merge_and_unload()."
+        )
     layers, base = dict(_mergeable(model, adapter)), base_model(model)
     own = saved_names(model, adapter).values()
     pairs = [name for name in own if ".lora_A." in name or ".lora_B." in name]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from terrazzo.engine import parameters_by_names
 from terrazzo.errors import BadInput
 
 __all__ = ["BASE_LAYER", "base_model", "base_name", "peft_model", "saved_names"]
@@ -47,7 +48,7 @@ def saved_names(model: nn.Module, adapter: str) -> dict[str, str]:
     configs = peft_model(model).peft_config
     if adapter not in configs:
         raise BadInput(f"The model has no adapter {adapter!r}; it has {sorted(configs)}.")
-    shown = {name: torch.empty(0) for name, _ in model.named_parameters(remove_duplicate=False)}
+    shown = {name: torch.empty(0) for names in parameters_by_names(model) for name in names}
     names = {id(tensor): name for name, tensor in shown.items()}
     with _unread(model):
         saved = get_peft_model_state_dict(model, state_dict=shown, adapter_name=adapter, save_embedding_layers=False)

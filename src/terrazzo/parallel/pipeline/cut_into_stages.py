@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,8 +17,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.sharding.shared_parts_checks import check_uncompiled, check_uncut
 from terrazzo.errors import BadInput, did_you_mean, listed
-from terrazzo.parallel.peft_adapters import adapted
-from terrazzo.parallel.pipeline.model_line import own_line
+from terrazzo.parallel.pipeline.model_line import own_line, own_tied
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.pipeline.schedules import balanced
 from terrazzo.parallel.pipeline.stage_forward import put_in_line
@@ -68,7 +66,6 @@ def read_stages(model: nn.Module, axes: Axes, pipeline: Pipeline) -> PipelineSta
         BadInput: the model cannot be cut into these stages.
     """
     rank, ranks = axes.cuts(axes.stages)[0]
-    _check_modules(model)
     check_uncut(model)
     check_uncompiled(model)
     names = _names_of(model, pipeline)
@@ -102,23 +99,9 @@ def check_line(model: nn.Module, stages: int) -> None:
     Raises:
         BadInput: there.
     """
-    _check_modules(model)
     names = _names_of(model, Pipeline())
     _check_line(model, names)
     _bounds_of(model, names, Pipeline(), stages)
-
-
-def _check_modules(model: nn.Module) -> None:
-    """Refuse kinds of modules that pipelines have not been tried with.
-
-    Raises:
-        BadInput: there.
-    """
-    if layers := adapted(model):
-        raise BadInput(
-            f"{listed(layers)}: adapters of peft, which have not been tried in a pipeline. Make the mesh with dp_shard "
-            "in the place of pp, or train without adapters."
-        )
 
 
 def _names_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
@@ -142,10 +125,7 @@ def _names_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
 
 def _tied_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
     """The parameters that the model reads behind its line."""
-    own: Any = model
-    tied = pipeline.tied
-    if tied is None:
-        tied = own.pipeline_tied() if callable(getattr(model, "pipeline_tied", None)) else ()
+    tied = own_tied(model) if pipeline.tied is None else pipeline.tied
     known = dict(model.named_parameters(remove_duplicate=False))
     if unknown := [name for name in tied if name not in known]:
         raise BadInput(
