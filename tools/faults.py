@@ -336,6 +336,13 @@ MUTATIONS = [
         "train/test_documents_apart.py",
     ),
     Mutation(
+        "a prompt has one token of its answer",
+        "train/data/sequences.py",
+        "first - starts + 1, 0)",
+        "first - starts + 2, 0)",
+        "train/test_prompts.py",
+    ),
+    Mutation(
         "ranks share out a step's samples by micro-batch first",
         "train/data/loader.py",
         "share.reshape(self.world_size, -1, self.batch.micro_batch)[rank]",
