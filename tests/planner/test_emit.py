@@ -369,7 +369,8 @@ def test_what_is_emitted_is_read_back_as_it_was_planned_or_refused(asked: dict[s
         means = [(each.update_kernel, each.optimizer.moments, each.sums_locally) for each in (read, planned)]
         assert means[0] == means[1], (name, value)
     assert {value for name, value in left if name in ("loss", "attention")} == refused
-    assert {name for name, _ in left} <= {"loss", "attention", "accumulate_locally", "optimizer_kernel"}
+    assert (("compile", True) in left) == (asked.get("pp", 1) > 1 or asked.get("cp", 1) > 1)
+    assert {name for name, _ in left} <= {"loss", "attention", "accumulate_locally", "optimizer_kernel", "compile"}
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "kernel that no configuration names": (
         "terrazzo", {"attention": "flash3"}, "terrazzo", {"attention": "flash"},
     ),
+    "compiled stages": ("terrazzo", {"pp": 2, "compile": True}, "megatron", {"pp": 2, "compile": True}),
+    "compiled attention that exchanges": ("terrazzo", {"cp": 2, "compile": True}, "terrazzo", {"cp": 2}),
     "attention that keeps its scores": ("terrazzo", {"attention": "math"}, "megatron", {"attention": "math"}),
     # DeepSpeed
     "AutoTP with ZeRO-3": ("deepspeed@0.19.3", {"tp": 2}, "deepspeed@0.19.4", {"tp": 2}),
