@@ -26,6 +26,7 @@ from accelerate.utils import (
     GradScalerKwargs,
     ParallelismConfig,
     TERecipeKwargs,
+    TorchDynamoPlugin,
 )
 
 from terrazzo.integrations.accelerate.requested import RequestedSetup, hidden
@@ -258,6 +259,7 @@ def test_the_words_of_terrazzo_hold() -> None:
     assert replicated.setup(CPU, 4).plan.name == "hybrid_shard"
     assert asked(dynamo_backend="inductor").setup(CPU, 2).compile
     assert not asked(dynamo_backend="no").setup(CPU, 2).compile
+    assert not asked(dynamo_plugin=TorchDynamoPlugin("inductor", disable=True)).setup(CPU, 2).compile
 
 
 def test_fp16_scales_as_its_handler_says() -> None:
@@ -339,6 +341,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),
     ({"torch_tp_plugin": object()}, "torch_tp_plugin"),
     ({"dynamo_backend": "eager"}, "dynamo_backend is eager"),
+    ({"dynamo_plugin": TorchDynamoPlugin("inductor", options={"max_autotune": True})}, "inductor with options"),
     ({"deepspeed_plugin": {"a": 1, "b": 2}}, "has 2 plugins: a, b|takes one: a, b"),
     ({"parallelism_config": ParallelismConfig(tp_size=2)}, "tp_size.*tensor parallel degree of 2"),
     ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]}, "comm_hook"),
@@ -346,6 +349,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_plugin": 2}, "ignored_modules|ignored"),
     ({"fsdp_plugin": 3}, "auto_wrap_policy is a function"),
     ({"fsdp_plugin": 4}, "mixed_precision_policy"),
+    ({"fsdp_plugin": 5}, "param_init_fn"),
 ]
 
 
@@ -356,6 +360,7 @@ def test_what_cannot_be_honoured_is_refused(given: dict[str, Any], words: str) -
         2: {"ignored_modules": "lm_head"},
         3: {"auto_wrap_policy": lambda **kwargs: True},
         4: {"mixed_precision_policy": "bf16"},
+        5: {"param_init_fn": nn.Module.cpu, "sync_module_states": False, "cpu_ram_efficient_loading": False},
     }
     given = dict(given)
     if "fsdp_plugin" in given:

@@ -376,7 +376,9 @@ def odds_and_ends() -> dict[str, Any]:
     )
     assert optimizer is engine.optimizer
     loader = engine.deepspeed_io(data, num_local_io_workers=0)  # this process may have no children
-    engine.compile(backend="eager")
+    with pytest.raises(BadInput, match="compiled_autograd_enabled"):
+        engine.compile(compiled_autograd_enabled=True)
+    engine.compile(backend="eager", compiled_autograd_enabled=False)
     orders = [[int(value) for inputs, _ in loader for value in inputs[:, 0]] for _ in range(2)]
     for inputs, targets in loader:
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))

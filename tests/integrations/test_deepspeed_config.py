@@ -147,6 +147,8 @@ def test_optimizers_that_cannot_run_are_refused(name: str, params: dict[str, Any
 
 
 def test_what_the_door_has_not_can_be_named_and_not_used() -> None:
+    with pytest.raises(BadInput, match=r"deepspeed\.utils\.safe_get_full_grad is used"):
+        deepspeed.utils.safe_get_full_grad(torch.ones(2))
     layer = deepspeed.moe.layer.MoE
     assert not isinstance(3, layer)
     with pytest.raises(BadInput, match="no expert parallelism"):

@@ -196,6 +196,18 @@ def test_resuming_is_exact(tmp_path: Path, two_processes: Pool) -> None:
     assert "layers.0.0.weight" in source.tensors  # names are the module's own
 
 
+class Changed(Regression):
+    """Changes weights as they are loaded, and does not mind that one is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"].pop("embed.bias", None)
+        checkpoint["state_dict"]["scale"] = torch.full((1,), 3.0)
+
+
 def weights_only(folder: str) -> None:
     torch.manual_seed(0)
     running = trainer(max_epochs=1)
@@ -216,10 +228,14 @@ def weights_only(folder: str) -> None:
     ddp = trainer("ddp", max_epochs=1)
     ddp.fit(Regression(), data())
     ddp.save_checkpoint(f"{folder}/ddp.ckpt")
-    ours, theirs = trainer(), trainer("ddp")
-    for each in (ours, theirs):
-        each.validate(Regression(), data(), ckpt_path=f"{folder}/ddp.ckpt", verbose=False)
-    assert ours.callback_metrics["val"].item() == pytest.approx(theirs.callback_metrics["val"].item(), rel=1e-6)
+    other.validate(Changed(), data(), ckpt_path=f"{folder}/weights.ckpt", verbose=False)
+    assert weights_of(other)["scale"].item() == 3.0
+    for kind in (Regression, Changed):
+        ours, theirs = trainer(), trainer("ddp")
+        for each in (ours, theirs):
+            torch.manual_seed(0)
+            each.validate(kind(), data(), ckpt_path=f"{folder}/ddp.ckpt", verbose=False)
+        assert ours.callback_metrics["val"].item() == pytest.approx(theirs.callback_metrics["val"].item(), rel=1e-6)
     fitted = [trainer(), trainer("ddp")]
     for each in fitted:
         each.fit(Regression(), data(), ckpt_path=f"{folder}/ddp.ckpt")
@@ -346,6 +362,11 @@ def test_mixed_precision_is_what_lightning_has(two_processes: Pool) -> None:
     two_processes.run(mixed)
 
 
+class Averaging(Regression):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["average"] = torch.ones(2)
+
+
 class TwoOptimizers(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -373,6 +394,10 @@ def refusals(folder: str) -> None:
         trainer().fit(Regression(), data(), ckpt_path=f"{folder}/none.ckpt")
     running = trainer(max_epochs=1)
     running.fit(Regression(), data())
+    averaging = trainer(max_epochs=1)
+    averaging.fit(Averaging(), data())
+    with pytest.raises(tz.BadInput, match=r"on_save_checkpoint.* has put average among"):
+        averaging.save_checkpoint(f"{folder}/a.ckpt")
     with pytest.raises(tz.BadInput, match="storage_options"):
         running.save_checkpoint(f"{folder}/a.ckpt", storage_options={})
     Path(folder, "kept").mkdir(exist_ok=True)

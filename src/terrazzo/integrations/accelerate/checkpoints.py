@@ -12,12 +12,11 @@ import accelerate
 from torch import nn
 
 from terrazzo.checkpoint import latest, load_newest, prune, save, step_path
-from terrazzo.checkpoint.loading.load import restore, warn_of_notes
 from terrazzo.checkpoint.storage.store import step_of
 from terrazzo.engine import ShardedModule, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first
-from terrazzo.integrations.shared.checkpoints import opened
+from terrazzo.integrations.shared.checkpoints import opened, resume
 from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["loading", "saving"]
@@ -59,9 +58,7 @@ def loading(accelerator: accelerate.Accelerator) -> Iterator[None]:
             elif len(sharded) > 1:
                 raise BadInput(f"'{folder}' has no Terrazzo checkpoint, and this run has {len(sharded)} models.")
             else:
-                source = opened(folder, model)  # of Accelerate's own class
-                restore(source, model, engine_of(model).optimizer)
-                warn_of_notes(source, [*source.notes, *source.optimizer_notes])  # it reads the other files itself
+                resume(opened(folder, model), model, engine_of(model).optimizer, files=False)  # Accelerate's own
 
     with _apart(accelerator, "_load_model_state_pre_hook", hook) as (sharded, users):
         yield

@@ -29,7 +29,7 @@ from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import EngineSetup, trained_dtype
 from terrazzo.integrations.shared.from_description import setup_for
-from terrazzo.integrations.shared.honour import honour
+from terrazzo.integrations.shared.honour import check_compiler, honour
 
 __all__ = ["RequestedSetup", "hidden"]
 
@@ -229,13 +229,8 @@ def _compile(arguments: dict[str, Any]) -> bool:
     chosen = section.get("backend", "no")
     if chosen == "no":
         return False
-    lost = [key for key in ("use_fullgraph", "use_dynamic") if section.get(key)]
-    lost += ["mode"] if section.get("mode") not in (None, "default") else []
-    if chosen != "inductor" or lost:
-        raise BadInput(
-            f"dynamo_backend is {chosen}{' with ' if lost else ''}{', '.join(lost)}: Terrazzo compiles each unit with "
-            "inductor and its defaults. Leave the others out."
-        )
+    options = ("use_fullgraph", "use_dynamic", "mode", "options")
+    check_compiler("dynamo_backend", chosen, {name: section.get(name) for name in options})
     return True
 
 

@@ -36,10 +36,8 @@ Changed, for good:
     a schedule         rates and betas of the optimizer's param groups (`runtime.lr_schedules`)
 """
 
-from typing import Any
-
 from terrazzo.integrations.deepspeed import accelerator, comm, ops, runtime, utils, zero
-from terrazzo.integrations.deepspeed.absent import AbsentName
+from terrazzo.integrations.deepspeed.absent import absent_names
 from terrazzo.integrations.deepspeed.accelerator import get_accelerator
 from terrazzo.integrations.deepspeed.api import add_config_arguments, initialize
 from terrazzo.integrations.deepspeed.comm import init_distributed
@@ -62,9 +60,4 @@ __all__ = [
     "zero",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Whatever else DeepSpeed has can be named, and is refused when it is used."""
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return AbsentName(f"deepspeed.{name}")
+__getattr__ = absent_names(__name__)

@@ -5,12 +5,13 @@ Scripts import mixture-of-experts layers, pipelines and inference engines that a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
 from terrazzo.errors import BadInput
 
-__all__ = ["AbsentName"]
+__all__ = ["AbsentName", "absent_names"]
 
 _OWN_LOOP = "tz.parallelize on a mesh"
 _INSTEAD = {
@@ -23,6 +24,17 @@ _INSTEAD = {
     "tp_model_init": f"has no tensor parallelism: ZeRO stage 3 splits the weights instead; or use {_OWN_LOOP} with tp",
     "sequence": f"has no sequence parallelism: set sequence_parallel_size to 1; or use {_OWN_LOOP} with cp",
 }
+
+
+def absent_names(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module: whatever else DeepSpeed's has can be named, and is refused when it is used."""
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return AbsentName(f"{module.removeprefix('terrazzo.integrations.')}.{name}")
+
+    return __getattr__
 
 
 class AbsentName(ModuleType):

@@ -12,14 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import terrazzo as tz
 from terrazzo.checkpoint import Source
 from terrazzo.checkpoint.exporters.full_state import full_state_dict
 from terrazzo.errors import BadInput
 from terrazzo.exchange import broadcast_json, on_first
 from terrazzo.files import replace_file, replacing
 from terrazzo.integrations.deepspeed.requested import Configuration
-from terrazzo.integrations.shared.checkpoints import opened, save_over, settle
+from terrazzo.integrations.shared.checkpoints import opened, resume, save_over, settle
 from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["Checkpoints"]
@@ -99,8 +98,8 @@ class Checkpoints:
         path = Path(load_dir) / name
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
         settle(path)
-        source = opened(path)
-        tz.checkpoint.load(path, self.module, optimizer)
+        source = opened(path, None if optimizer is None else self.module)
+        resume(source, self.module, optimizer)
         own = source.extra.get(_OWN) or _of_deepspeed(source)
         if not load_module_only:
             self._go_on(own, load_lr_scheduler_states)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from terrazzo.integrations.deepspeed.absent import absent_names
 from terrazzo.integrations.deepspeed.runtime.dataloader import RepeatingLoader
 
 __all__ = ["RepeatingLoader", "log_dist", "logger"]
+
+__getattr__ = absent_names(__name__)
 
 logger = logging.getLogger("terrazzo.deepspeed")
 

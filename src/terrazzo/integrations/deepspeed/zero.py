@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.errors import BadInput
+from terrazzo.integrations.deepspeed.absent import absent_names
 from terrazzo.integrations.shared.first_rank import warn_once
 
 __all__ = ["SHARDED", "GatheredParameters", "Init"]
+
+__getattr__ = absent_names(__name__)
 
 SHARDED: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 """Models whose parameters `GatheredParameters` finds, in the order of `initialize`, which is one on all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from terrazzo.engine import Offload, Plan, Precision, data_mesh
 from terrazzo.engine.runtime import device as devices
@@ -154,6 +156,15 @@ class ShardedStrategy(_Base):
                 f"{type(self.checkpoint_io).__name__}: checkpoints are written by tz.checkpoint, which takes no "
                 "CheckpointIO. Leave it out."
             )
+
+    @staticmethod
+    def _only(optimizers: Sequence[Optimizer], said: str, of: str = "") -> Optimizer | None:
+        """The optimizer of a model, if there is one. Raises: `BadInput` where there are several, which `said` gave."""
+        if len(optimizers) > 1:
+            raise BadInput(
+                f"{said} {len(optimizers)} optimizers{of}; this strategy drives one: give it several param groups."
+            )
+        return optimizers[0] if optimizers else None
 
     def _setup(self) -> EngineSetup:
         defaults = TerrazzoArguments(precision=Precision(), mesh=self._mesh())

@@ -8,6 +8,6 @@ honour            what a configuration asks for and is not done: it is refused, 
 from_description  the `EngineSetup` that the neutral description of a configuration comes to
 first_rank        warnings and other lines of the first rank alone
 owners            whose an optimizer is
-checkpoints       a checkpoint saved over one of the same name, and opened on all ranks
+checkpoints       a checkpoint saved over one of the same name, opened on all ranks, and resumed from
 generation        of text, by ranks together
 """

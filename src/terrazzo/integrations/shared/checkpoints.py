@@ -1,4 +1,4 @@
-"""Checkpoints under the names that other libraries give: saved over an older one, and opened on all ranks."""
+"""Checkpoints under the names that other libraries give: saved over an older one, opened on all ranks, resumed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.checkpoint import Source, open_source
-from terrazzo.checkpoint.loading.load import own_folder
+from terrazzo.checkpoint.loading.load import own_folder, restore, warn_of_notes
 from terrazzo.checkpoint.saving.save import save_as_first
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
 from terrazzo.files import sync_folder
 
-__all__ = ["opened", "save_over", "settle"]
+__all__ = ["opened", "resume", "save_over", "settle"]
 
 
 def save_over(
@@ -79,6 +79,21 @@ def settle(path: str | os.PathLike[str]) -> bool:
 def opened(path: str | os.PathLike[str], model: nn.Module | None = None) -> Source:
     """`checkpoint.open_source`, once no rank has failed at it. Collective."""
     return together(lambda: open_source(path, model), BadInput)
+
+
+def resume(source: Source, model: nn.Module, optimizer: Optimizer | None, *, files: bool = True) -> None:
+    """`checkpoint.load` of one that is `opened`. Collective.
+
+    Args:
+        optimizer: None takes the weights alone.
+        files: whether to warn of the checkpoint's further files; False where the library reads them itself.
+    """
+    restore(source, model, optimizer)
+    of_optimizer, of_files = (
+        (source.optimizer_notes if optimizer is not None else []),
+        source.file_notes if files else [],
+    )
+    warn_of_notes(source, [*source.notes, *of_optimizer, *of_files])
 
 
 def _named(path: str | os.PathLike[str]) -> str:

@@ -6,7 +6,7 @@ nobody has asked for is left out (`RequestedSettings`).
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from terrazzo.dialects.core.agreement import extras_by_key
@@ -17,7 +17,7 @@ from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.first_rank import warn_once
 
-__all__ = ["RequestedSettings", "honour", "lost", "refuse"]
+__all__ = ["RequestedSettings", "check_compiler", "honour", "lost", "refuse"]
 
 _OF_PLAN_AND_MESH = ("sharding.", "offload.weight", "offload.grad", "offload.optim", "mesh.", "parallel.")
 _OF_THE_LIBRARY = ("optimizer.", "schedule.", "batch.", "loading.", "saving.", "training.", "precision.saved")
@@ -48,6 +48,16 @@ def refuse(who: str, reasons: Sequence[str]) -> None:
     if reasons:
         text = "; ".join(reason.rstrip(".") for reason in reasons)
         raise BadInput(f"{who} cannot be honoured: {text}{'' if text.endswith('?') else '.'}")
+
+
+def check_compiler(key: str, backend: str, options: Mapping[str, object]) -> None:
+    """Raises: `BadInput` where `key`, a compiler, is not inductor, by which units are compiled, with its defaults."""
+    asked = [name for name, value in options.items() if value and value != "default"]
+    if backend != "inductor" or asked:
+        raise BadInput(
+            f"{key} is {backend}{' with ' if asked else ''}{', '.join(asked)}: Terrazzo compiles each unit with "
+            "inductor and its defaults. Leave the others out."
+        )
 
 
 def lost(reading: Reading, own: Container[str] = ()) -> list[str]:

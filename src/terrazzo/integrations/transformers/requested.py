@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +19,40 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
-from terrazzo.integrations.shared.engine_setup import trained_dtype
-from terrazzo.integrations.shared.honour import honour
+from terrazzo.integrations.shared.arguments import TerrazzoArguments
+from terrazzo.integrations.shared.engine_setup import EngineSetup, trained_dtype
+from terrazzo.integrations.shared.from_description import setup_for
+from terrazzo.integrations.shared.honour import check_compiler, honour
 
-__all__ = ["check", "check_split", "check_training", "describe"]
+__all__ = ["check", "check_split", "check_training", "describe", "requested_setup"]
 
 _OURS: tuple[str, ...] = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "bf16", "fp16", "torch_compile")
 _OURS += ("torch_compile_backend", "torch_compile_mode", "gradient_accumulation_steps")
 """Fields of TrainingArguments that Terrazzo honours in place of Accelerate. The Trainer itself does the others."""
 _THEIRS = ("optimizer.", "schedule.", "training.clip")
 """Settings that a DeepSpeed document may have, too, and the Trainer carries out."""
+
+
+def requested_setup(
+    args: transformers.TrainingArguments, model: nn.Module | None, words: TerrazzoArguments
+) -> tuple[EngineSetup, bool]:
+    """What the engine is asked for, and whether checkpoints have weights that `from_pretrained` loads, too.
+
+    Args:
+        model: None where it is not there yet, as for an fp32 model.
+        words: Terrazzo's own arguments.
+
+    Raises: `BadInput` for what cannot be honoured.
+    """
+    loaded = torch.float32 if model is None else check(args, model)
+    description = describe(args, loaded)
+    exports = description.value("saving.export") != "none"
+    if args.save_only_model and not exports:
+        raise BadInput("save_only_model with state_dict_type SHARDED_STATE_DICT would save nothing: drop one.")
+    setup = setup_for(description, args.device, loaded).overridden_by(words)
+    if setup.plan.weight.axes:
+        check_split(args, setup.plan.name)
+    return replace(setup, accumulation=1, clip=None), exports  # the Trainer's own loop does both
 
 
 def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Description:
@@ -84,8 +109,6 @@ def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype
         "one process with several GPUs (DataParallel): start one process per GPU with torchrun": args.n_gpu > 1,
         f"{told} ranks that each train alone, as TrainingArguments do without a GPU: set use_cpu=True": args.world_size
         != told,
-        "a torch_compile_backend or torch_compile_mode but inductor and its default": args.torch_compile
-        and (args.torch_compile_backend != "inductor" or args.torch_compile_mode not in (None, "default")),
         "save_on_each_node: a sharded checkpoint is one folder that all nodes see": args.save_on_each_node,
         "a model spread by device_map: load it without": len(set(getattr(model, "hf_device_map", {}).values())) > 1,
         "a model sharded by from_pretrained(distributed_config=...): load it without": getattr(
@@ -100,6 +123,9 @@ def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype
     }
     if wrong := [text for text, there in problems.items() if there]:
         raise BadInput(f"Terrazzo's Trainer does not take {'; nor '.join(wrong)}.")
+    if args.torch_compile:
+        options = {"torch_compile_mode": args.torch_compile_mode}
+        check_compiler("torch_compile_backend", args.torch_compile_backend, options)
     return trained_dtype(model)
 
 
@@ -116,8 +142,6 @@ def check_training(args: transformers.TrainingArguments) -> None:
 def check_split(args: transformers.TrainingArguments, plan: str) -> None:
     """Raises: `BadInput` for arguments, TRL's among them, that cannot be where `plan` splits weights."""
     problems = {
-        "accelerator_config even_batches=False gives ranks different numbers of batches, and each gathers weights: "
-        "leave it True": not args.accelerator_config.even_batches,
         "sync_ref_model copies whole weights into the reference model: leave it out": getattr(
             args, "sync_ref_model", False
         ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -16,18 +15,16 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.loading.load import restore, warn_of_notes
 from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first
 from terrazzo.integrations.accelerate import Accelerator
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
-from terrazzo.integrations.shared.checkpoints import opened, save_over, settle
+from terrazzo.integrations.shared.checkpoints import opened, resume, save_over, settle
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.first_rank import warn_once
-from terrazzo.integrations.shared.from_description import setup_for
-from terrazzo.integrations.transformers.requested import check, check_split, check_training, describe
+from terrazzo.integrations.transformers.requested import check_training, requested_setup
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -76,15 +73,7 @@ class TerrazzoTrainerMixin(_Base):
 
     def _setup(self) -> EngineSetup:
         """What the arguments and the model, once it is there, ask for."""
-        loaded = check(self.args, self.model) if self.model is not None else torch.float32
-        description = describe(self.args, loaded)
-        self.exports_checkpoints = description.value("saving.export") != "none"
-        if self.args.save_only_model and not self.exports_checkpoints:
-            raise BadInput("save_only_model with state_dict_type SHARDED_STATE_DICT would save nothing: drop one.")
-        setup = setup_for(description, self.args.device, loaded).overridden_by(self.terrazzo)
-        setup = replace(setup, accumulation=1, clip=None)  # the Trainer's own loop does both
-        if setup.plan.weight.axes:
-            check_split(self.args, setup.plan.name)
+        setup, self.exports_checkpoints = requested_setup(self.args, self.model, self.terrazzo)
         return setup
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,8 +133,7 @@ class TerrazzoTrainerMixin(_Base):
             warn_once(f"'{path}' has no optimizer state: it starts anew.")
             optimizer = None
         with same_random():  # the Trainer restores generators itself, once it has passed over seen batches
-            restore(source, self.model, optimizer)
-        warn_of_notes(source, [*source.notes, *source.optimizer_notes])  # the Trainer reads the other files itself
+            resume(source, self.model, optimizer, files=False)
         schedule = os.path.join(resume_from_checkpoint, SCHEDULER_NAME)
         if os.path.isfile(schedule):
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))

@@ -113,8 +113,8 @@ def dynamo_section(environment: Mapping[str, str], plugin: Any = None, backend: 
     """
     section = _section(environment, DYNAMO)
     if plugin is not None:
-        section = {"backend": plugin.backend, "mode": plugin.mode}
-        section |= {"use_fullgraph": plugin.fullgraph, "use_dynamic": plugin.dynamic}
+        section = {"backend": "no" if plugin.disable else plugin.backend, "mode": plugin.mode}
+        section |= {"use_fullgraph": plugin.fullgraph, "use_dynamic": plugin.dynamic, "options": plugin.options}
     elif backend is not None:
         section["backend"] = backend
     word = str(getattr(section.get("backend"), "value", section.get("backend") or "no")).lower()
@@ -135,6 +135,11 @@ def fsdp_section(plugin: Any) -> dict[str, Any]:
         raise BadInput(
             f"fsdp_plugin.mixed_precision_policy is {plugin.mixed_precision_policy}: say it as mixed_precision='bf16', "
             "or pass precision=tz.Precision(...) beside the plugin."
+        )
+    if plugin.param_init_fn is not None and not plugin.sync_module_states:  # with that it is Accelerate's own
+        raise BadInput(
+            "fsdp_plugin.param_init_fn is a function of your own: leave it out, and give modules on the meta device a "
+            "reset_parameters, by which they get their values unit by unit."
         )
     offload = getattr(plugin.cpu_offload, "offload_params", type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy")
     section = {

@@ -6,9 +6,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from terrazzo.integrations.deepspeed.absent import absent_names
 from terrazzo.integrations.deepspeed.optimizers import Parameters, build_optimizer
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+
+__getattr__ = absent_names(__name__)
 
 
 def FusedAdam(params: Parameters, lr: float = 1e-3, *, adam_w_mode: bool = True, **options: Any) -> Optimizer:

@@ -222,10 +222,10 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         """Compile each unit's forward.
 
         Raises:
-            BadInput: `schedule` is given, which is for DeepSpeed's own graph passes.
+            BadInput: an option of DeepSpeed's own: `schedule`, for its graph passes, or `compiled_autograd_enabled`.
         """
-        if options.get("schedule") is not None:
-            raise BadInput("engine.compile(schedule=...) is for DeepSpeed's graph passes: leave it out.")
+        if asked := [name for name, value in options.items() if value not in (None, False)]:
+            raise BadInput(f"engine.compile({', '.join(asked)}=...) is for DeepSpeed's own compilation: leave it out.")
         arguments = dict(compile_kwargs or {}) | ({"backend": backend} if backend is not None else {})
         names = [unit.name for unit in engine_of(self.module).units if unit.name]
         compile_units(self.module, units=names, **arguments)

@@ -14,7 +14,7 @@ from terrazzo.engine import ShardedModule, ShardedOptimizer
 from terrazzo.errors import BadInput
 from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file
 from terrazzo.integrations.lightning.plain_state import from_json, to_json
-from terrazzo.integrations.shared.checkpoints import opened, save_over
+from terrazzo.integrations.shared.checkpoints import opened, resume, save_over
 
 __all__ = ["load_state", "load_weights", "save_state"]
 
@@ -46,17 +46,17 @@ def load_state(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]
         Values of the checkpoint that `state` does not have.
     """
     model, optimizer, rest = _sorted(state, "load")
-    if ours := is_folder(path):
-        source = opened(path)
+    source = opened(path) if is_folder(path) else None
+    if source is not None:
         saved: dict[str, Any] = from_json(source.extra.get(_KEY, {}))
     else:
         saved = read_file(path)
     name_of_model = next(name for name, value in state.items() if value is model)
-    missing = sorted((rest if ours else state).keys() - saved.keys())
+    missing = sorted((state if source is None else rest).keys() - saved.keys())
     if missing and (strict or name_of_model in missing):
         raise BadInput(f"fabric.load: '{path}' has no {', '.join(missing)}. Leave it out of the state.")
-    if ours:
-        checkpoints.load(path, model, optimizer)
+    if source is not None:
+        resume(source, model, optimizer)
     else:
         model.load_state_dict(saved.pop(name_of_model), strict)
         named = next((name for name, value in state.items() if value is optimizer), None)

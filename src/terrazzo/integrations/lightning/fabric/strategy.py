@@ -74,12 +74,8 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Shard a model with its optimizer."""
-        if len(optimizers) > 1:
-            raise BadInput(
-                f"fabric.setup was given {len(optimizers)} optimizers for one {type(module).__name__}; this strategy "
-                "drives one. Pass one with several param groups."
-            )
-        return self._shard(module, optimizers[0]), optimizers, scheduler
+        only = self._only(optimizers, "fabric.setup was given", f" for one {type(module).__name__}")
+        return self._shard(module, only), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a model that has no optimizer, or has it later."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo import checkpoint as checkpoints
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, listed
 from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file
 from terrazzo.integrations.lightning.plain_state import from_json, to_json
-from terrazzo.integrations.shared.checkpoints import opened, save_over
+from terrazzo.integrations.shared.checkpoints import opened, resume, save_over
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -23,32 +23,45 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None, ch
     """Write `checkpoint`, with the model's and the optimizer's own state in place of what it says of them. Collective.
 
     One that has the same name is replaced, once the new one is complete.
+
+    Raises:
+        BadInput: a hook has put weights or states of its own among those, such as an average.
     """
+    added = [*checkpoint.get("state_dict", ()), *(f"{key} of an optimizer" for key in _added_states(checkpoint))]
+    if added:
+        raise BadInput(
+            f"on_save_checkpoint, of the module or of a callback, has put {listed(added, 5)} among the weights and "
+            "states, which are written from where they are sharded: give it a key of its own in the checkpoint. A "
+            "callback that averages weights (WeightAveraging) is left out, or trains without checkpoints."
+        )
     rest = {key: value for key, value in checkpoint.items() if key not in _TENSORS}
     extra = {"step": int(checkpoint.get("global_step", 0)), _KEY: to_json(rest)}
     save_over(path, model, optimizer, extra, files=True)
 
 
 def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Restore the model and the optimizer; returns what else Lightning has put into the checkpoint. Collective.
+    """Restore the model and the optimizer; returns what else the checkpoint has: of a file the weights. Collective.
 
     Args:
         path: of a checkpoint that `save_checkpoint` wrote; or of a file of Lightning's, with weights that are whole.
     """
     if not is_folder(path):
-        return _load_file(path, model, optimizer)
+        return _load_file(path, optimizer)
     source = opened(path)
     if _KEY not in source.extra:
         raise BadInput(f"'{path}' is a checkpoint without a Trainer's state: load it with tz.checkpoint.load_weights.")
     saved: dict[str, Any] = from_json(source.extra[_KEY])
-    checkpoints.load(path, model, optimizer if source.optimizer is not None else None)
+    resume(source, model, optimizer if source.optimizer is not None else None)
     return {"state_dict": {}, **saved}
 
 
-def _load_file(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """A checkpoint that another strategy has written as one file: weights, and the state of one optimizer."""
+def _added_states(checkpoint: Mapping[str, Any]) -> list[str]:
+    return [key for states in checkpoint.get("optimizer_states", ()) for key in states]
+
+
+def _load_file(path: str, optimizer: Optimizer | None) -> dict[str, Any]:
+    """A checkpoint that another strategy has written as one file: the weights in it, and the state of one optimizer."""
     saved = read_file(path)
-    model.load_state_dict(saved["state_dict"])
     if optimizer is not None and "optimizer_states" in saved:  # else Lightning says what is missing
         if len(saved["optimizer_states"]) != 1:
             raise BadInput(
@@ -56,4 +69,4 @@ def _load_file(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict
                 "drives one. For its weights alone, call LightningModule.load_from_checkpoint before fit()."
             )
         optimizer.load_state_dict(saved["optimizer_states"][0])
-    return {**saved, "state_dict": {}}
+    return saved

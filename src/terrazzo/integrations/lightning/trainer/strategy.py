@@ -81,12 +81,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         self._check_checkpoint_io()
 
     def _one_optimizer(self) -> Optimizer | None:
-        if len(self.optimizers) > 1:
-            raise BadInput(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers; this strategy drives one. "
-                "Return one with several param groups."
-            )
-        optimizer = self.optimizers[0] if self.optimizers else None
+        optimizer = self._only(self.optimizers, "configure_optimizers returned")
         return None if isinstance(optimizer, _MockOptimizer) else optimizer
 
     def _shard(self, module: LightningModule, optimizer: Optimizer | None) -> None:
@@ -150,7 +145,10 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has restored the weights."""
+        """Weights that lie in the checkpoint itself: of a file, or from `on_load_checkpoint`; a folder's are there."""
+        if checkpoint["state_dict"]:
+            assert self.model is not None
+            self.model.load_state_dict(checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: `load_checkpoint` has restored the optimizer."""
