@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.take_over import take_over_gathered
+from terrazzo.engine.model import gathered_blocks
 from tests.engine.toys import EVERY_PLAN, Net, assert_close, batch, full_parameters, loss_of, mesh_for, on_ranks
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
@@ -215,17 +217,17 @@ def test_a_refused_write_leaves_no_weights_behind() -> None:
 
 def test_a_disk_that_is_full_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is what the user hears of, not of the edits that went with it."""
-    adopt_written, calls = Bucket.adopt_written, []
+    calls: list[Bucket] = []
 
     def full(bucket: Bucket) -> None:
         calls.append(bucket)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        adopt_written(bucket)
+        take_over_gathered(bucket)
 
     with fake_group(2):
         model, _ = tz.shard(Net(), None, "zero3")
-        monkeypatch.setattr(Bucket, "adopt_written", full)
+        monkeypatch.setattr(gathered_blocks, "take_over_gathered", full)
         with pytest.raises(OSError, match="No space left"), tz.gathered(model, write=True):
             in_place(model)
         assert nothing_is_gathered(model)

@@ -60,7 +60,7 @@ Four ways through it, each from its first call to its last:
         buckets/parameters/edits         Edits.take_written         gathered for reading: raises as they are released
         model/gathered_blocks            GatheredBlocks.block       `tz.gathered(model, write=True)`: taken over
         hooks/forward_hooks              ForwardHooks.before_model  whole weights: compared as the next pass begins,
-        buckets/bucket                   Bucket.adopt_edits         and taken over into the master weights
+        buckets/take_over                take_over_edits            and taken over into the master weights
 
 A module imports from its own folder and from those before it in this list. Other packages import from here: what they
 want of a sharded model, they ask its `Engine`. Open to other packages:

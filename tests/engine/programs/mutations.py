@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients import gradient
 from terrazzo.engine.buckets.gradients.finished import FinishedGradient
 from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
+from terrazzo.engine.model import gathered_blocks
 from terrazzo.engine.optim import driver
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.progress.denominator import Denominator
@@ -99,7 +99,7 @@ def clipping_misses_a_unit(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_edit_is_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Bucket, "adopt_written", lambda self: None)
+    patch.setattr(gathered_blocks, "take_over_gathered", lambda bucket: None)
 
 
 def a_late_gradient_is_dropped(patch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@
     gradients      a gradient, from autograd to the optimizer
     weights        full weights, which come and go
     bucket         one flat space of a unit in memory: weight, master weight, moments, and these
+    take_over      what users have written into its weights, or given them as `data`: taken over, or refused
     unit_weights   the weights of all buckets of a unit, and the moves that may be under way for them
     unit           the buckets of one module
 

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.gradients.gradient import Gradient
-from terrazzo.engine.buckets.parameters.edits import adopt_data
-from terrazzo.engine.buckets.resting.buffer import AsSeen, Buffer, Resting, Space, StateStore, copy_changed, differ
+from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore
 from terrazzo.engine.buckets.resting.coded import CodedState
 from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.buckets.weights.full import FullWeights
@@ -30,9 +29,8 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.private_torch import plainly
-from terrazzo.errors import Misuse, listed
 
-__all__ = ["Bucket", "adopt_displaced"]
+__all__ = ["Bucket"]
 
 
 class Bucket:
@@ -240,87 +238,15 @@ class Bucket:
             for part in state.cuts(slot.range):
                 with state.opened(part, "change") as data:
                     within = part.within(slot.range)
-                    data.copy_(self._update_as_seen(rounded[within]) if state is self.weight else flat[within])
+                    data.copy_(self.update_as_seen(rounded[within]) if state is self.weight else flat[within])
 
     def as_seen(self, values: Tensor) -> Tensor:
         """Return what ranks see of weights at rest that are gathered. `values`: 1-D, from the beginning of a block."""
         return self.spec.weight_wire.as_seen(values, self.spec.compute_dtype)
 
-    def _update_as_seen(self, values: Tensor) -> Tensor:
+    def update_as_seen(self, values: Tensor) -> Tensor:
         """Return what new values become as weights at rest. `values` as for `as_seen`."""
         return self.spec.update_wire.as_seen(values, self.spec.compute_dtype)
-
-    # -- what users write --------------------------------------------------------------------------------------
-
-    def adopt_written(self) -> None:
-        """Adopt what was written into the gathered weights.
-
-        A master weight is replaced only where the value it rounds to was changed, so that reading and writing back in a
-        lower precision loses nothing.
-        """
-        if self.spec.packed is not None:
-            return  # `refuse_packed_edits` has seen to it that nothing was
-        self.note_change()
-        written = self.full.edits.take_written()
-        if not self.spec.resident:
-            sent, exact = bool(self.spec.weight_axes), self.exact
-            as_seen: AsSeen = self.as_seen if sent else lambda values: values
-            if isinstance(exact, WithRemainder) and not self.spec.has_own_master:
-                exact.forget_changed(self.full.buffer, as_seen)
-            copy_changed(self.weight, self.full.buffer, as_seen)
-        self._follow_weights(written)
-
-    def _follow_weights(self, written: Sequence[str]) -> None:
-        """Have master weights be what has been written into weights at rest.
-
-        Args:
-            written: names of the parameters that have been, of which a remainder of 16 bits begins anew where nothing
-                tells which elements are others.
-        """
-        if self.spec.has_own_master:
-            if isinstance(self.exact, WithRemainder):
-                self.exact.forget_changed(self.weight, self._update_as_seen)
-            copy_changed(self.master, self.weight, self._update_as_seen)
-        elif isinstance(self.exact, WithRemainder) and self.spec.resident:
-            for slot in self.slots:
-                if slot.name in written:
-                    self.exact.forget(slot.range)
-
-    def refuse_packed_edits(self) -> None:
-        """Refuse what was written into gathered weights that are kept in 4 bits, which would round it.
-
-        Raises:
-            Misuse: there.
-        """
-        if self.spec.packed is None:
-            return
-        noticed = self.full.edits.take_written()
-        if written := noticed or [slot.name for slot in self.slots if self._differs(slot)]:
-            raise Misuse(
-                f"{listed([*map(repr, written)])} written to, and precision.frozen keeps it in {self.spec.packed}, "
-                "which would round every element of its blocks again. Write before tz.shard, give new values to "
-                "model.load_state_dict, which packs them anew, or leave precision.frozen out."
-            )
-
-    def _differs(self, slot: Slot) -> bool:
-        """Whether the full weights have other values than this rank's part of a parameter: numpy leaves no trace."""
-        for part in self.weight.cuts(slot.range.intersect(self.weight.range)):
-            with self.weight.opened(part) as weight, self.full.buffer.opened(part) as seen:
-                value = weight.to(device=seen.device, dtype=seen.dtype)
-                if not torch.allclose(value, seen, rtol=0, atol=0, equal_nan=True):
-                    return True
-        return False
-
-    def adopt_edits(self) -> None:
-        """Take over what has been written into whole weights, after `adopt_displaced`."""
-        if not (self.spec.resident and self.full.present):
-            return
-        has_master, edits = self.spec.has_own_master, self.full.edits
-        if (written := edits.take_written()) or (
-            has_master and edits.data_taken and differ(self.master, self.weight, self._update_as_seen)
-        ):
-            self.note_change()
-            self._follow_weights(written)
 
     # -- after an update ---------------------------------------------------------------------------------------
 
@@ -362,15 +288,3 @@ class Bucket:
         if isinstance(self.weight, Buffer):
             return self.weight.narrow(spec.optim_axes)
         return self.weight if spec.weight_axes == spec.optim_axes and spec.tiers.optim == "nvme" else None
-
-
-def adopt_displaced(buckets: Iterable[Bucket]) -> None:
-    """Take over other `data` that parameters of a model's `buckets` have been given, and refuse what cannot be.
-
-    Raises:
-        Misuse: for parameters that have been frozen, unfrozen or replaced, and for `data` that cannot be taken over.
-    """
-    known = list(buckets)
-    if displaced := [each for bucket in known for each in bucket.full.edits.displaced(bucket.full.present)]:
-        own = [state.data for b in known for state in (b.weight, b.master) if isinstance(state, Buffer)]
-        adopt_data(displaced, [bucket.full.edits for bucket in known], [*own, *(bucket.full.data for bucket in known)])

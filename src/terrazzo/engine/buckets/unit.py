@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit_weights import UnitWeights
 from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Moves
@@ -16,9 +16,8 @@ from terrazzo.engine.instrumentation.label import title_of
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.moves import Divisor, GradientFate
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
-from terrazzo.engine.runtime.private_torch import plainly
 
-__all__ = ["Unit", "adopt_edits"]
+__all__ = ["Unit"]
 
 
 class Unit:
@@ -121,12 +120,3 @@ class Unit:
     def zero_grad(self, set_to_none: bool) -> None:
         for bucket in self.trainable():
             bucket.zero_grad(set_to_none)
-
-
-def adopt_edits(units: Iterable[Unit]) -> None:
-    """Take over what the user has written into the weights of a model's units, or refuse it."""
-    with plainly():  # parameters at rest would answer each question in Python
-        buckets = [bucket for unit in units for bucket in unit.buckets]
-        adopt_displaced(buckets)
-        for bucket in buckets:
-            bucket.adopt_edits()

@@ -16,7 +16,8 @@ from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
 from terrazzo.engine.autograd.saved_weights import SavedWeights
 from terrazzo.engine.autograd.weight_copies import WeightCopies
 from terrazzo.engine.buckets.parameters.note import note_of
-from terrazzo.engine.buckets.unit import Unit, adopt_edits
+from terrazzo.engine.buckets.take_over import take_over_edits
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.buckets.weights.full_memory import Storages
 from terrazzo.engine.consensus.row_exchanges import RowExchanges
 from terrazzo.engine.hooks.backward_hooks import BackwardHooks
@@ -128,7 +129,7 @@ class ForwardHooks:
         training, schedule = torch.is_grad_enabled(), self._schedule
         self._backward.recover()
         self._phases.begin("forward" if training else "evaluate")
-        adopt_edits(self._units)
+        take_over_edits(bucket for unit in self._units for bucket in unit.buckets)
         self._tree.check(model)
         unsettled = not schedule.order.agreed or schedule.awaits_backward
         self._loss_scale.begin_forward(model)

@@ -9,7 +9,7 @@
     optimizer.step()                      engine            before_step, publish and after_step; see `optim`
                                           outer_step        behind the last of a round: OuterSteps.run
     tz.EMA(model).update()                ema               Average.update: the average follows the master weights
-    with tz.gathered(model, write=True)   gathered_blocks   settle, full weights of all units, written ones are adopted
+    with tz.gathered(model, write=True)   gathered_blocks   settle, full weights, of which what is written is taken over
     model.state_dict(), a checkpoint      engine            settle: all is at rest; then `states` reads it
 
     engine            one sharded model: its units, their schedule, and what can be asked of them

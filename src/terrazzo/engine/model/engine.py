@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from terrazzo.ending import require_own
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Buffer
-from terrazzo.engine.buckets.unit import Unit, adopt_edits
+from terrazzo.engine.buckets.take_over import take_over_edits
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.dry_run.promise import Promise
 from terrazzo.engine.hooks.model_hooks import ModelHooks
@@ -189,7 +190,7 @@ class Engine:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
         self.require_own_weights("optimizer.step()")
         self.gradients.require_whole("optimizer.step()")
-        self._adopt_edits()
+        self._take_over_edits()
         self.hooks.before_use()
         if self.outer is not None and self.outer.begins:
             self.drivers.catch_up()
@@ -209,13 +210,13 @@ class Engine:
 
     def have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""
-        self._adopt_edits()
+        self._take_over_edits()
         self.drivers.catch_up()
 
-    def _adopt_edits(self) -> None:
+    def _take_over_edits(self) -> None:
         """Take over what the user has written into weights, once these are those of all steps that there were."""
         self.drivers.recover()
-        adopt_edits(self.units)
+        take_over_edits(self.buckets())
 
     @property
     def traffic(self) -> Traffic:
@@ -243,7 +244,7 @@ class Engine:
         """Return once every state is at rest, the second level. Collective."""
         require_own(self.process)
         self.blocks.require_unwritten()
-        self._adopt_edits()
+        self._take_over_edits()
         self.schedule.rest()
         self.catch_up()
         if (queued := Stream.current(self.axes.device).mark()) is not None:

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.take_over import refuse_packed_edits, take_over_data, take_over_gathered
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.written_weights import broadcast_first, compare_written
@@ -81,7 +82,7 @@ class GatheredBlocks:
         try:
             yield named
             if write:
-                self._adopt_written(write)
+                self._take_over_written(write)
         except BaseException:
             for bucket in self._buckets:
                 bucket.full.drop_edits()
@@ -105,18 +106,18 @@ class GatheredBlocks:
         return named | {name: member.parameter for member in members for name in member.names[1:]}
 
     @torch.no_grad()
-    def _adopt_written(self, write: Literal[True, "first rank"]) -> None:
+    def _take_over_written(self, write: Literal[True, "first rank"]) -> None:
         self._agree_on_written(write)
         packed = [bucket for bucket in self._buckets if bucket.spec.packed is not None]
         if packed or self._axes.stages:  # of stages others may have some
             all_or_none(self._axes, functools.partial(_refuse_edits, packed))
         for bucket in self._buckets:
-            bucket.adopt_written()
+            take_over_gathered(bucket)
 
     @torch.no_grad()
     def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
         """Compare what ranks have written into gathered weights, or take what the first one has."""
-        adopt_displaced(self._buckets)
+        take_over_data(self._buckets)
         broadcast_first(self._buckets) if write == "first rank" else compare_written(self._axes, self._buckets)
 
     def _enter(self, inside: Literal["read", "write"] | None) -> None:
@@ -128,4 +129,4 @@ class GatheredBlocks:
 
 def _refuse_edits(packed: Sequence[Bucket]) -> None:
     for bucket in packed:
-        bucket.refuse_packed_edits()
+        refuse_packed_edits(bucket)

@@ -103,7 +103,7 @@ class Updater:
         mark = Stream.current(self._store.device).mark()
         tasks = []
         for segment in stepped if work.uses.moments else ():
-            segment.adopt_states(kept.get(segment.parameter) or {})
+            segment.take_over_states(kept.get(segment.parameter) or {})
         for bucket, held in segments.items():
             for window, among in _by_window(held).items():
                 if due := {segment: stepped[segment] for segment in among if segment in stepped}:

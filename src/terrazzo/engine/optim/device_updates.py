@@ -63,7 +63,7 @@ class DeviceUpdates:
         stepper = Stepper(optimizer, self._first)
         for segment in segments:
             if segment.due or stepper.is_own:
-                segment.adopt_states(stepper.state.get(segment.parameter) or {})
+                segment.take_over_states(stepper.state.get(segment.parameter) or {})
                 segment.take_gradient(finished)
                 step_segment(stepper, segment, segment.parameter, StateMemory(segment))
                 segment.parameter.grad = None

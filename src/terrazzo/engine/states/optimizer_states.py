@@ -271,7 +271,7 @@ class OptimizerStates:
         stepped = [(s, self._optimizer.state.get(s.parameter, {})) for s in self._driver.segments if s.bucket is bucket]
         if kind in bucket.moments:
             for segment, state in stepped:
-                segment.adopt_states(state)
+                segment.take_over_states(state)
             if (at_rest := bucket.moments[kind]).space.window is None:
                 return at_rest
         own = bucket.space.zeros(bucket.spec.optim_axes, bucket.spec.precision.shown_moments)

@@ -8,9 +8,8 @@ trained, without a word.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,11 @@ from torch.autograd.graph import increment_version
 from terrazzo.engine.buckets.parameters.aliases import leave_memory
 from terrazzo.engine.buckets.parameters.at_rest import plain_data
 from terrazzo.engine.buckets.parameters.note import note_of
+from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.private_torch import set_versions
 from terrazzo.errors import Misuse
 
-__all__ = ["Edits", "Watched", "adopt_data"]
+__all__ = ["Edits", "copy_into_places"]
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,17 @@ class Watched:
     """A parameter as it was when the model was sharded.
 
     Attributes:
-        registered: the dictionaries of parameters in which it stands, by attribute.
         place: its part of the full weights, in its shape; memory that may come and go.
+        start_bytes: where that begins in the full weights.
     """
 
-    name: str
-    parameter: nn.Parameter
-    registered: Sequence[tuple[Mapping[str, Any], str]]
+    member: Member
     place: Tensor
+    start_bytes: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.member.parameter
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Edits:
     """The edits of one bucket's parameters.
 
     Args:
+        places: the part of each in the full weights, in its shape.
         flat: the full weights that the parameters are views of, 1-D.
         resident: whether they stay. What is written through `parameter.data` then leaves no trace; into weights that
             come and go it would be lost, so that `.data` of one is `.detach()`, which leaves one.
@@ -66,23 +70,21 @@ class Edits:
             looked at once may be written to at any time.
     """
 
-    def __init__(self, members: Sequence[Watched], flat: Tensor, resident: bool) -> None:
-        self._members, self._flat = members, flat
-        self._trainable = members[0].parameter.requires_grad
+    def __init__(self, members: Sequence[Member], places: Iterable[Tensor], flat: Tensor, resident: bool) -> None:
+        self._flat = flat
+        self._watched = [
+            Watched(member, place, place.storage_offset() * flat.itemsize if place.numel() else 0)
+            for member, place in zip(members, places, strict=True)
+        ]
+        self._trainable = members[0].trainable
         self.data_taken: set[str] = set()
-        for watched in members:
-            if (note := note_of(watched.parameter)) is not None:
-                note.alias_with(
-                    functools.partial(_note_taken, self.data_taken, watched.name) if resident else Tensor.detach
-                )
-        self._views = [watched.parameter for watched in members]
+        for member in members:
+            if (note := note_of(member.parameter)) is not None:
+                taken = functools.partial(_note_taken, self.data_taken, member.name)
+                note.alias = taken if resident else Tensor.detach
+        self._views = [member.parameter for member in members]
         self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()
-        self._places = [
-            (each, registered, attribute, each.place.storage_offset() * flat.itemsize if each.place.numel() else 0)
-            for each in members
-            for registered, attribute in each.registered
-        ]
 
     @property
     def flat(self) -> Tensor:
@@ -92,7 +94,7 @@ class Edits:
     @property
     def places(self) -> Iterator[Tensor]:
         """The parts of it that are its parameters'."""
-        return (watched.place for watched in self._members)
+        return (watched.place for watched in self._watched)
 
     def _current(self) -> list[int]:
         return [parameter._version - self._ahead for parameter in self._views]
@@ -125,8 +127,8 @@ class Edits:
         before, self._versions = self._versions, self._current()
         if before == self._versions:
             return []
-        changed = zip(self._members, before or [-1] * len(self._members), self._versions, strict=True)
-        return [watched.name for watched, then, now in changed if then != now]
+        changed = zip(self._watched, before or [-1] * len(self._watched), self._versions, strict=True)
+        return [watched.member.name for watched, then, now in changed if then != now]
 
     def displaced(self, present: bool) -> list[Displaced]:
         """The parameters that have been given other `data`.
@@ -136,49 +138,46 @@ class Edits:
         """
         trainable, start = self._trainable, self._flat.data_ptr()
         displaced: list[Displaced] = []
-        for watched, registered, attribute, offset_bytes in self._places:
-            parameter = watched.parameter
-            if (
-                parameter.requires_grad is not trainable
-                or registered.get(attribute) is not parameter
-                or parameter.data_ptr() != start + offset_bytes
-                or parameter.shape != watched.place.shape
-                or parameter.stride() != watched.place.stride()
+        for watched in self._watched:
+            parameter, place = watched.parameter, watched.place
+            for registered, attribute in watched.member.registered:
+                if parameter.requires_grad is not trainable or registered.get(attribute) is not parameter:
+                    raise self._changed(watched.member)
+            if place.numel() and (
+                parameter.data_ptr() != start + watched.start_bytes
+                or parameter.shape != place.shape
+                or parameter.stride() != place.stride()
             ):
-                self._check_kept(watched, registered, attribute)
-                if watched.place.numel() and not any(each.watched is watched for each in displaced):  # twice if tied
-                    displaced.append(Displaced(self, watched, present))
+                displaced.append(Displaced(self, watched, present))
         return displaced
 
-    def adopt(self, displaced: Displaced, value: Tensor) -> None:
+    def copy_into_place(self, watched: Watched, value: Tensor) -> None:
         """Take over a parameter's `value`, as if written in place, and give it back its place."""
-        place = displaced.watched.place
         with torch.no_grad():
-            place.copy_(value)
-            displaced.watched.parameter.data = place
+            watched.place.copy_(value)
+            watched.parameter.data = watched.place
         self._versions = []  # the same as written to in place
 
     def move(self) -> None:
         """Follow full weights to other memory: the places of parameters, and the parameters that are in them."""
-        for watched in self._members:
+        for watched in self._watched:
             place, is_there = watched.place, watched.parameter.data_ptr() == watched.place.data_ptr()
             place.data = self._flat.as_strided(place.shape, place.stride(), place.storage_offset())
             if is_there:
                 watched.parameter.data = place
 
-    def _check_kept(self, member: Watched, registered: Mapping[str, Any], attribute: str) -> None:
+    def _changed(self, member: Member) -> Misuse:
         if member.parameter.requires_grad != self._trainable:
-            raise Misuse(
+            return Misuse(
                 f"{member.name!r} had requires_grad={self._trainable} when the model was sharded and has "
                 f"{member.parameter.requires_grad} now. Freeze or unfreeze parameters before tz.shard. To leave one "
                 "out of steps, set its .grad to None on every rank between backward() and optimizer.step()."
             )
-        if registered.get(attribute) is not member.parameter:
-            raise Misuse(
-                f"{member.name!r} has been replaced or removed since the model was sharded, and what stands there now "
-                "would not be trained. Write new values into the parameter itself, inside "
-                "'with tz.gathered(model, write=True):', and change modules before tz.shard."
-            )
+        return Misuse(
+            f"{member.name!r} has been replaced or removed since the model was sharded, and what stands there now "
+            "would not be trained. Write new values into the parameter itself, inside "
+            "'with tz.gathered(model, write=True):', and change modules before tz.shard."
+        )
 
 
 def _note_taken(data_taken: set[str], name: str, parameter: nn.Parameter) -> Tensor:
@@ -186,7 +185,7 @@ def _note_taken(data_taken: set[str], name: str, parameter: nn.Parameter) -> Ten
     return plain_data(parameter)
 
 
-def adopt_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequence[Tensor]) -> None:
+def copy_into_places(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequence[Tensor]) -> None:
     """Take over other `data` that parameters have been given, as one change of all of them.
 
     In plain PyTorch the memory that a parameter had before stays as it was for those who hold it, be it by a view: a
@@ -210,11 +209,11 @@ def adopt_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequ
     places = [place for each in known for place in each.places]
     leave_memory([each.watched.place for each in displaced], [*own, *places, *values])
     for each, value in zip(displaced, values, strict=True):
-        each.edits.adopt(each, value)
+        each.edits.copy_into_place(each.watched, value)
 
 
 def _check_kind(displaced: Displaced) -> None:
-    place, parameter, name = displaced.watched.place, displaced.watched.parameter, displaced.watched.name
+    place, parameter, name = displaced.watched.place, displaced.watched.parameter, displaced.watched.member.name
     expected = place.dtype, place.device, tuple(place.shape)
     actual = parameter.dtype, parameter.device, tuple(parameter.shape)
     if expected == actual and not displaced.present:
@@ -236,7 +235,7 @@ def _check_own(displaced: Sequence[Displaced], engines: set[int]) -> None:
     taken: dict[int, str] = {}
     freed = {each.watched.place.data_ptr() for each in displaced}
     for each in displaced:
-        data, name = each.watched.parameter, each.watched.name
+        data, name = each.watched.parameter, each.watched.member.name
         start = data.data_ptr()
         of_engine = data.untyped_storage().data_ptr() in engines and start not in freed
         if of_engine or start in taken:

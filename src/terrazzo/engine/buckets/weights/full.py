@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from terrazzo.engine.buckets.parameters.at_rest import Guard
-from terrazzo.engine.buckets.parameters.edits import Edits, Watched
+from terrazzo.engine.buckets.parameters.edits import Edits
 from terrazzo.engine.buckets.parameters.note import Note
 from terrazzo.engine.buckets.resting.buffer import Resting, Space, view
 from terrazzo.engine.buckets.weights.full_memory import FullMemory, Storages
@@ -57,9 +57,7 @@ class FullWeights:
         for slot, member in zip(slots, members, strict=True):
             member.parameter.data = view(self.data, slot)
         self._guard = Guard([(member.parameter, Note(member.name, split=not spec.resident)) for member in members])
-        pairs = zip(members, slots, strict=True)
-        watched = [Watched(m.name, m.parameter, m.registered, view(self.data, slot)) for m, slot in pairs]
-        self.edits = Edits(watched, self.data, spec.resident)
+        self.edits = Edits(members, (view(self.data, slot) for slot in slots), self.data, spec.resident)
         if not spec.resident:
             self.release()
 

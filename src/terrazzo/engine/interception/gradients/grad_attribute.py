@@ -15,7 +15,7 @@ from torch import nn
 from terrazzo.engine.autograd.listeners import eager, inside_backward
 from terrazzo.engine.buckets.parameters.note import register_gradient_hook
 from terrazzo.engine.hooks.backward_hooks import GradientListener
-from terrazzo.engine.interception.gradients.grad_edits import adopt_dropped, refuse_set_before, refuse_unused
+from terrazzo.engine.interception.gradients.grad_edits import refuse_set_before, refuse_unused, take_over_dropped
 from terrazzo.engine.interception.gradients.gradient_answers import GradientAnswers
 from terrazzo.engine.interception.gradients.shown_gradients import ShownGradients
 from terrazzo.engine.model.engine import Engine
@@ -87,7 +87,7 @@ class _GradAttributes(GradientListener):
     def _hide(self) -> None:
         """A pass begins, which must find no stand-in."""
         if self._shown:
-            adopt_dropped(self._shown, self._engine, self._answers)
+            take_over_dropped(self._shown, self._engine, self._answers)
             with plainly():
                 for entry in self._shown:
                     entry.hide()
@@ -103,4 +103,4 @@ class _GradAttributes(GradientListener):
     def before_use(self) -> None:
         """Gradients are about to be clipped or taken, which are those of the engine alone."""
         refuse_unused(self._all_stand_ins(), self._engine)
-        adopt_dropped(self._shown, self._engine, self._answers)
+        take_over_dropped(self._shown, self._engine, self._answers)

@@ -20,10 +20,10 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.errors import Misuse
 
-__all__ = ["adopt_dropped", "refuse_set_before", "refuse_unused"]
+__all__ = ["refuse_set_before", "refuse_unused", "take_over_dropped"]
 
 
-def adopt_dropped(shown: Sequence[ShownGradients], engine: Engine, answers: GradientAnswers) -> None:
+def take_over_dropped(shown: Sequence[ShownGradients], engine: Engine, answers: GradientAnswers) -> None:
     """Forget gradients whose `.grad` has been set to None since they were shown.
 
     Raises:

@@ -99,7 +99,7 @@ class Segment:
             return StateIn8Bits.of(numel, precision.shown_moments, key)
         return StateOnNvme.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
 
-    def adopt_states(self, state: Mapping[str, Any]) -> None:
+    def take_over_states(self, state: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
 
         Args:
