@@ -73,7 +73,7 @@ class Edits:
     def __init__(self, members: Sequence[Member], places: Iterable[Tensor], flat: Tensor, resident: bool) -> None:
         self._flat = flat
         self._watched = [
-            Watched(member, place, place.storage_offset() * flat.itemsize if place.numel() else 0)
+            Watched(member, place, int(place.storage_offset()) * flat.itemsize if place.numel() else 0)
             for member, place in zip(members, places, strict=True)
         ]
         self._trainable = members[0].trainable
