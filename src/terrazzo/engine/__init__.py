@@ -96,9 +96,9 @@ from terrazzo.engine.interception.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.interception.unattached_optimizers import on_unattached_step
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
-from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.ema import EMA
 from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
+from terrazzo.engine.model.training_calls import accumulate, clip_grad_norm_, gathered
 from terrazzo.engine.model.unused_gradients import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.stock.elementwise import ELEMENTWISE, check_elementwise, check_narrow
@@ -113,16 +113,16 @@ from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.plan.unit_choice import Units, find_units
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
-from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
+from terrazzo.engine.sharding.shard import estimate, shard
 from terrazzo.engine.states.buffers_and_extra_state import PersistentBuffer, check_no_extra_state, persistent_buffers
-from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.model_state import ModelState, ParameterInfo
 from terrazzo.engine.states.optimizer_states import OptimizerStates
+from terrazzo.engine.states.parameter_table import TableRow, parameter_table
 from terrazzo.engine.states.pieces import Piece
 from terrazzo.engine.states.restore import StateReader
 from terrazzo.engine.states.state_dict import whole_state_dict
 from terrazzo.engine.states.unit_snapshot import UnitSnapshot
-from terrazzo.engine.states.whole import collect_buffers, whole_weights
+from terrazzo.engine.states.whole_tensors import collect_buffers, whole_weights
 from terrazzo.engine.unit_forwards.activation_checkpointing import checkpoint_activations
 from terrazzo.engine.unit_forwards.compiled_units import compile_units
 
@@ -141,7 +141,6 @@ __all__ = [
     "Engine",
     "Family",
     "FrozenFormat",
-    "Listed",
     "LossScaling",
     "MemoryBill",
     "ModelState",
@@ -162,6 +161,7 @@ __all__ = [
     "Stages",
     "StateFormat",
     "StateReader",
+    "TableRow",
     "Traffic",
     "UnitSnapshot",
     "Units",
@@ -186,9 +186,9 @@ __all__ = [
     "inside_backward",
     "is_sharded",
     "leave_record",
-    "listing",
     "named_mesh",
     "on_unattached_step",
+    "parameter_table",
     "parameters_by_names",
     "persistent_buffers",
     "record_of",

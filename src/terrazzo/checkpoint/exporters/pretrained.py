@@ -18,7 +18,7 @@ from terrazzo.checkpoint.exporters.huggingface import Planned, planned, write_fo
 from terrazzo.checkpoint.hub_folder import ModelDescription, describe_folder
 from terrazzo.checkpoint.hub_names import hub_tensors
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
-from terrazzo.engine import collect_buffers, engine_of, listing, persistent_buffers, whole_weights
+from terrazzo.engine import collect_buffers, engine_of, parameter_table, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import together
 
@@ -85,7 +85,7 @@ class _Live(Source):
         buffers = persistent_buffers(model)
         self._model = model
         self._buffers = {each.name: each.tensor for each in buffers}
-        listed = listing(model)
+        listed = parameter_table(model)
         for each in listed:
             self.tensors[each.name] = TensorInfo(each.shape, {WEIGHT: StateInfo(each.dtype, math.prod(each.shape))})
         for name, tensor in self._buffers.items():

@@ -23,11 +23,11 @@ from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import is_url, store_and_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine import (
-    Listed,
     ModelState,
     Owned,
+    TableRow,
     engine_of,
-    listing,
+    parameter_table,
     parameters_by_names,
     persistent_buffers,
 )
@@ -127,7 +127,7 @@ def warn_of_notes(source: Source, notes: Sequence[str]) -> None:
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
     """What `load` does with an opened checkpoint, of whose notes the caller warns. Collective."""
     together(lambda: check_optimizers(model, optimizer), Misuse)
-    known = listing(model)
+    known = parameter_table(model)
     seen = gather_json([source.identity, source.cache])
     if len({identity for identity, _ in seen}) > 1:
         raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
@@ -143,7 +143,7 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
         _warn_of_what_is_left(source, model, known)
 
 
-def _warn_of_what_is_left(source: Source, model: torch.nn.Module, known: Sequence[Listed]) -> None:
+def _warn_of_what_is_left(source: Source, model: torch.nn.Module, known: Sequence[TableRow]) -> None:
     if left := unkept(source, model):
         warn(
             f"The checkpoint '{source.where}' has {' and '.join(left)}, which nothing keeps here: it is not loaded, and"
@@ -222,7 +222,7 @@ def _read_part(source: Source, name: str, kind: str, parts: Iterable[Owned], num
     return values
 
 
-def _restore_rest(source: Source, model: torch.nn.Module, known: Sequence[Listed] | None) -> None:
+def _restore_rest(source: Source, model: torch.nn.Module, known: Sequence[TableRow] | None) -> None:
     """Buffers, random generators, and unless `known` is None hyper-parameters."""
     with torch.no_grad():
         for buffer in persistent_buffers(model):
@@ -235,7 +235,7 @@ def _restore_rest(source: Source, model: torch.nn.Module, known: Sequence[Listed
         restore_rng(saved["rng"])
 
 
-def _restore_groups(source: Source, model: torch.nn.Module, known: Sequence[Listed]) -> None:
+def _restore_groups(source: Source, model: torch.nn.Module, known: Sequence[TableRow]) -> None:
     saved = source.optimizer
     assert saved is not None
     for group, values in fitted_groups(source, model, known):

@@ -10,7 +10,7 @@ import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BESIDE_OPTIMIZER, BUFFER, WEIGHT, Source, StateInfo, is_of_optimizer
-from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
+from terrazzo.engine import ModelState, TableRow, engine_of, persistent_buffers
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.error_feedback import RESIDUAL, RESIDUAL_DTYPE, RESIDUAL_OF_SUMS
 from terrazzo.engine.plan.state_names import first_of, is_numbered, numbered
@@ -22,7 +22,7 @@ ROUNDED = "would be rounded"
 
 
 def misfits(
-    source: Source, model: torch.nn.Module, listed: Sequence[Listed], with_optimizer: bool, cast: bool
+    source: Source, model: torch.nn.Module, listed: Sequence[TableRow], with_optimizer: bool, cast: bool
 ) -> Iterator[str]:
     """Why `source` cannot be loaded: of each kind of reason the first three, and how many more there are.
 
@@ -62,7 +62,7 @@ def _first_few(lines: Iterable[str]) -> Iterator[str]:
         yield f"and {len(all_lines) - MOST} more like these"
 
 
-def unstepped(source: Source, listed: Sequence[Listed]) -> list[str]:
+def unstepped(source: Source, listed: Sequence[TableRow]) -> list[str]:
     """Parameters of which `source` has an optimizer's states, and which nothing steps here, by their names there."""
     resolved = [source.resolve(each.names) for each in listed if not each.is_stepped]
     return [name for name in resolved if name is not None and any(map(is_of_optimizer, source.tensors[name].states))]
@@ -87,7 +87,7 @@ def _has_momentum(model: torch.nn.Module) -> bool:
 
 
 def fitted_groups(
-    source: Source, model: torch.nn.Module, listed: Sequence[Listed]
+    source: Source, model: torch.nn.Module, listed: Sequence[TableRow]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each of the optimizers' param groups, with the hyper-parameters that its parameters have in the checkpoint."""
     hyper = _hyper_parameters(source)
@@ -105,7 +105,7 @@ def _hyper_parameters(source: Source) -> dict[str, dict[str, Any]]:
 
 
 def _group_names(
-    source: Source, model: torch.nn.Module, listed: Sequence[Listed]
+    source: Source, model: torch.nn.Module, listed: Sequence[TableRow]
 ) -> list[tuple[dict[str, Any], frozenset[str]]]:
     """Each param group and its parameters, as the checkpoint names them."""
     numbered = engine_of(model).param_groups()
@@ -182,7 +182,7 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return own.max >= its.max and own.eps <= its.eps and own.smallest_normal <= its.smallest_normal
 
 
-def _optimizer_misfits(source: Source, model: torch.nn.Module, listed: Sequence[Listed]) -> Iterator[str]:
+def _optimizer_misfits(source: Source, model: torch.nn.Module, listed: Sequence[TableRow]) -> Iterator[str]:
     saved, own = source.optimizer, optimizer_name(model)
     if saved is None:
         yield "; ".join(
@@ -201,7 +201,7 @@ def _optimizer_misfits(source: Source, model: torch.nn.Module, listed: Sequence[
         yield from _group_misfits(source, model, listed)
 
 
-def _group_misfits(source: Source, model: torch.nn.Module, listed: Sequence[Listed]) -> Iterator[str]:
+def _group_misfits(source: Source, model: torch.nn.Module, listed: Sequence[TableRow]) -> Iterator[str]:
     """Groups may be others, as long as each parameter finds its hyper-parameters again."""
     hyper = _hyper_parameters(source)
     for index, (current, names) in enumerate(_group_names(source, model, listed)):

@@ -13,7 +13,7 @@ from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.loading.load import open_source
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.engine import is_sharded, listing, parameters_by_names, persistent_buffers
+from terrazzo.engine import is_sharded, parameter_table, parameters_by_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
 
@@ -60,7 +60,7 @@ def weights_for(
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the model's whole tensors, by all of their names."""
     if is_sharded(model):
-        shapes = {name: each.shape for each in listing(model) for name in each.names}
+        shapes = {name: each.shape for each in parameter_table(model) for name in each.names}
     else:
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
     return shapes | {name: tuple(each.tensor.shape) for each in persistent_buffers(model) for name in each.names}

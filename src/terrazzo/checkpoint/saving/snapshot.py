@@ -23,13 +23,13 @@ from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
-    Listed,
     ModelState,
     Piece,
+    TableRow,
     check_no_extra_state,
     collect_buffers,
     engine_of,
-    listing,
+    parameter_table,
     persistent_buffers,
 )
 from terrazzo.errors import BadInput
@@ -76,7 +76,7 @@ def take(
     together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     collect_buffers(model)
-    listed = listing(model)
+    listed = parameter_table(model)
     owned = _owned_entries(model, with_optimizer=optimizer is not None)
     nonce = broadcast_json(os.urandom(4).hex())
     is_first = dist.get_rank() == 0
@@ -143,7 +143,7 @@ def _whole(name: str, kind: str, tensor: Tensor) -> tuple[FileEntry, Callable[[]
     return entry, lambda: tensor.reshape(-1)
 
 
-def _common(model: torch.nn.Module, listed: Sequence[Listed], values: dict[str, Any], run: str) -> dict[str, Any]:
+def _common(model: torch.nn.Module, listed: Sequence[TableRow], values: dict[str, Any], run: str) -> dict[str, Any]:
     engine = engine_of(model)
     names = [each.names for each in listed] + [tuple(buffer.names) for buffer in persistent_buffers(model)]
     common = {
@@ -166,7 +166,7 @@ def _common(model: torch.nn.Module, listed: Sequence[Listed], values: dict[str, 
     return common
 
 
-def _optimizer(model: torch.nn.Module, listed: Sequence[Listed]) -> dict[str, Any]:
+def _optimizer(model: torch.nn.Module, listed: Sequence[TableRow]) -> dict[str, Any]:
     engine = engine_of(model)
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}

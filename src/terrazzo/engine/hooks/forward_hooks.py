@@ -81,7 +81,7 @@ class ForwardHooks:
                 unit.module.register_forward_hook(eager(after))
             for member in (member for bucket in unit.buckets for member in bucket.members):
                 if (note := note_of(member.parameter)) is not None:
-                    note.reach_with(weakly(self, ForwardHooks.reach, unit.index))
+                    note.reach = weakly(self, ForwardHooks.reach, unit.index)
         members = [member for unit in self._units for bucket in unit.buckets for member in bucket.members]
         lets_in = self._alone and not self._loss_scale.scales
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)

@@ -3,7 +3,7 @@
 `Engine` is what `tz.shard` builds; whoever else acts on a model asks it. What a user calls, and where that arrives:
 
     model(x)                              hooks             ForwardHooks.before_model; the engine is not asked
-    with tz.accumulate(model)             accumulation      sets what becomes of the next backwards' gradients
+    with tz.accumulate(model)             training_calls    sets what becomes of the next backwards' gradients
     loss.backward()                       hooks             BackwardHooks.start, by the first hook that torch calls
     tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
     optimizer.step()                      engine            before_step, publish and after_step; see `optim`
@@ -20,7 +20,7 @@
     outer_step        rounds of replicas that train by themselves, and the step that joins their weights
     weight_average    a moving average of master weights, this rank's part
     ema               the average as a training loop has it
-    accumulation      micro-batches that are not a step's last
+    training_calls    tz.accumulate, tz.clip_grad_norm_, tz.gathered: what they are given, and its checks
     unused_gradients  backwards that no step uses
     torch_wrappers    torch's own data parallelism, refused
 

@@ -105,6 +105,6 @@ class Drivers:
         for bucket in self._buckets:
             for member in bucket.members:
                 if member.group not in stepped_groups:
-                    member.assign_group(-1)
+                    member.group = -1
         if not self._drivers:
             self._templates = ()

@@ -55,7 +55,7 @@ class EMA:
         self._average.compare(engine.axes)
         engine.have_masters()
         self._average.begin(engine.trainable())
-        engine.keep_average(self._average)
+        engine.average = self._average
 
     @property
     def decay(self) -> float:

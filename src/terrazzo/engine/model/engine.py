@@ -142,10 +142,6 @@ class Engine:
         self.settle()
         self.drivers.retire()
 
-    def keep_average(self, average: Average) -> None:
-        """Have an average of the trained weights from now on."""
-        self.average = average
-
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:
         """Averages of each bucket's master weights; empty where there are none."""

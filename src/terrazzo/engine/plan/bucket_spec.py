@@ -33,7 +33,7 @@ from terrazzo.engine.mesh.family import SAME_DATA_AXES
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
-from terrazzo.engine.plan.moves import GradientFate, MoveBytes, Reduction, Sums
+from terrazzo.engine.plan.moves import GradientFate, MoveBytes, ReductionMoves, Sums
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, WeightWire
@@ -319,8 +319,8 @@ class BucketSpec:
         ]
         finishing_bytes = self.numel(partial_axes) * self.precision.accumulate.itemsize if partial and finish else 0
         return Sums(
-            earlier=Reduction(self._scatters((), grad), grad, (), grad, 0),
-            last=Reduction(partial, partial_axes, finish, optim, finishing_bytes),
+            earlier=ReductionMoves(self._scatters((), grad), grad, (), grad, 0),
+            last=ReductionMoves(partial, partial_axes, finish, optim, finishing_bytes),
         )
 
     def _gathers(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.formats.format_names import WireFormat
 
-__all__ = ["Divisor", "GradientFate", "MoveBytes", "Reduction", "Sums"]
+__all__ = ["Divisor", "GradientFate", "MoveBytes", "ReductionMoves", "Sums"]
 
 
 class GradientFate(enum.Enum):
@@ -18,7 +18,7 @@ class GradientFate(enum.Enum):
 
     This alone says whether a micro-batch is its step's last: `FINISHED`, unless `tz.accumulate` or a step in stages has
     said that others follow, see `ShardingSpec.fate_of`. The schedule has the one of backwards to come
-    (`Schedule.set_fate`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
+    (`Schedule.fate`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
     """
 
     LOCAL = "added to what is on this rank, and no more"
@@ -69,7 +69,7 @@ class Divisor(NamedTuple):
         return self.denominator * self.loss_scale
 
 
-class Reduction(NamedTuple):
+class ReductionMoves(NamedTuple):
     """Moves that sum a micro-batch's gradient over ranks: `Gradient` makes them, and whoever plans a step counts them.
 
     Behind the `partial` sum, what earlier micro-batches have left is added. That is all, but for a step's last
@@ -92,9 +92,9 @@ class Reduction(NamedTuple):
 class Sums(NamedTuple):
     """The reductions of a step's gradients: of micro-batches that are reduced before the last, and of the last."""
 
-    earlier: Reduction
-    last: Reduction
+    earlier: ReductionMoves
+    last: ReductionMoves
 
-    def of(self, fate: GradientFate) -> Reduction:
+    def of(self, fate: GradientFate) -> ReductionMoves:
         """The reduction of a backward whose gradients are `REDUCED` or `FINISHED`."""
         return self.last if fate is GradientFate.FINISHED else self.earlier

@@ -68,14 +68,6 @@ class Member:
         """Shape of the whole parameter, of which this rank may have a part."""
         return self.box.shape
 
-    def assign_group(self, group: int) -> None:
-        """Note that the param group of that number steps it; -1: none."""
-        self.group = group
-
-    def assign_stages(self, stages: tuple[int, ...]) -> None:
-        """Note which stages have it; () where no stages share it."""
-        self.stages = stages
-
     def register(self) -> None:
         """Keep the places where modules register it, and let go of the modules: the model may be one of them."""
         self.registered = tuple((module._parameters, attribute) for module, attribute in self.holders)

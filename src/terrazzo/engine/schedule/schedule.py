@@ -73,10 +73,6 @@ class Schedule:
 
     # -- what holds from now on --------------------------------------------------------------------------------
 
-    def set_fate(self, fate: GradientFate) -> None:
-        """Say what becomes of the gradients of backward passes from now on."""
-        self.fate = fate
-
     @property
     def prefetch(self) -> int:
         """Number of units ahead of the running one that are gathered."""
@@ -95,11 +91,11 @@ class Schedule:
         """Have no step use backwards inside: `call` gets each unit whose gradients are complete, to forget them."""
         before = self.fate
         self._reductions.call_on(GradientFate.DROPPED, call)
-        self.set_fate(GradientFate.DROPPED)
+        self.fate = GradientFate.DROPPED
         try:
             yield
         finally:
-            self.set_fate(before)
+            self.fate = before
             self._reductions.call_on(GradientFate.DROPPED, do_nothing)  # `call` may hold what holds this
 
     # -- forward -----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@
 One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the `Layout` of a `Bucket`, elements of the
 `Resting` that holds this rank's part, and a view of `FullWeights`.
 
-    shard                `tz.shard` and the functions that act on a sharded model
+    shard                `tz.shard`, and `tz.estimate`, which stops before anything is changed
     prepare              all that precedes a change
     model_checks         what a model may be made of: modules, parameters, dtypes
     mesh_checks          whether ranks can exchange, on devices and axes that are known

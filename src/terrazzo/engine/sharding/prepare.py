@@ -187,7 +187,7 @@ def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
     if (stages := stages_of(model)) is not None:
         for member in members:
             holders = stages.holders(member.names)
-            member.assign_stages(holders if len(holders) > 1 else ())
+            member.stages = holders if len(holders) > 1 else ()
 
 
 def _lay_out(

@@ -1,16 +1,15 @@
-"""`tz.shard` and the functions that act on a sharded model."""
+"""`tz.shard`, and `tz.estimate`, which stops before anything is changed."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -25,7 +24,7 @@ from terrazzo.engine.interception.gradients.grad_attribute import show_gradients
 from terrazzo.engine.interception.measuring.measured import let_measure
 from terrazzo.engine.interception.sharded_module import make_sharded_module
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.model.engine import Engine, engine_of
+from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
@@ -46,10 +45,9 @@ from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.initial_values import InitialValues
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.sharding.shared_parts_checks import exchanged_along
-from terrazzo.errors import BadInput, listed, warn
-from terrazzo.given_numbers import is_number
+from terrazzo.errors import listed, warn
 
-__all__ = ["clip_grad_norm_", "estimate", "gathered", "shard"]
+__all__ = ["estimate", "shard"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -131,64 +129,6 @@ def estimate(  # structure: signature fixed by that of shard
     stages = stages_of(model)
     step = StepSpec.least(prefetch, stages, 0 if stages is None else stages.buffer_bytes(model))
     return memory_bill(prepared.units, prepared.templates, options.offload, step)
-
-
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> Tensor:
-    """Clip the gradients of all ranks by their global norm, as `torch.nn.utils.clip_grad_norm_` does in one process.
-
-    Call it on every rank, after the last micro-batch's backward. It takes all gradients of the model, whatever
-    optimizers there are; `torch.nn.utils.clip_grad_norm_` takes those of the parameters that it is given.
-
-    Args:
-        max_norm: gradients are scaled by `min(1, max_norm / (norm + 1e-6))`.
-        norm_type: p of the p-norm; `float("inf")` for the maximum.
-        error_if_nonfinite: raise `Diverged`, and scale nothing, where the norm is infinite or not a number.
-
-    Returns:
-        The norm before clipping, 0-d and equal on all ranks: in fp32, or in fp64 where gradients are kept in that.
-    """
-    engine = engine_of(model)
-    numbers: list[Any] = [max_norm, norm_type]
-    single = [each.numel() == 1 if isinstance(each, Tensor) else is_number(each) for each in numbers]
-    if not (all(single) and all(float(each) > 0 for each in numbers)):
-        raise BadInput(
-            f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
-            "float('inf') as norm_type takes the maximum."
-        )
-    return engine.gradients.clip(max_norm, float(norm_type), error_if_nonfinite)
-
-
-@contextlib.contextmanager
-def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -> Iterator[dict[str, Tensor]]:
-    """Full parameters on every rank, by original name; call it on every rank. Of those that ranks along `tp` share,
-    each rank has its own part. They come in the order of `model.parameters()`, and behind all of them again those that
-    have further names.
-
-    Args:
-        write: take over what was written into them, which must be the same on every rank; or, by "first rank", what the
-            first rank wrote, on all. Master weights change only where the value read from them was changed.
-
-    Where the plan keeps weights whole, they are ordinary parameters: what is written stays, also without `write`, and
-    also if the body raises. Where it splits them, writing without `write` is refused; what was written is lost then,
-    and if the body raises.
-
-    Inside, the model may run and train; parameters have the values of now. What is kept of them for longer, such as
-    `p.detach()`, `p.detach().numpy()` or a slice, has those of the block's end; where the plan splits weights, it
-    also keeps the memory of the parameter's whole unit, and writing into it then is refused. `clone()` needs no more
-    than the parameter. `state_dict()`, of the model and of modules inside it, gives copies.
-
-    Raises:
-        BadInput: for another `write`.
-        Misuse: at the end, for what was written without `write` under a plan that splits weights; with `write` there,
-            for a forward inside.
-        RanksApart: at the end, on every rank, where ranks have written other values; nothing is taken over then.
-    """
-    if not (isinstance(write, bool) or write == "first rank"):
-        raise BadInput(f"tz.gathered(write={write!r}): give True, False, or 'first rank' to take what that one writes.")
-    with engine_of(model).gathered(write) as parameters:
-        yield parameters
 
 
 def _most_bytes_of_a_step(units: Sequence[Unit]) -> int:

@@ -7,11 +7,11 @@ them, put together one bucket after the other on all ranks.
     who asks                                          goes through                      modules
     terrazzo.checkpoint saves                         ModelState.pieces                 pieces
     terrazzo.checkpoint loads                         ModelState.restore                restore
-    model.state_dict(), tz.full_state_dict(model)     whole_state_dict, whole_weights   state_dict, whole
+    model.state_dict(), tz.full_state_dict(model)     whole_state_dict, whole_weights   state_dict, whole_tensors
     model.load_state_dict(state)                      ModelState.load                   model_state
-    optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, whole, restore
+    optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, restore
 
 Read saved_states, what a checkpoint has of each bucket; model_state, with pieces and restore; buffers_and_extra_state,
-which every rank holds whole; listing, what other stages of a pipeline have; whole, state_dict and optimizer_states;
-unit_snapshot, whether what is at rest stays as it was.
+which every rank holds whole; parameter_table, also of other stages of a pipeline; whole_tensors, state_dict and
+optimizer_states; unit_snapshot, whether what is at rest stays as it was.
 """

@@ -80,7 +80,7 @@ class ParameterInfo:
 class ModelState:
     """All state of a sharded model and its optimizers, by the names that parameters have in the model.
 
-    Where ranks have stages of the model, it is that of this rank's; `listing` has the parameters of all.
+    Where ranks have stages of the model, it is that of this rank's; `parameter_table` has the parameters of all.
 
     Raises:
         Misuse: for a model that is not sharded.

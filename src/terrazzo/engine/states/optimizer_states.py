@@ -28,7 +28,7 @@ from terrazzo.engine.pipeline.stages import require_whole
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import require_known_states
 from terrazzo.engine.states.restore import restore_optimizer
-from terrazzo.engine.states.whole import gathered_state, whole_parameter
+from terrazzo.engine.states.whole_tensors import gathered_state, whole_parameter
 from terrazzo.errors import BadInput, RanksApart, listed
 
 __all__ = ["OptimizerStates"]

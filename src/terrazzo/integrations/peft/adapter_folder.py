@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters.new_folder import new_folder
-from terrazzo.engine import listing, whole_weights
+from terrazzo.engine import parameter_table, whole_weights
 from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
 from terrazzo.exchange import together
 from terrazzo.integrations.peft.names import base_model, peft_model, saved_names
@@ -62,7 +62,7 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter: str = "default")
     Raises:
         BadInput: no safetensors (pickled weights are never read), or an adapter of other settings, names or shapes.
     """
-    shapes = {name: each.shape for each in listing(model) for name in each.names}
+    shapes = {name: each.shape for each in parameter_table(model) for name in each.names}
     values = together(lambda: _read_adapter(model, Path(folder), adapter, shapes), Misuse)
     model.load_state_dict(values, strict=False)  # collective: not while another rank may have raised
 

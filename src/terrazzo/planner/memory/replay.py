@@ -161,9 +161,8 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        schedule.set_fate(
-            GradientFate.FINISHED if last else GradientFate.LOCAL if self._local_sums else GradientFate.REDUCED
-        )
+        earlier = GradientFate.LOCAL if self._local_sums else GradientFate.REDUCED
+        schedule.fate = GradientFate.FINISHED if last else earlier
         self._moment, self._live = "forward", self._trace.buffer_bytes
         self._forward = schedule.begin_forward(training=True)
         for event in self._trace.events:

@@ -73,7 +73,7 @@ class FinishedGradient:
             self.sum.apply_factor()
         handed_over = replace(self.sum)
         if isinstance(self.sum.data, Buffer):
-            self.sum.drop_factor()
+            self.sum.factor = None
         return handed_over
 
     def _all_in(self, ranges: Sequence[Range], seen: Iterable[Range]) -> bool:
@@ -154,5 +154,5 @@ class FinishedGradient:
         """Set the gradient to zero; an optimizer still steps on it."""
         self.changes += 1
         if self.sum is not None:
-            self.sum.drop_factor()  # it would meet the next gradient, and 0 times NaN is NaN
+            self.sum.factor = None  # it would meet the next gradient, and 0 times NaN is NaN
             self.sum.change(Tensor.zero_)

@@ -38,7 +38,7 @@ from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.moves import Divisor, GradientFate, MoveBytes, Reduction
+from terrazzo.engine.plan.moves import Divisor, GradientFate, MoveBytes, ReductionMoves
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.device import HOST
 
@@ -220,7 +220,7 @@ class Gradient:
             self._partial_at_rest = Buffer(self.space, sums.axes, host)
         self._partial = SummedGradient(self._partial_at_rest, self._store.save(self._partial_at_rest, sums))
 
-    def _complete(self, partial: Tensor, reduction: Reduction, divisor: Divisor) -> Moves[Tensor]:
+    def _complete(self, partial: Tensor, reduction: ReductionMoves, divisor: Divisor) -> Moves[Tensor]:
         """Sum over the remaining axes, divide once, and bring the finished gradient to its tier."""
         summed = yield from self._sum(partial, reduction.finish, divisor)
         data = converted(summed, self.spec.precision.accumulate)

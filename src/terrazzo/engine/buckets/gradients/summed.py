@@ -48,10 +48,6 @@ class SummedGradient:
         self.apply_factor()
         self.factor = factor
 
-    def drop_factor(self) -> None:
-        """Forget the factor that was put off: somebody else multiplies by it, or nobody is to."""
-        self.factor = None
-
     def scaled(self, part: Tensor) -> Tensor:
         """Multiply `part` of the data, or of a copy, in place by the factor that was put off, and return it."""
         return part if self.factor is None else multiply(part, self.factor)

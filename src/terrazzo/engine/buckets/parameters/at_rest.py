@@ -90,7 +90,7 @@ class Guard:
             parameter.__class__ = kind
         if arrive is not None:
             for note in self._notes:
-                note.arrive_with(arrive)
+                note.arrive = arrive
 
     def open(self) -> None:
         """Make the parameters ordinary ones again, of the classes they had."""

@@ -46,22 +46,6 @@ class Note:
     accumulate_hook: int | None = None
     gradient_hook: int | None = None
 
-    def reach_with(self, reach: Callable[[], bool]) -> None:
-        """Have `reach` gather the values for whoever asks for them inside the model's forward."""
-        self.reach = reach
-
-    def measure_with(self, measure: Callable[..., Any]) -> None:
-        """Have `measure` answer functions that make a number of the values while they are split."""
-        self.measure = measure
-
-    def arrive_with(self, arrive: Callable[[], None]) -> None:
-        """Have `arrive` wait for new values, which are on their way."""
-        self.arrive = arrive
-
-    def alias_with(self, alias: Callable[[nn.Parameter], Tensor]) -> None:
-        """Have `alias` give what `.data` is."""
-        self.alias = alias
-
 
 def note_of(tensor: Tensor) -> Note | None:
     """Notes of the engine on a tensor; None on one that is not its own."""

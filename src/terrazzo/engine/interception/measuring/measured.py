@@ -44,7 +44,7 @@ def let_measure(engine: Engine) -> None:
     for number, bucket in enumerate(engine.buckets()):
         for index, member in enumerate(bucket.members):
             if (note := note_of(member.parameter)) is not None:
-                note.measure_with(weakly(engine, _measure, number, index))
+                note.measure = weakly(engine, _measure, number, index)
 
 
 def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:

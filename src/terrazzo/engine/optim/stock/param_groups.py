@@ -45,7 +45,7 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
             )
         owned[id(member)] = number
     for member in members:
-        member.assign_group(owned.get(id(member), member.group))
+        member.group = owned.get(id(member), member.group)
 
 
 def orphans(members: Sequence[Member]) -> list[str]:

@@ -1,4 +1,4 @@
-"""List of the parameters of a model on all of its ranks together, also of the stages that other ranks run."""
+"""Table of the parameters of a whole model, a row for each, also of those that ranks with other stages have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.model_state import ModelState
 
-__all__ = ["Listed", "listing"]
+__all__ = ["TableRow", "parameter_table"]
 
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A parameter of the whole model, whichever ranks have it.
+class TableRow:
+    """A row: one parameter, whichever ranks have it.
 
     Attributes:
         names: all that it has in the model, its own first.
@@ -44,8 +44,8 @@ class Listed:
         return self.names[0]
 
 
-def listing(model: nn.Module) -> list[Listed]:
-    """List each parameter of a sharded model, in the model's order. Collective where ranks have stages of it."""
+def parameter_table(model: nn.Module) -> list[TableRow]:
+    """A row for each parameter of a sharded model, in the model's order. Collective where ranks have stages of it."""
     axes = engine_of(model).axes
     shapes = {names: tuple(parameter.shape) for names, parameter in parameters_by_names(model).items()}
     own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}
@@ -59,7 +59,7 @@ def listing(model: nn.Module) -> list[Listed]:
             row.copy_(torch.tensor(numbers, device=HOST))
     agreed = axes.maximum(table, axes.stages).tolist()
     return [
-        Listed(
+        TableRow(
             names, own[names[0]][1].shape if names[0] in own else shape, _DTYPES[dtype], group - 1, bool(stepped),
             holder, position,
         )

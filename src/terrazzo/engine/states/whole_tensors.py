@@ -25,7 +25,7 @@ from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import persistent_buffers
-from terrazzo.engine.states.listing import Listed, listing
+from terrazzo.engine.states.parameter_table import TableRow, parameter_table
 from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
 
 __all__ = ["collect_buffers", "gathered_state", "whole_parameter", "whole_weights"]
@@ -116,7 +116,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     engine.require_step_taken("Reading whole weights", reads="weights")
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     held = {slot.name: (unit, bucket, slot) for unit, bucket, slot in slots}
-    everywhere = sorted(listing(model), key=lambda each: (each.stage, each.position))
+    everywhere = sorted(parameter_table(model), key=lambda each: (each.stage, each.position))
     known = {name: each for each in everywhere for name in each.names}
     wanted = [each.name for each in everywhere] if names is None else list(names)
     if names is not None and engine.axes.differing({"names": wanted}, engine.axes.with_stages):
@@ -145,7 +145,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
         yield name, _everywhere(engine.axes, each, own)
 
 
-def _everywhere(axes: Axes, parameter: Listed, own: Tensor | None) -> Tensor:
+def _everywhere(axes: Axes, parameter: TableRow, own: Tensor | None) -> Tensor:
     """Bring a parameter that one stage has to the ranks of all; `own` is None on those of the others."""
     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=axes.device) if own is None else own
     if values.numel():
