@@ -224,11 +224,6 @@ def test_every_module_of_the_engine_is_in_its_page() -> None:
     assert modules <= {name for row in rows for name in re.findall(r"`(?:\w+/)?(\w+)`", row)}
 
 
-def test_the_engines_folders_are_the_same_in_its_page_and_its_docstring() -> None:
-    listed = re.findall(r"^    (\w+) +(.*)$", (engine.__doc__ or "").split("Four ways")[0], re.M)
-    assert re.findall(r"^\| `(\w+)/` \| (.*) \|$", text("concepts/engine.md"), re.M) == listed
-
-
 def test_what_the_planner_writes_twice_is_in_modules_and_held_by_tests_that_are_there() -> None:
     page = text("concepts/planner.md")
     rows = page[page.index("| what | by the engine |") :].split("\n\n")[0].splitlines()[2:]

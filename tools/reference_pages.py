@@ -1,4 +1,5 @@
-"""Writes the tables of the reference: names in Python, keys of the configuration, options of the commands, exit codes.
+"""Writes the tables of the documentation: names in Python, keys of the configuration, options of commands, exit codes,
+modules of the engine.
 
 python -m tools.reference_pages
 
@@ -7,6 +8,7 @@ A table stands between `<!-- KIND WHAT: python -m tools.reference_pages -->` and
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -24,9 +26,11 @@ from tools.user_acts import ACTS, Answer, Moment, Plans
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 CONCEPTS = REFERENCE.parent / "concepts"
+ENGINE = Path(__file__).parents[1] / "src" / "terrazzo" / "engine"
 PAGES = (
     *(REFERENCE / name for name in ("api.md", "train-config.md", "cli.md", "exit-codes.md")),
     CONCEPTS / "user-acts.md",
+    CONCEPTS / "engine.md",
 )
 MARK = "python -m tools.reference_pages"
 
@@ -107,7 +111,26 @@ def codes(_: str) -> str:
     return _table(rows)
 
 
-MAKERS = {"names": names, "keys": keys, "options": options, "acts": acts, "codes": codes}
+def modules(folder: str) -> str:
+    """The folders of the engine; or the modules of one, those of folders in it at their place."""
+    deep = folder != ENGINE.name
+    inside = _modules(ENGINE / folder if deep else ENGINE, deep)
+    return _table([["where", "what is there"], *([f"`{path}`", said] for path, said in inside)])
+
+
+def _modules(folder: Path, deep: bool) -> Iterator[tuple[str, str]]:
+    """Modules and folders in a package, with what its docstring says of each: rows of one paragraph, `name  text`."""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    inside = {path.stem for path in folder.iterdir()}
+    paragraphs = (re.findall(r"^ *(\w+) +(.*)$", paragraph, re.M) for paragraph in docstring.split("\n\n"))
+    for name, said in next(rows for rows in paragraphs if rows and {name for name, _ in rows} <= inside):
+        is_folder = (folder / name).is_dir()
+        yield f"{name}/" if is_folder else name, said
+        if is_folder and deep:
+            yield from ((f"{name}/{path}", each) for path, each in _modules(folder / name, deep))
+
+
+MAKERS = {"modules": modules, "names": names, "keys": keys, "options": options, "acts": acts, "codes": codes}
 
 
 def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

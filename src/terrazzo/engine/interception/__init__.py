@@ -20,13 +20,14 @@ Nothing is replaced on a user's class, nor in torch. Two objects that users reac
 `optimizer.state` is a `FlatStates`, and a method given to `register_forward_method` an object that calls it
 (forward_methods), set on that one module since a module inside a model keeps its class.
 
-    sharded_module, sharded_optimizer  the classes of the model and of what steps it
-    collective_calls                   methods that all ranks must call together
-    load_hooks                         users' hooks around `load_state_dict`
-    measuring                          sums and norms of tensors that ranks hold in parts
-    gradients                          what stands in `parameter.grad`, and what it answers
-    forward_methods                    other methods that run as a forward does
-    unattached_optimizers              steps of an optimizer that is not attached
+    sharded_module         the class of the model
+    sharded_optimizer      the class of what steps it
+    collective_calls       methods that all ranks must call together, though plain PyTorch lets one rank call them
+    load_hooks             users' hooks around `load_state_dict`
+    measuring              sums and norms of tensors that ranks hold in parts
+    gradients              what stands in `parameter.grad`, and what it answers
+    forward_methods        other methods that run as a forward does
+    unattached_optimizers  steps of an optimizer that is not attached
 
 Read them in that order.
 

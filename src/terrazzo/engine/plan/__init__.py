@@ -1,16 +1,16 @@
 """What is stated before anything is allocated: parameters in flat spaces, where their states rest, and what that moves.
 
-    layout          where each parameter lies in a flat space, and which part of it a rank has
+    layout          integer arithmetic: where each parameter lies in a flat space, and which part of it a rank has
     rectangles      rectangular parts of tensors, and those that a flat range is made of
-    place           a plan: over which ranks each state is split, and on which tier it rests
+    place           a plan: over which ranks each state is split, on which tier it rests; presets, and shares of units
     diloco          replicas that train by themselves, and their outer step
     precision       in which dtype or format each state and message is, how it is rounded, and loss scaling
-    weight_wire     what weights are sent as
+    weight_wire     what weights are sent as, and what that means for memory and values
     error_feedback  residuals, which codes of gradients leave: the formula, and which ranks have which
     state_names     names in checkpoints of states of which several ranks have their own
     moves           one collective or copy, and the sums that these make in each kind of backward pass
     gradient_wire   what gradients are sent as, and the moves that sum them
-    bucket_spec     what follows from all of these for one bucket: its states, their memory, its moves
+    bucket_spec     what follows from all of these for one bucket, without tensors: its states, their memory, its moves
     bucket_memory   what a bucket allocates and frees at each event of a step
     box             the part of a parameter that a rank holds along `tp` or `ep`
     unit_choice     which modules are units

@@ -1,17 +1,17 @@
 """What the engine runs on: threads, the device, memory, what the system lets a process have, and torch's own dispatch.
 
-    calls          calls that must all be made
+    calls          several calls of which none is left out; the one that does nothing
     weak           calls of what may be gone
-    private_torch  what torch does not document and the engine uses
+    private_torch  what torch does not document and the engine uses, looked up once; a torch without it is named
     compiled       what torch's compiler has made of modules
-    callers        who has called what runs now
+    callers        who has called what runs now, by Python's stack
     worker         threads that do a rank's errands
-    process_groups a group's backends, and how long its ranks wait
-    device         devices, streams, pinned host memory
-    pages          what fresh CPU memory costs
-    system         what Linux says of the machine and of this process
-    topology       which CPUs a rank may use, and how many threads
-    overrides      calls of torch that come to a class of tensors instead
+    process_groups what torch knows of a process group: backends, patience
+    device         streams, events, pinned memory, the current device; alone says `torch.cuda`
+    pages          large pages for big CPU buffers, and what fresh memory costs
+    system         what Linux says of the machine, of this process, and of the control groups whose limits hold for it
+    topology       which CPUs a rank may use, and how many threads an update should have
+    overrides      calls of torch that come to a class of tensors instead: which only ask, and what a user calls them
 
 Read them in that order.
 """

@@ -11,7 +11,16 @@ them, put together one bucket after the other on all ranks.
     model.load_state_dict(state)                      ModelState.load                   model_state
     optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, restore
 
-Read saved_states, what a checkpoint has of each bucket; model_state, with pieces and restore; buffers_and_extra_state,
-which every rank holds whole; parameter_table, also of other stages of a pipeline; whole_tensors, state_dict and
-optimizer_states; unit_snapshot, whether what is at rest stays as it was.
+    saved_states             what checkpoints have of each bucket, and which ranks hold the same of it
+    model_state              what there is to save of a sharded model, and how it comes back
+    pieces                   all state as named pieces, for checkpoints
+    restore                  all state, set again from ranges of such pieces
+    buffers_and_extra_state  persistent buffers, and what modules put into state dicts: every rank holds them whole
+    parameter_table          a row for each parameter of the whole model, also of other stages of a pipeline
+    whole_tensors            whole weights and states, one bucket after the other
+    state_dict               the state dict of a model, as a plain one has it
+    optimizer_states         those of its optimizers, likewise
+    unit_snapshot            what a rank holds of a unit at rest, to see whether that stays as it was
+
+Read them in that order.
 """
