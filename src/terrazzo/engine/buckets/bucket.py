@@ -203,7 +203,7 @@ class Bucket:
     # -- values ------------------------------------------------------------------------------------------------
 
     def states(self) -> list[Resting]:
-        """The memories that hold the parameters' values: the weight, and the masters where they are or have others."""
+        """What holds the parameters' values: the weight, and the masters if they are memory of their own."""
         has_others = self.spec.has_own_master or self.spec.has_remainder
         return [self.exact, self.weight] if has_others else [self.weight]
 
@@ -226,7 +226,7 @@ class Bucket:
         self._fill(slot, value)
 
     def note_change(self) -> None:
-        """Note that the weights have other values: no backward of what was computed from those before may read them."""
+        """Note that the weights have new values: no backward of what was computed from those before may read them."""
         self.changes += 1
         self.full.edits.outdate()
 

@@ -34,7 +34,7 @@ def take_over_edits(buckets: Iterable[Bucket]) -> None:
 
 
 def take_over_data(buckets: Iterable[Bucket]) -> None:
-    """Copy other `data` that parameters of all buckets of a model have been given to where weights are.
+    """Copy new `data` that parameters of all buckets of a model have been given to where weights are.
 
     Raises:
         Misuse: for parameters that have been frozen, unfrozen or replaced, and for `data` that cannot be taken over.
@@ -113,7 +113,7 @@ def refuse_packed_edits(bucket: Bucket) -> None:
 
 
 def _is_written(bucket: Bucket, slot: Slot) -> bool:
-    """Whether the full weights have other values than this rank's part of a parameter: numpy leaves no trace."""
+    """Whether the full weights differ from this rank's part of a parameter: numpy leaves no trace."""
     for part in bucket.weight.cuts(slot.range.intersect(bucket.weight.range)):
         with bucket.weight.opened(part) as weight, bucket.full.buffer.opened(part) as seen:
             value = weight.to(device=seen.device, dtype=seen.dtype)

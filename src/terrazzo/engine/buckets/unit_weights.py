@@ -20,7 +20,7 @@ __all__ = ["UnitWeights"]
 
 @dataclass
 class _UnderWay:
-    """The update that masters are in, or that weights at rest are behind; the chain that follows it ends it."""
+    """The update that masters are in, or that weights at rest have yet to follow; the chain that follows it ends it."""
 
     job: Job | None = None
 

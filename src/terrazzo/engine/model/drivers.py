@@ -65,7 +65,7 @@ class Drivers:
         self._added = call
 
     def stepping(self) -> list[OptimizerDriver]:
-        """Drivers whose optimizer is alive; behind `drop_gone`, whose optimizer somebody has."""
+        """Drivers whose optimizer is alive; after `drop_gone`, whose optimizer somebody has."""
         return [driver for driver in self._drivers if driver.reference() is not None]
 
     def catch_up(self) -> None:

@@ -45,7 +45,7 @@ __all__ = ["Engine", "engine_of", "is_sharded"]
 
 @dataclass(kw_only=True, eq=False)
 class Engine:
-    """What `tz.shard` builds behind a model.
+    """What `tz.shard` builds for a model.
 
     It becomes quiet at two levels. A word means the same in each class that has it:
 
@@ -171,7 +171,7 @@ class Engine:
             driver.off_device.require_step_taken(what, reads)
 
     def require_at_rest(self, what: str, reads: Half | None = None) -> None:
-        """Refuse `what` where weights and states are not those behind a step: averages, or half a step.
+        """Refuse `what` where weights and states are not those after a step: averages, or half a step.
 
         Args:
             reads: as of `require_step_taken`.
@@ -193,7 +193,7 @@ class Engine:
             self.outer.begin()
 
     def after_step(self) -> None:
-        """An optimizer has stepped: behind the last step of a round replicas agree on weights."""
+        """An optimizer has stepped: after the last step of a round replicas agree on weights."""
         if self.outer is not None and self.outer.count_step():
             self.settle()
             self.outer.run()
@@ -285,7 +285,7 @@ class Engine:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine behind a sharded model.
+    """The engine of a sharded model.
 
     Raises:
         Misuse: a model that is not sharded.

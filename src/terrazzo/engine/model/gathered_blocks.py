@@ -99,7 +99,7 @@ class GatheredBlocks:
             publish()
 
     def _named(self) -> dict[str, Tensor]:
-        """Parameters by name, as `tz.gathered` gives them: further names of tied ones behind all."""
+        """Parameters by name, as `tz.gathered` gives them: further names of tied ones after all."""
         members = [member for bucket in self._buckets for member in bucket.members]
         members.sort(key=lambda member: member.position)
         named: dict[str, Tensor] = {member.name: member.parameter for member in members}
@@ -109,7 +109,7 @@ class GatheredBlocks:
     def _take_over_written(self, write: Literal[True, "first rank"]) -> None:
         self._agree_on_written(write)
         packed = [bucket for bucket in self._buckets if bucket.spec.packed is not None]
-        if packed or self._axes.stages:  # of stages others may have some
+        if packed or self._axes.stages:  # other stages may have some
             all_or_none(self._axes, functools.partial(_refuse_edits, packed))
         for bucket in self._buckets:
             take_over_gathered(bucket)

@@ -70,7 +70,7 @@ def clip_grad_norm_(
 @contextlib.contextmanager
 def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -> Iterator[dict[str, Tensor]]:
     """Full parameters on every rank, by original name; call it on every rank. Of those that ranks along `tp` share,
-    each rank has its own part. They come in the order of `model.parameters()`, and behind all of them again those that
+    each rank has its own part. They come in the order of `model.parameters()`, and after all of them again those that
     have further names.
 
     Args:
@@ -90,7 +90,7 @@ def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -
         BadInput: for another `write`.
         Misuse: at the end, for what was written without `write` under a plan that splits weights; with `write` there,
             for a forward inside.
-        RanksApart: at the end, on every rank, where ranks have written other values; nothing is taken over then.
+        RanksApart: at the end, on every rank, where ranks have written different values; nothing is taken over then.
     """
     if not (isinstance(write, bool) or write == "first rank"):
         raise BadInput(f"tz.gathered(write={write!r}): give True, False, or 'first rank' to take what that one writes.")

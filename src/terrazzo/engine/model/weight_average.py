@@ -55,7 +55,7 @@ class Average:
         self._decay = decay
 
     def compare(self, axes: Axes) -> None:
-        """Compare the averages of the ranks, which may have come apart. Collective.
+        """Compare the averages of the ranks, which may differ. Collective.
 
         Raises:
             BadInput: on every rank, where they have.

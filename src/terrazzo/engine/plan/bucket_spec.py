@@ -1,7 +1,7 @@
 """One flat bucket of a unit, described without tensors: how each state is split, where it rests, and what a step moves.
 
-A unit has one bucket of trainable parameters and one per kind of frozen ones. Which states exist, and which share
-memory, follows from the plan's four places and the precision's dtypes alone:
+A unit has a bucket for each group of parameters that can share one, see docs/concepts/units.md. Which states exist, and
+which share memory, follows from the plan's four places and the precision's dtypes alone:
 
     weight and master, same axes, same dtype          one memory
     weight and master, same axes, weight only a cast  the master alone; the weight is cast as it is gathered

@@ -24,7 +24,7 @@ from terrazzo.engine.formats.block_format import tile_numel
 __all__ = ["RESIDUAL", "RESIDUAL_DTYPE", "RESIDUAL_OF_SUMS", "ResidualSpec", "adding_bytes", "residuals_along"]
 
 RESIDUAL, RESIDUAL_OF_SUMS = "error_feedback", "error_feedback_of_sums"
-"""Names of residuals in checkpoints, of gradients and of sums; behind the first of several ranks with a number."""
+"""Names of residuals in checkpoints, of gradients and of sums; those of all ranks but the first end in a number."""
 
 RESIDUAL_DTYPE = torch.bfloat16
 """Dtype in which residuals are kept; they are added in fp32. This loses some 1/500 of them (docs/decisions.md)."""

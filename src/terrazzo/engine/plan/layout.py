@@ -112,7 +112,7 @@ class Slot:
 
     @cached_property
     def padded(self) -> Range:
-        """The slot with the padding behind it, up to the next slot."""
+        """The slot with the padding after it, up to the next slot."""
         return Range(self.offset, self.offset + round_up(self.numel, self.align))
 
 
@@ -152,7 +152,7 @@ class Layout:
 
     @cached_property
     def gaps(self) -> list[Range]:
-        """The padding: what lies behind each parameter and at the end. It holds zeros in every state."""
+        """The padding: what lies after each parameter and at the end. It holds zeros in every state."""
         gaps = [Range(slot.range.stop, slot.padded.stop) for slot in self.slots]
         end = self.slots[-1].padded.stop if self.slots else 0
         return [gap for gap in [*gaps, Range(end, self.numel)] if gap.numel]

@@ -17,7 +17,7 @@ class GradientFate(enum.Enum):
     """What becomes of the gradients of a backward.
 
     This alone says whether a micro-batch is its step's last: `FINISHED`, unless `tz.accumulate` or a step in stages has
-    said that others follow, see `ShardingSpec.fate_of`. The schedule has the one of backwards to come
+    said that more follow, see `ShardingSpec.fate_of`. The schedule has the one of backwards to come
     (`Schedule.fate`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
     """
 
@@ -72,8 +72,8 @@ class Divisor(NamedTuple):
 class ReductionMoves(NamedTuple):
     """Moves that sum a micro-batch's gradient over ranks: `Gradient` makes them, and whoever plans a step counts them.
 
-    Behind the `partial` sum, what earlier micro-batches have left is added. That is all, but for a step's last
-    micro-batch: of it the `finish` follows, and one division, in a move that `divides` or behind them all.
+    After the `partial` sum, what earlier micro-batches have left is added. That is all, but for a step's last
+    micro-batch: of it the `finish` follows, and one division, in a move that `divides` or after them all.
 
     Attributes:
         partial, finish: reduce-scatters and all-reduces, in their order. An all-reduce of blocks is a reduce-scatter

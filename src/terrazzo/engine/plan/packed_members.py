@@ -26,7 +26,7 @@ def _is_packed(spec: UnitSpec, member: Member) -> bool:
 
 
 def cuts_blocks(box: Box, numel: int) -> bool:
-    """Whether blocks of `numel` elements that count from where a rank's part of a matrix begins are others than those
+    """Whether blocks of `numel` elements that count from where a rank's part of a matrix begins are not those
     that count from where the whole matrix begins.
     """
     if box.is_all:

@@ -21,7 +21,7 @@ class Member:
 
     Attributes:
         position: among the parameters of the model, in the order of registration.
-        is_table: of an embedding, which is looked up before all that is registered behind it.
+        is_table: of an embedding, which is looked up before all that is registered after it.
         is_matrix: the weight of one linear layer, which no other module has.
         record: this rank's part of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.

@@ -108,7 +108,7 @@ class Precision:
             8 bits with a scale, and every rank computes with what these stand for. None: in `compute`.
         quantized_reduce: gradients of matrices on the wire, a `WireFormat` (`"int8"`, `"int4"`): each rank sends blocks
             of 256 codes with a scale, and what these stand for is summed in fp32, in rank order. On a mesh with
-            `dp_replicate` that axis alone, behind the sums within its groups in `reduce`. None: all in `reduce`.
+            `dp_replicate` that axis alone, after the sums within its groups in `reduce`. None: all in `reduce`.
         error_feedback: whether what those codes lose of a gradient is kept, and added to the next one before it is
             encoded: see `plan.error_feedback`.
     """
@@ -196,7 +196,7 @@ class Precision:
         """Replace the name of a format in the field `name` by the format.
 
         Args:
-            refusal: what a message says behind the value, with `{known}` formats and a `{hint}`.
+            refusal: what a message says after the value, with `{known}` formats and a `{hint}`.
         """
         if (value := getattr(self, name)) is None:
             return
@@ -285,7 +285,7 @@ class Precision:
         return ", ".join(dtypes) + scaling + rounding + frozen + gather + reduce
 
     def sends_in_blocks(self, trainable: bool) -> bool:
-        """Whether matrices, trainable or frozen ones, are sent in blocks: they lie apart from what is not."""
+        """Whether matrices, trainable or frozen ones, are sent in blocks: they have buckets of their own."""
         return self.gather is not None or (trainable and self.quantized_reduce is not None)
 
 

@@ -27,7 +27,7 @@ class Rectangle:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """First index behind it in each dim."""
+        """First index after it in each dim."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     @property

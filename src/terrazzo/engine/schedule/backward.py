@@ -148,8 +148,8 @@ class BackwardPass:
         self._cursor = position + 1
 
     def _go_on_on_streams(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
-        """Reductions run on a stream of their own: the next gathers follow right behind them."""
-        running.weights.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
+        """Reductions run on a stream of their own: the next gathers follow right after them."""
+        running.weights.wait()  # its gradient's memory comes after what has had a unit's time, and no more
         self._reductions.advance()
         if self.fate is not GradientFate.DROPPED:  # which are not reduced: their memory is the computation's
             running.expect_gradients(self.fate)

@@ -26,7 +26,7 @@ class BackwardToCome(enum.Enum):
 class GatheredWeights:
     """The gathered weights of one model's units. Only the schedule and its passes call this.
 
-    Two things are told apart. What the program has gathered is the same on every rank, and alone decides what is
+    Two things are distinguished. What the program has gathered is the same on every rank, and alone decides what is
     gathered next: `gather`, `leave_forward` and `leave_backward` change it. Which memory may go depends on this rank
     too, whose data may have led it elsewhere: a unit's weights stay here while its backward is awaited, resharded to
     `between` or whole.

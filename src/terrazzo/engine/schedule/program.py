@@ -65,8 +65,8 @@ class Program:
     def is_over(self, unit: int, running: int, forward: int) -> bool:
         """Whether the backward of `unit` is known to be over on this rank, where that of `running`, if any, has begun.
 
-        That follows from what this rank has run, in that very forward: it may have called units inside of others that
-        the order has behind them.
+        That follows from what this rank has run, in that very forward: it may have called units inside of units that
+        the order has after them.
 
         Args:
             forward: number of the forward whose backward this is, or `UNKNOWN_FORWARD`.

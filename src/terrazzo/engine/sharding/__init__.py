@@ -30,7 +30,7 @@ One weight on that way: a `Member` of a `UnitSpec` that owns it, a `Slot` of the
     matrix_checks        whether matrices that an optimizer updates whole can be
     replica_checks       whether replicas can train by themselves
     packed_checks        whether frozen matrices can be kept in 4 bits
-    compared_facts       what ranks have alike
+    compared_facts       what must be the same on all ranks: versions, the model, what they were told
     initial_values       what a model on the meta device begins with, unit by unit
     attach               puts optimizers on a sharded model
 

@@ -21,7 +21,7 @@ __all__ = ["buffer_facts", "check_versions", "model_facts", "optimizer_facts", "
 
 
 def check_versions(axes: Axes) -> None:
-    """Refuse ranks that run other versions. Call it before anything else is exchanged.
+    """Refuse ranks that run different versions. Call it before anything else is exchanged.
 
     Raises:
         BadInput: on every rank.
@@ -39,7 +39,7 @@ def _own_version() -> str:
 
 
 def versions() -> dict[str, object]:
-    """Versions that all ranks must have alike."""
+    """Versions that must be the same on all ranks."""
     python = "{}.{}".format(*sys.version_info)
     return {"terrazzo version": _own_version(), "torch version": torch.__version__, "python version": python}
 

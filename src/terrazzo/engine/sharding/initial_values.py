@@ -231,7 +231,7 @@ def _unset(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_unset(values: Tensor) -> bool:
-    """Whether any element of a floating tensor has no value yet; of others, whether all have none."""
+    """Whether any element of a floating tensor has no value yet; of a tensor of integers, whether all have none."""
     values = values.detach()
     if not values.numel():
         return False

@@ -98,7 +98,7 @@ def _check_known(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that share memory but are not one object: apart in the engine's memory, they would be untied.
+    """Refuse parameters that share memory but are not one object: each would get a place of its own, untied.
 
     Raises:
         BadInput: there.
@@ -134,7 +134,7 @@ def _check_sparse(model: nn.Module) -> None:
 
 
 def _check_views(model: nn.Module) -> None:
-    """Refuse tensors that share memory with parameters and are kept on modules: sharding would leave them behind.
+    """Refuse tensors that share memory with parameters and are kept on modules: sharding would not take them along.
 
     What a hook of its module computes anew before each forward, as those of weight and spectral norms do, may stay.
 

@@ -273,7 +273,7 @@ class _GroupKey(NamedTuple):
         family: over which axes their gradients are summed.
         optimizer: number of the optimizer that steps them; -1 for none.
         stored: dtype of parameters that are no floating-point numbers, else empty.
-        stages: ranks along the axis of stages that hold them alike.
+        stages: ranks along the axis of stages that hold the same of them.
         is_packed: whether they are kept in 4 bits.
         is_left_out: whether they are sent in a dtype where matrices are sent in blocks.
     """

@@ -89,7 +89,7 @@ def shard(  # structure: signature fixed by the design
             every so many optimizer steps; see `tz.DiLoCo`. None: gradients are summed over them.
 
     Raises:
-        BadInput, Misuse: on every rank, before anything is changed; behind that only for modules of a model on the meta
+        BadInput, Misuse: on every rank, before anything is changed; after that only for modules of a model on the meta
             device that have left parameters or buffers without a value.
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload(), diloco)

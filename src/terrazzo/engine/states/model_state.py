@@ -145,7 +145,7 @@ class ModelState:
         return saved_states(self._engine.buckets(), self._engine.averages)
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
-        """Yield mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
+        """Yield mesh axes, and all states that every rank along these axes holds the same of. Collective."""
         self._engine.settle()
         self._engine.drivers.drop_gone()  # ranks have to hold as many
         saved = [*self._weights(), *self._beside_weights()]
@@ -201,7 +201,7 @@ class ModelState:
 
         Raises:
             BadInput: tensors of the wrong shape, here or on another rank; all are listed, and nothing is changed.
-            RanksApart: on every rank, if other names are found on another, before anything is changed; or other values,
+            RanksApart: on every rank, if names differ between ranks, before anything is changed; or other values,
                 which are compared as they are written: a tensor is read once, and each rank has kept its own part.
         """
         engine = self._engine
@@ -229,7 +229,7 @@ class ModelState:
             )
 
     def _compare_names(self, state: Mapping[str, Tensor], buffers: Sequence[_NamedBuffer]) -> None:
-        """Refuse state dicts that have other names than those of other ranks. Collective.
+        """Refuse state dicts whose names differ between ranks. Collective.
 
         Raises:
             RanksApart: on every rank.

@@ -100,9 +100,9 @@ class OptimizerStates:
             whole: makes a tensor of a state there, which is looked up once, in the same order on every rank.
 
         Raises:
-            BadInput: for what is no optimizer's state dict, groups of other sizes, and states of other kinds or shapes,
-                on any rank. Hooks from before loading have been called by then, and nothing else has been done.
-            RanksApart: where ranks were given other states, likewise.
+            BadInput: for what is no optimizer's state dict, groups of different sizes, and states of different kinds or
+                shapes, on any rank. Hooks from before loading have been called by then, and nothing else has been done.
+            RanksApart: where ranks were given different states, likewise.
         """
         optimizer = self._optimizer
         edited = all_or_none(self.engine.axes, lambda: self._checked(state_dict))
@@ -124,7 +124,7 @@ class OptimizerStates:
         """Return a state dict as hooks change it.
 
         Raises:
-            BadInput: where it is none, or of other parameters.
+            BadInput: where it is none, or of different parameters.
         """
         if not (isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()):
             raise BadInput(
@@ -196,9 +196,9 @@ class OptimizerStates:
             states: each value is looked up once, in the same order on every rank, and this rank's part of it is kept.
 
         Raises:
-            BadInput: for states of other kinds or shapes than the optimizer keeps, on any rank; nothing has been
+            BadInput: for states of different kinds or shapes than the optimizer keeps, on any rank; nothing has been
                 changed.
-            RanksApart: where ranks were given other states; nothing has been changed.
+            RanksApart: where ranks were given different states; nothing has been changed.
         """
         self.engine.require_at_rest("optimizer.load_state_dict()")
         by_name = {name: states.get(name, {}) for name in self._located}
@@ -257,7 +257,7 @@ class OptimizerStates:
         return self.engine.drivers.templates[bucket.members[index].group]
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
-        """The elements of each parameter whose states this rank has: first, and behind the last."""
+        """The elements of each parameter whose states this rank has: first, and one past the last."""
         ranges: dict[str, tuple[int, int]] = {}
         for segment in self._driver.segments:
             for slot, part in segment.slots():

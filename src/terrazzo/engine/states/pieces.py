@@ -135,7 +135,7 @@ def held_pieces(buckets: Sequence[Bucket], drivers: Sequence[OptimizerDriver]) -
 
 
 def _held_among(own: Sequence[Bucket], bucket: Bucket) -> Range:
-    """Range that this rank holds of a bucket's moments, whoever else holds it too; empty for others than its `own`."""
+    """Range that this rank holds of a bucket's moments, whoever else holds it too; empty for one not in `own`."""
     return bucket.space.range(bucket.spec.optim_axes) if bucket in own else Range(0, 0)
 
 

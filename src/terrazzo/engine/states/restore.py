@@ -93,7 +93,9 @@ class _StatesOfReplica:
 
 
 def restore_state(saved: SavedState, source: StateReader) -> None:
-    """Set what this rank holds of one state of a bucket; a parameter that `source` lacks keeps what is there."""
+    """Set what this rank holds of one state of a bucket; where `source` lacks a parameter, what
+    `SavedState.before_restoring` leaves of it stays: its weights, but zeros for momentum and residuals.
+    """
     saved.before_restoring()
     for slot, member in zip(saved.bucket.slots, saved.bucket.members, strict=True):
         residual = saved.residual

@@ -32,8 +32,8 @@ class SavedState:
         state: what this rank holds of it.
         share: what this rank gives of that: over all ranks each element comes once.
         alike: the axes with more than one rank along which ranks hold the same of it.
-        before_restoring: zeroes what is there, or notes that it changes.
-        residual: that it is, where it is one.
+        before_restoring: is called first: it zeroes the state (momentum and residuals), or notes that it changes.
+        residual: the residual that the state belongs to; None if it is another kind of state.
     """
 
     bucket: Bucket

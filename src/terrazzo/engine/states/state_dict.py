@@ -53,7 +53,7 @@ def whole_state_dict(
     Raises:
         Misuse: for a model that is not sharded.
     """
-    before = dict(options.get("destination") or {})  # what others have put there stays
+    before = dict(options.get("destination") or {})  # what other calls have put there stays
     collect_buffers(model)
     with absent_in_place(model):
         state: dict[str, Any] = model.state_dict(**options, keep_vars=True)  # which asks no parameter for its values

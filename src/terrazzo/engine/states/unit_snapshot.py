@@ -14,7 +14,7 @@ __all__ = ["UnitSnapshot"]
 
 
 class UnitSnapshot:
-    """The states of a unit as they are now, behind an update and before the next forward.
+    """The states of a unit as they are now, after an update and before the next forward.
 
     Sums of bit patterns stand for them: quicker to take than a checksum, and any one bit that flips changes them.
 

@@ -204,7 +204,7 @@ class Gradient:
         partial, self._partial = outlives_chain(self._partial.wait), None  # held: its memory is
         with partial.opened(partial.range) as sums:
             if self._tier != "device":
-                earlier = sums.to(data.device, non_blocking=True)  # pinned, and written again behind this copy
+                earlier = sums.to(data.device, non_blocking=True)  # pinned, and written again after this copy
                 return converted(data, sums.dtype).add_(earlier)
             return sums.add_(data)
 
@@ -320,7 +320,7 @@ class Gradient:
                 self._unreduced.forget(index)
             if self._partial is not None:
                 self._partial.change(Tensor.zero_, slots[index].range)
-            self.finished.change(index, Tensor.zero_)  # behind the factor, for 0 times NaN is NaN
+            self.finished.change(index, Tensor.zero_)  # after the factor, for 0 times NaN is NaN
             if set_to_none:
                 self.seen[index] = False
         if not any(self.seen) and not self.unfinished:

@@ -1,6 +1,6 @@
 """Residuals: what codes of gradients have lost on this rank, which error feedback adds to the next ones it encodes.
 
-The formula is in `plan.error_feedback`. A step may be left out behind its backward, or be taken of some parameters
+The formula is in `plan.error_feedback`. A step may be left out after its backward, or be taken of some parameters
 alone: so a residual is in memory twice, as the last step has left it and as the next one will.
 """
 
@@ -26,11 +26,11 @@ class Residual:
 
     Attributes:
         spec: which elements, and along which axes ranks have one of their own.
-        committed: behind the last step, from `build` on.
+        committed: as the last step has left it, from `build` on.
     """
 
     committed: Resting
-    _uncommitted: Resting  # behind the step whose gradients are being summed, where `_is_encoded`
+    _uncommitted: Resting  # as the step leaves it whose gradients are being summed, where `_is_encoded`
 
     def __init__(self, space: Space, spec: ResidualSpec, tier: str) -> None:
         self.spec, self._space, self._tier = spec, space, tier

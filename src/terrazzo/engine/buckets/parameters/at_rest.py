@@ -126,7 +126,7 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         return plain.__reduce_ex__(protocol)
 
     def text(self: nn.Parameter) -> str:
-        """Show it as one of the class that it had; torch shows a subclass by other words."""
+        """Show it as one of the class that it had; torch shows a subclass in different words."""
         return repr(as_class(kind, self.detach(), self.requires_grad))
 
     own: dict[str, Any] = {"data": property(data, set_data), "__reduce_ex__": pickled, "__repr__": text}

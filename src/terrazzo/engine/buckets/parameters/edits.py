@@ -45,7 +45,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Displaced:
-    """A parameter that has been given other `data`.
+    """A parameter that has been given new `data`.
 
     Attributes:
         present: whether the full weights are there now.
@@ -114,7 +114,7 @@ class Edits:
             self._ahead = 0
 
     def outdate(self) -> None:
-        """Note that values are others, as after a step in plain PyTorch: a backward that kept the old ones raises."""
+        """Note that values have changed, as after a step in plain PyTorch: a backward that kept the old ones raises."""
         increment_version(self._views)
         self._versions = [version + 1 for version in self._versions]
 
@@ -131,7 +131,7 @@ class Edits:
         return [watched.member.name for watched, then, now in changed if then != now]
 
     def displaced(self, present: bool) -> list[Displaced]:
-        """The parameters that have been given other `data`.
+        """The parameters that have been given new `data`.
 
         Raises:
             Misuse: for parameters that have been frozen, unfrozen or replaced.
@@ -186,7 +186,7 @@ def _note_taken(data_taken: set[str], name: str, parameter: nn.Parameter) -> Ten
 
 
 def copy_into_places(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequence[Tensor]) -> None:
-    """Take over other `data` that parameters have been given, as one change of all of them.
+    """Take over new `data` that parameters have been given, as one change of all of them.
 
     In plain PyTorch the memory that a parameter had before stays as it was for those who hold it, be it by a view: a
     backup that is given back later. Here it is the engine's, so they get a copy of their own before it changes.

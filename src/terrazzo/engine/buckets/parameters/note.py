@@ -33,7 +33,7 @@ class Note:
         measure: what a function makes of the values while they are split; None where it makes nothing.
         arrive: waits for new values that are on their way.
         alias: what `.data` gives, in place of torch's own.
-        accumulate_hook: number of the engine's hook behind autograd's accumulation, which takes the gradient away.
+        accumulate_hook: number of the engine's hook after autograd's accumulation, which takes the gradient away.
         gradient_hook: number of its hook before the accumulation.
     """
 

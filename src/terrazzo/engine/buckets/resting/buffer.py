@@ -194,7 +194,7 @@ AsSeen = Callable[[Tensor], Tensor]
 
 
 def copy_changed(state: Resting, written: Resting, as_seen: AsSeen = lambda values: values) -> None:
-    """Replace the values of `state` where those that they round to in `written` are others."""
+    """Replace the values of `state` that do not round to those in `written`."""
     for part in state.cuts(state.range):
         with state.opened(part, "change") as values, written.opened(part) as new:
             value = new.to(values.device)
@@ -202,7 +202,7 @@ def copy_changed(state: Resting, written: Resting, as_seen: AsSeen = lambda valu
 
 
 def differ(state: Resting, written: Resting, as_seen: AsSeen = lambda values: values) -> bool:
-    """Whether values of `state` round to others than those in `written`."""
+    """Whether values of `state` do not round to those in `written`."""
     for part in state.cuts(state.range):
         with state.opened(part) as values, written.opened(part) as new:
             if not torch.equal(as_seen(values).to(device=new.device, dtype=new.dtype), new):

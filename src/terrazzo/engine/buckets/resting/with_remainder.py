@@ -57,7 +57,7 @@ class WithRemainder(Resting):
                 remainder.zero_()
 
     def forget_changed(self, written: Resting, as_seen: AsSeen) -> None:
-        """Take the elements that are seen as others than in `written` as they are in bf16."""
+        """Take the elements that are not seen as they are in `written` as they are in bf16."""
         for part in self.remainder.cuts(self.range):
             with (
                 self.remainder.opened(part, "change") as remainder,
