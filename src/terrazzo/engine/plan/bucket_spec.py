@@ -64,7 +64,7 @@ class BucketSpec:
             anyway, and what the plan keeps of them is put beside.
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
-        stages: the ranks along the axis of stages that have these parameters, where several do: all hold them alike.
+        stages: the ranks along the axis of stages that have these parameters, where several do.
         packed: in which frozen weights rest and are gathered; None: in a dtype.
         in_blocks: whether its parameters may be sent in blocks, as matrices may; see `travels_in_blocks`.
         diloco: how replicas train by themselves, if they do.

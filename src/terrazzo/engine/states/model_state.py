@@ -295,7 +295,7 @@ def _full(value: Tensor) -> Tensor:
 
 
 def is_dtensor(value: Tensor) -> bool:
-    """Whether a tensor is torch's DTensor. None is where nobody has imported their module, which takes a second."""
+    """Whether a tensor is torch's DTensor. Its module is not imported for that: it takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

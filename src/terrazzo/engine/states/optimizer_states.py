@@ -190,7 +190,7 @@ class OptimizerStates:
                 yield name, kind, whole_parameter(unit, bucket, slot, data)
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set all state, from full tensors by name and kind; a parameter without goes back to having none. Collective.
+        """Set all state, from full tensors by name and kind; a parameter that has none there loses its own. Collective.
 
         Args:
             states: each value is looked up once, in the same order on every rank, and this rank's part of it is kept.

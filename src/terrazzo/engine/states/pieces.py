@@ -23,7 +23,7 @@ from terrazzo.engine.plan.box import Owned
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
 from terrazzo.engine.plan.state_names import numbered
-from terrazzo.engine.states.saved_states import SavedState, alike_along, saved_weights, share_in_replica
+from terrazzo.engine.states.saved_states import SavedState, copied_along, saved_weights, share_in_replica
 from terrazzo.errors import Misuse, listed
 
 __all__ = ["Piece", "copied_pieces", "held_pieces", "optimizer_pieces", "require_known_states", "state_pieces"]
@@ -60,7 +60,7 @@ class Piece:
         return self.read()
 
     def digest(self) -> int:
-        """A checksum of the elements' bytes; equal ones have equal ones on every rank."""
+        """A checksum of the elements' bytes; equal elements have the same on every rank."""
         return int(digest(self.tensor))
 
 
@@ -109,20 +109,20 @@ def require_known_states(drivers: Iterable[OptimizerDriver]) -> None:
 def copied_pieces(
     saved: Iterable[SavedState], buckets: Sequence[Bucket], drivers: Sequence[OptimizerDriver]
 ) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
-    """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true.
+    """Mesh axes along which ranks hold copies of states, and all that this rank holds of these states.
 
     Args:
         buckets: of which optimizers keep states.
     """
     copied: dict[tuple[str, ...], list[Piece]] = {}
-    for each in (each for each in saved if each.alike):
-        copied.setdefault(each.alike, []).extend(state_pieces(each, each.state.range))
+    for each in (each for each in saved if each.copied_along):
+        copied.setdefault(each.copied_along, []).extend(state_pieces(each, each.state.range))
     stepped: dict[tuple[str, ...], list[Bucket]] = {}
     for bucket in buckets:
-        stepped.setdefault(alike_along(bucket), []).append(bucket)
-    for alike, own in stepped.items():
-        for driver in drivers if alike else ():
-            copied.setdefault(alike, []).extend(optimizer_pieces(driver, functools.partial(_held_among, own)))
+        stepped.setdefault(copied_along(bucket), []).append(bucket)
+    for along, own in stepped.items():
+        for driver in drivers if along else ():
+            copied.setdefault(along, []).extend(optimizer_pieces(driver, functools.partial(_held_among, own)))
     yield from copied.items()
 
 

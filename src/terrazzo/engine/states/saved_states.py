@@ -17,7 +17,7 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.runtime.calls import do_nothing
 
-__all__ = ["SavedState", "alike_along", "saved_states", "saved_weights", "share_in_replica"]
+__all__ = ["SavedState", "copied_along", "saved_states", "saved_weights", "share_in_replica"]
 
 
 _NOTHING = Range(0, 0)
@@ -31,7 +31,7 @@ class SavedState:
         kind: what it is called of a parameter, before the number of a rank that has one of its own.
         state: what this rank holds of it.
         share: what this rank gives of that: over all ranks each element comes once.
-        alike: the axes with more than one rank along which ranks hold the same of it.
+        copied_along: the axes with more than one rank along which ranks hold copies of that.
         before_restoring: is called first: it zeroes the state (momentum and residuals), or notes that it changes.
         residual: the residual that the state belongs to; None if it is another kind of state.
     """
@@ -40,7 +40,7 @@ class SavedState:
     kind: str
     state: Resting
     share: Range
-    alike: tuple[str, ...]
+    copied_along: tuple[str, ...]
     before_restoring: Callable[[], None] = do_nothing
     residual: Residual | None = None
 
@@ -56,7 +56,7 @@ def saved_weights(buckets: Iterable[Bucket]) -> Iterator[SavedState]:
     """Yield the weights of buckets: master weights where there are any, which the others follow once published."""
     for bucket in buckets:
         state = bucket.exact if bucket.spec.trainable else bucket.weight
-        yield SavedState(bucket, "weight", state, _share(bucket), alike_along(bucket), bucket.note_change)
+        yield SavedState(bucket, "weight", state, _share(bucket), copied_along(bucket), bucket.note_change)
 
 
 def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -> Iterator[SavedState]:
@@ -66,23 +66,23 @@ def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -
     """
     trainable = [bucket for bucket in buckets if bucket.spec.trainable]
     for bucket in (bucket for bucket in trainable if bucket in averages):
-        yield SavedState(bucket, "average", averages[bucket], _share(bucket), alike_along(bucket))
+        yield SavedState(bucket, "average", averages[bucket], _share(bucket), copied_along(bucket))
     for bucket in trainable:
         axes = bucket.axes
-        alike = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.spec.outer_axes)
+        along = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.spec.outer_axes)
         for momentum in bucket.outer[1:]:
             share = momentum.range if bucket.is_primary and not axes.replica else _NOTHING
-            yield SavedState(bucket, OUTER_MOMENTUM, momentum, share, alike, _zeroing(momentum))
+            yield SavedState(bucket, OUTER_MOMENTUM, momentum, share, along, _zeroing(momentum))
     for bucket in trainable:
         axes = bucket.axes
         for residual in bucket.gradient.residuals:
             kind, split, apart = residual.spec
-            alike = tuple(axis for axis in axes.summed_over if axis not in (*split, *apart))
-            share = bucket.space.range((*split, *alike)) if bucket.is_primary else _NOTHING
-            yield SavedState(bucket, kind, residual.committed, share, axes.live(alike), residual.clear, residual)
+            along = tuple(axis for axis in axes.summed_over if axis not in (*split, *apart))
+            share = bucket.space.range((*split, *along)) if bucket.is_primary else _NOTHING
+            yield SavedState(bucket, kind, residual.committed, share, axes.live(along), residual.clear, residual)
 
 
-def alike_along(bucket: Bucket) -> tuple[str, ...]:
+def copied_along(bucket: Bucket) -> tuple[str, ...]:
     """The axes with more than one rank along which ranks hold the same weights and moments of a bucket."""
     axes = bucket.axes
     return axes.live(axis for axis in axes.summed_over if axis not in bucket.spec.optim_axes)
@@ -96,7 +96,7 @@ def share_in_replica(bucket: Bucket) -> Range:
 
 
 def _share(bucket: Bucket) -> Range:
-    """Range that this rank saves of states that all replicas have alike: the first one saves them."""
+    """Range that this rank saves of states that are the same in all replicas: the first one saves them."""
     return share_in_replica(bucket) if not bucket.axes.replica else _NOTHING
 
 

@@ -97,8 +97,8 @@ def _joined(own: Tensor, box: Box, links: Collectives, label: Label) -> Tensor:
 def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters of a sharded model whole, one after the other; master weights where there are any. Collective.
 
-    Memory: one bucket on the mesh's device, and twice a parameter that ranks along `tp` or `ep` share. A bucket is
-    gathered again only where the order of `names` comes back to it. What other stages have is one parameter more.
+    Memory: one bucket on the mesh's device, twice a parameter that ranks along `tp` or `ep` share, and one that another
+    stage has. A bucket is gathered again only where the order of `names` comes back to it.
 
     Args:
         names: of parameters, in the same order on every rank; by default each under its own name, stage by stage and
