@@ -86,7 +86,7 @@ def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) ->
         schedule = Schedule(counting, step.prefetch, meeting)
         earlier = GradientFate.LOCAL if step.local_sums else GradientFate.REDUCED
         for index in range(step.micro_batches):
-            schedule.fate = earlier if index < step.micro_batches - 1 else GradientFate.FINISHED
+            schedule.set_fate(earlier if index < step.micro_batches - 1 else GradientFate.FINISHED)
             _forward(schedule, counting)
             _backward(schedule, counting)
             if schedule.fate is GradientFate.FINISHED or (schedule.meet is None and not step.local_sums):

@@ -33,11 +33,11 @@ def accumulate(model: nn.Module, *, local: bool | None = None) -> Iterator[None]
         )
     engine = engine_of(model)
     before = engine.schedule.fate
-    engine.schedule.fate = engine.sharding.fate_of(last=False, local=local)
+    engine.schedule.set_fate(engine.sharding.fate_of(last=False, local=local))
     try:
         yield
     finally:
-        engine.schedule.fate = before
+        engine.schedule.set_fate(before)
 
 
 def clip_grad_norm_(

@@ -18,7 +18,7 @@ class GradientFate(enum.Enum):
 
     This alone says whether a micro-batch is its step's last: `FINISHED`, unless `tz.accumulate` or a step in stages has
     said that more follow, see `ShardingSpec.fate_of`. The schedule has the one of backwards to come
-    (`Schedule.fate`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
+    (`Schedule.set_fate`); a `BackwardPass` keeps the one that it began with, and tells it to all that it calls.
     """
 
     LOCAL = "added to what is on this rank, and no more"

@@ -89,7 +89,7 @@ class BackwardPass:
             self.halfway()
             position = position_from(cursor, backward, unit.index)
             if position is not None and position > self._order.region_ends[cursor]:
-                self.program.strayed = True
+                self.program.stray()
                 self.program.join((backward[cursor], other) for other in backward[cursor + 1 : position + 1])
                 self._go_on_to(position)
             elif position is not None:

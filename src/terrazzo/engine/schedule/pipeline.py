@@ -47,13 +47,13 @@ class PipelineSchedule(Schedule):
 
     def begin_micro_batches(self) -> None:
         """Until `end_micro_batches`, forwards and backwards of several micro-batches take turns."""
-        self.fate = GradientFate.LOCAL
+        self.set_fate(GradientFate.LOCAL)
         self._weights.begin_micro_batches()
 
     def end_micro_batches(self) -> BackwardPass:
         """Every micro-batch has run: start summing what they have added up, as one backward, which has to be ended."""
         self.rest()
-        self.fate = GradientFate.FINISHED
+        self.set_fate(GradientFate.FINISHED)
         backward = self.begin_backward()
         for unit in self.units:  # nothing of another kind is under way: what stages share waits for other ranks
             unit.add_stages()

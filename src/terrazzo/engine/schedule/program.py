@@ -79,6 +79,10 @@ class Program:
         """Note that each of these pairs of units is recomputed in one region."""
         self.recomputed.update(pairs)
 
+    def stray(self) -> None:
+        """Note that a unit has come elsewhere than in the order."""
+        self.strayed = True
+
     def doubt(self) -> None:
         """Note that some rank has strayed: the ranks compare again after the next forward."""
         self.order = replace(self.order, agreed=False)

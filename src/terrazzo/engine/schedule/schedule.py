@@ -73,6 +73,10 @@ class Schedule:
 
     # -- what holds from now on --------------------------------------------------------------------------------
 
+    def set_fate(self, fate: GradientFate) -> None:
+        """Say what becomes of the gradients of backward passes from now on."""
+        self.fate = fate
+
     @property
     def prefetch(self) -> int:
         """Number of units ahead of the running one that are gathered."""
@@ -91,11 +95,11 @@ class Schedule:
         """Have no step use backwards inside: `call` gets each unit whose gradients are complete, to forget them."""
         before = self.fate
         self._reductions.call_on(GradientFate.DROPPED, call)
-        self.fate = GradientFate.DROPPED
+        self.set_fate(GradientFate.DROPPED)
         try:
             yield
         finally:
-            self.fate = before
+            self.set_fate(before)
             self._reductions.call_on(GradientFate.DROPPED, do_nothing)  # `call` may hold what holds this
 
     # -- forward -----------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Straying:
 
     def ask_for(self, unit: Runnable, during: _Pass) -> None:
         """Gather a unit that the program does not have here, together with all ranks, when they have ended theirs."""
-        during.program.strayed = True
+        during.program.stray()
         if self._meet is not None:
             during.run_to_end()
             while (number := self._meet(during.end_label, unit.index + 1)) != unit.index + 1:
@@ -60,7 +60,7 @@ class Straying:
     def serve(self, during: _Pass) -> None:
         """Take part, at the end of a pass, in the gathers of what other ranks ask for, until no one does."""
         while self._meet is not None and (number := self._meet(during.end_label, 0)):
-            during.program.strayed = True
+            during.program.stray()
             self._gather_for_others(number, during)
 
     def _gather_for_others(self, number: int, during: _Pass) -> None:

@@ -44,7 +44,7 @@ def set_reduces(engine: Engine, required: bool, *, each: bool) -> None:
         required: of a step's last micro-batch, which finishes its gradients; else of one before.
         each: reduce every micro-batch before the last, too, where `grad` is split; else add it up on this rank.
     """
-    engine.schedule.fate = engine.sharding.fate_of(required, not each)
+    engine.schedule.set_fate(engine.sharding.fate_of(required, not each))
 
 
 def has_replicas(engine: Engine) -> bool:

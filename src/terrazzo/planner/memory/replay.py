@@ -161,8 +161,9 @@ class _Player:
     def play(self, *, last: bool) -> None:
         """One micro-batch."""
         schedule = self._schedule
-        earlier = GradientFate.LOCAL if self._local_sums else GradientFate.REDUCED
-        schedule.fate = GradientFate.FINISHED if last else earlier
+        schedule.set_fate(
+            GradientFate.FINISHED if last else GradientFate.LOCAL if self._local_sums else GradientFate.REDUCED
+        )
         self._moment, self._live = "forward", self._trace.buffer_bytes
         self._forward = schedule.begin_forward(training=True)
         for event in self._trace.events:
