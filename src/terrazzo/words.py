@@ -6,6 +6,7 @@ Nothing here imports torch, so that configurations can be read, and refused, wit
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 from terrazzo.errors import BadInput, did_you_mean
@@ -26,6 +27,7 @@ __all__ = [
     "Rounding",
     "check_schedule",
     "dtype_named",
+    "precision_faults",
     "preset_named",
     "tier_shares",
 ]
@@ -95,6 +97,63 @@ def preset_named(name: object) -> str:
 def dtype_named(name: object) -> str:
     """The short name of a dtype, given any of its names; an unknown word is returned as it is."""
     return _DTYPE_OF.get(str(name).strip().lower().removeprefix("torch."), str(name))
+
+
+def precision_faults(
+    dtypes: Mapping[str, str], *, rounding: str, gather: str | None, quantized_reduce: str | None, error_feedback: bool
+) -> Iterator[tuple[str, str]]:
+    """Settings of a precision that are right by themselves and cannot be together.
+
+    Args:
+        dtypes: short names by field, and formats such as `int8` for moments.
+        gather: the format of weights on the wire; None for that of `compute`.
+        quantized_reduce: the format of gradients on the wire; None for the dtype of `reduce`.
+
+    Yields: the setting, and what a message says behind it, with the edit.
+    """
+    master, moments = dtypes["master"], dtypes["moments"]
+    narrow = moments not in DTYPE_SPELLINGS
+    if narrow and master == "fp64":
+        yield (
+            "moments",
+            (
+                f"in {moments} under a master in fp64, which steps in fp64 alone: use precision.master 'fp32', or leave"
+                " precision.moments out"
+            ),
+        )
+    if rounding != "nearest" and (master != "bf16" or not narrow):
+        yield (
+            "rounding",
+            (
+                f"'{rounding}' is of master weights in bf16 with moments in int8 or fp8, and here master is {master}"
+                f" and moments are {moments}: use precision 'bf16-pure' with precision.moments 'int8', or leave"
+                " precision.rounding out"
+            ),
+        )
+    if gather is not None and dtypes["compute"] == "fp64":
+        yield (
+            "gather",
+            (
+                f"{gather} of weights that are computed with in fp64, all but eight of whose bits would be lost: leave"
+                " precision.gather out, or compute in bf16 or fp32"
+            ),
+        )
+    if quantized_reduce is not None and dtypes["accumulate"] == "fp64":
+        yield (
+            "quantized_reduce",
+            (
+                f"{quantized_reduce} of gradients that are kept in fp64, but what is sent in blocks is summed in fp32:"
+                " leave precision.quantized_reduce out, or accumulate in fp32"
+            ),
+        )
+    if error_feedback and quantized_reduce is None:
+        yield (
+            "error_feedback",
+            (
+                "of gradients that are sent in the dtype of reduce: it keeps what codes lose. Use"
+                " precision.quantized_reduce 'int8' or 'int4', or leave precision.error_feedback out"
+            ),
+        )
 
 
 # -- tiers ---------------------------------------------------------------------------------------------------------

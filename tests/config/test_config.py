@@ -197,10 +197,43 @@ def test_keys_that_do_not_agree_are_read_each_by_itself() -> None:
         ({"train": {"steps": "1_000"}}, "expected a whole number. Write 1000, without quotes."),
         ({"optimizer": {"lr": "1e-3"}}, "expected a number. Write 0.001, without quotes."),
         ({"train": {"steps": 1.5}}, "train.steps is 1.5, expected a whole number."),
+        ({"checkpoint": {"every": True}}, "True is neither a number of steps nor auto"),
     ],
 )
 def test_switches_are_no_numbers_and_text_is_neither(raw: dict[str, Any], words: str) -> None:
     assert words in refusal(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("data.source", ["a", 1], "data.source.1 is 1, expected text."),
+        ("data.source", 5, "data.source is 5, expected text or a list"),
+        ("lora.target_modules", ["q_proj", 1], "lora.target_modules.1 is 1, expected text."),
+        ("lora.target_modules", 5, "lora.target_modules is 5, expected all-linear or a list."),
+        ("plan.units", ["a", 1], "plan.units.1 is 1, expected text."),
+        ("parallel.tensor.plan", {"layers": {"*": {"mlp": "enter"}}}, "{'layers.*.mlp': enter}"),
+        ("parallel.tensor.plan", 5, "parallel.tensor.plan is 5, expected a section of keys or auto."),
+    ],
+)
+def test_a_key_of_several_kinds_is_one_problem_without_their_names(key: str, value: Any, words: str) -> None:
+    *parents, last = key.split(".")
+    raw: dict[str, Any] = {last: value}
+    for name in reversed(parents):
+        raw = {name: raw}
+    ((where, told),) = config_problems(raw)
+    assert where == key and words in told and "[" not in told.partition(" is ")[0]
+    (of_key,) = check_keys(raw).problems.values()
+    assert of_key == (told if value != 5 else told.replace(key, "it"))
+
+
+def test_the_edit_for_a_glob_of_a_tensor_plan_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train: {steps: 7}\n")
+    with pytest.raises(BadInput) as refused:
+        load_config(path, ["parallel.tensor.plan.layers.*.mlp=enter"])
+    (edit,) = re.findall(r'as an override (\S+="[^"]*")', str(refused.value))
+    assert load_config(path, [edit.replace('"', "")]).parallel.tensor.plan == {"layers.*.mlp": "enter"}
 
 
 def test_a_whole_number_may_be_written_as_a_power_of_ten() -> None:
@@ -237,7 +270,7 @@ def test_what_cannot_be_together_is_listed_at_once_within_sections_and_between_t
         "schedule.warmup_steps 2000 is longer": {"schedule": {"warmup_steps": 2000}},
         "offload.activations 'cpu' moves": {"offload": {"activations": "cpu"}},
         "precision.frozen 'nf4' keeps": {"precision": {"frozen": "nf4"}},
-        "precision: error_feedback keeps": {"precision": {"error_feedback": True}},
+        "precision: error_feedback of gradients": {"precision": {"error_feedback": True}},
         "lora: alpha without lora.rank": {"lora": {"alpha": 3.0}},
         "model.attention: stride without": {"model": {"attention": {"stride": 2}}},
     }

@@ -208,6 +208,8 @@ WITH = {
     },
     "model.experts.loss_weight": {"model.experts.count": 8, "model.experts.balance": "loss"},
     **{f"model.attention.{key}": {"model.attention.window": 64} for key in ("stride", "full_every")},
+    "precision.rounding": {"precision.name": "bf16-pure", "precision.moments": "int8"},
+    "train.activation_checkpointing_ops": {"train.activation_checkpointing": "selective"},
     "precision.error_feedback": {"precision.quantized_reduce": "int4"},
     "guard.window": {"guard.spike": 8.0},
     "guard.action": {"checkpoint.every": 11},

@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[2]
         ({"optimizer": {"weight_decay": 0, "no_decay": ["*"]}}, "optimizer.no_decay does", "weight_decay is 0"),
         ({"optimizer": {"muon": {"ns_steps": 3}}}, "optimizer.muon.ns_steps does", "set optimizer.name=Muon"),
         ({"schedule": {"name": "constant", "final_fraction": 0}}, "schedule.final_fraction does", "schedule.name"),
-        ({"train": {"activation_checkpointing_ops": ["mm"]}}, "train.activation_checkpointing_ops does", "selective"),
         ({"data": {"validation_fraction": 0}, "train": {"eval_every": 5}}, "train.eval_every does", "data.validation"),
         ({"train": {"sample_tokens": 0, "sample_prompt": "a"}}, "train.sample_prompt does", "train.sample_tokens"),
         ({"checkpoint": {"keep_last": None, "keep_best": 1}}, "checkpoint.keep_best does", "checkpoint.keep_last"),
@@ -141,7 +140,7 @@ REFUSED = """
     data.packing data.too_long guard.spike guard.skip_batches guard.window lora.alpha lora.bias lora.rank
     lora.target_modules model.attention.* model.experts.* model.kind model.path model.weights objective.beta
     objective.label_smoothing
-    offload.activations schedule.decay_steps
+    offload.activations schedule.decay_steps train.activation_checkpointing_ops
 """
 """Where one of these would do nothing, the schema or preflight refuses it."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from terrazzo import cli
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.preflight import check
@@ -34,6 +37,51 @@ def test_it_is_refused_with_the_edit(tmp_path: Path, raw: dict[str, Any], said: 
     with pytest.raises(BadInput, match=said):
         check(config_from_dict(raw), 2)
     assert not any(tmp_path.iterdir())
+
+
+GROUPS = {"mesh": {"dp_replicate": 2}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"precision": {"rounding": "stochastic"}}, "rounding 'stochastic' is of master weights in bf16"),
+        ({"precision": {"name": "bf16-pure", "rounding": "remainder"}}, "here master is bf16 and moments are bf16"),
+        ({"precision": {"moments": "int8", "master": "fp64"}}, "moments in int8 under a master in fp64"),
+        ({"precision": {"gather": "int8", "compute": "fp64"}}, "gather int8 of weights that are computed with in fp64"),
+        ({"precision": {"quantized_reduce": "int8", "accumulate": "fp64"}}, "of gradients that are kept in fp64"),
+        ({"precision": {"moments": "int8"}, "optimizer": {"name": "Muon"}}, "moments in int8, and Muon is not known"),
+        ({"precision": NARROW, "optimizer": {"name": "SGD"}}, "SGD does not count steps"),
+        ({"train": {"activation_checkpointing_ops": ["mm"]}}, "are kept by 'selective' alone"),
+        ({"model": {"dim": 250}}, "dim 250 split over model.heads 4"),
+        ({"model": {"kv_heads": 3}}, "heads 4 is not a multiple of model.kv_heads 3"),
+        ({"optimizer": {"name": "Foo"}}, "optimizer.name is 'Foo'"),
+        ({"optimizer": {"name": "Adafactor"}}, "Adafactor cannot run on flat shards"),
+        ({"optimizer": {"options": {"foo": 1}}}, "optimizer.options.foo is not an argument of AdamW"),
+        ({"optimizer": {"options": {"fused": "yes"}}}, "optimizer.options.fused is 'yes'"),
+        ({"optimizer": {"options": {"betas": [0.9, 1.5]}}}, "Invalid beta parameter at index 1"),
+        ({"plan": {"name": "zero4"}}, "There is no plan 'zero4'"),
+        ({"plan": {"name": "hybrid_shard"}}, "hybrid_shard"),
+        ({"plan": {"name": "hybrid_shard", "sync_every": 4, **GROUPS}}, "with plan.sync_every 4 these groups train"),
+        ({"plan": {"sync_every": 7, **GROUPS}}, "plan.sync_every 7 does not divide"),
+        ({"offload": {"step": "backward"}}, "offload.step is 'backward'"),
+        (
+            {"guard": {"memory_every": 5}, "offload": {"optim": "cpu"}},
+            "guard.memory_every is 5, and offload.optim 'cpu",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value[:24],
+)
+def test_config_check_says_what_training_refuses_of_the_configuration_alone(
+    tmp_path: Path, raw: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    with pytest.raises(BadInput) as refusal:
+        check(config_from_dict({"log": {"folder": str(tmp_path / "run")}, "launch": {"device": "cpu"}, **raw}), 2)
+    result = CliRunner().invoke(cli.app, ["config", "check", str(tmp_path / "run.json"), "--from", "terrazzo"])
+    errors = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert (result.exit_code, len(errors)) == (1, 1)
+    assert said in str(refusal.value) and said in errors[0]
 
 
 def test_what_a_stage_of_a_pipeline_has_not_is_looked_up_in_the_whole_model(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -27,6 +27,7 @@ class ConfigKey:
         default: as a file would say it.
         kind: `bool`, `int`, `float`, `str`, `Path`, `list` or `dict`; of several, the first that the schema names.
         choices: the only words, if it is one of some.
+        several: whether it takes several kinds beside null.
         null: whether it may be null.
         meaning: in a few words, or the choices.
     """
@@ -34,17 +35,17 @@ class ConfigKey:
     default: Any
     kind: Any
     choices: tuple[str, ...]
+    several: bool
     null: bool
     meaning: str
 
 
 def _key(field: FieldInfo, default: Any) -> ConfigKey:
-    union = get_origin(field.annotation) is UnionType or NoneType in get_args(field.annotation)
-    kinds = get_args(field.annotation) if union else (field.annotation,)
-    kind, *_ = [kind for kind in kinds if kind is not NoneType]
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    kinds = get_args(field.annotation) if get_origin(field.annotation) in (UnionType, Union) else (field.annotation,)
+    kind, *others = [kind for kind in kinds if kind is not NoneType]
+    choices = get_args(kind) if get_origin(kind) is Literal and not others else ()
     meaning = field.description or ", ".join(choices)
-    return ConfigKey(default, get_origin(kind) or kind, choices, NoneType in kinds, meaning)
+    return ConfigKey(default, get_origin(kind) or kind, choices, bool(others), NoneType in kinds, meaning)
 
 
 def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, ConfigKey]]:

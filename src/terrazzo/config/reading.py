@@ -21,7 +21,7 @@ from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE, is_name
 from terrazzo.config.sections.launch import is_rank_range
-from terrazzo.config.wording import dotted, placed, sentence, sentences
+from terrazzo.config.wording import placed, sentences, wrong_keys, wrong_value
 from terrazzo.documents import parse_value, read_text
 from terrazzo.errors import BadInput
 
@@ -98,14 +98,11 @@ def check_keys(raw: Mapping[str, Any]) -> CheckedKeys:
         try:
             config = Config.model_validate(raw, context=KEYS_ALONE)
         except ValidationError as error:
-            for detail in error.errors():
-                place = detail["loc"]
-                known = [place[:depth] for depth in range(1, len(place)) if dotted(place[:depth]) in CONFIG_KEYS]
-                where = known[0] if known else place  # an entry of a list is its key's
-                if detail["type"] != "extra_forbidden":
-                    words = sentence(dict(detail), "it" if where == place else "")
-                    problems.setdefault(dotted(where), without_passwords(words))
-                raw = _without(raw, where)
+            for place, errors in wrong_keys(error).items():
+                if errors[0]["type"] != "extra_forbidden":
+                    words = " ".join(wrong_value(place, errors, "it"))
+                    problems[".".join(map(str, place))] = without_passwords(words)
+                raw = _without(raw, place)
         else:
             return CheckedKeys({key: operator.attrgetter(key)(config) for key in CONFIG_KEYS}, problems)
 

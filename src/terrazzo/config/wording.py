@@ -16,7 +16,10 @@ from terrazzo.config.section import KeyDisagreement, KeysDisagree
 from terrazzo.documents import parse_value
 from terrazzo.errors import BadInput, did_you_mean, nearest, shortened
 
-__all__ = ["dotted", "placed", "sentence", "sentences"]
+__all__ = ["KeyPath", "placed", "sentences", "wrong_keys", "wrong_value"]
+
+KeyPath = tuple[int | str, ...]
+"""The names from the root down to a key, as pydantic gives them."""
 
 # How pydantic's kinds of error read in plain words: bounds by (name of the limit, comparison), types by their
 # family.
@@ -39,33 +42,45 @@ _KINDS = {
 _NEARLY_EQUAL = 0.85  # as step and steps are
 
 
-def dotted(place: Sequence[int | str]) -> str:
-    """The dotted key of a location that pydantic gives."""
-    return ".".join(map(str, place))
-
-
 def sentences(invalid: ValidationError) -> list[tuple[str, str]]:
-    """Pairs of a dotted key and a sentence about it.
-
-    Where a key takes several kinds of values, pydantic has an error for each kind: they become one sentence.
-    """
-    errors: list[dict[str, Any]] = [dict(detail) for detail in invalid.errors()]
-    by_key: dict[str, list[dict[str, Any]]] = {}
-    for error in errors:
-        place = error["loc"]
-        whole = [each for depth in range(1, len(place)) if (each := dotted(place[:depth])) in CONFIG_KEYS]
-        by_key.setdefault(whole[0] if whole else dotted(place), []).append(error)
+    """Pairs of a dotted key and a sentence about it."""
     lines: list[tuple[str, str]] = []
-    for key, of_key in by_key.items():
-        told = [why for error in of_key if isinstance(why := error.get("ctx", {}).get("error"), KeysDisagree)]
-        if told:
-            lines += [placed(key, disagreement) for error in told for disagreement in error.told]
-        elif len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
-            kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in of_key)
-            lines.append((key, f"{key} is {_value_text(of_key[0]['input'])}, expected {kinds}{_or_null(key)}."))
-        else:
-            lines += [(key, sentence(error)) for error in of_key]
+    for place, errors in wrong_keys(invalid).items():
+        told = [why for error in errors if isinstance(why := error.get("ctx", {}).get("error"), KeysDisagree)]
+        lines += [placed(_dotted(place), disagreement) for error in told for disagreement in error.told]
+        lines += [] if told else [(_dotted(place), words) for words in wrong_value(place, errors)]
     return lines
+
+
+def wrong_keys(invalid: ValidationError) -> dict[KeyPath, list[dict[str, Any]]]:
+    """The errors of each key, or of what is no key of the schema.
+
+    Where a key takes several kinds of values, pydantic has errors for each, with the kind in their location. Those of
+    the kind that the value is stay, if its entries are wrong alone; else those of all kinds.
+    """
+    by_key: dict[KeyPath, list[dict[str, Any]]] = {}
+    for detail in invalid.errors():
+        place = detail["loc"]
+        depths = range(1, len(place))
+        key = next((place[:depth] for depth in depths if _dotted(place[:depth]) in CONFIG_KEYS), place)
+        kind = 1 if key != place and CONFIG_KEYS[_dotted(key)].several else 0
+        by_key.setdefault(key, []).append({**detail, "loc": (*key, *place[len(key) + kind :])})
+    return {
+        key: [error for error in errors if len(error["loc"]) > len(key)] or errors for key, errors in by_key.items()
+    }
+
+
+def wrong_value(place: KeyPath, errors: Sequence[dict[str, Any]], subject: str = "") -> list[str]:
+    """Sentences about a key, or about each of its entries that is wrong; `subject` stands for the whole key."""
+    if len(errors) == 1 or len(errors[0]["loc"]) > len(place):
+        return [_sentence(error, subject if error["loc"] == place else "") for error in errors]
+    key, value = _dotted(place), errors[0]["input"]
+    kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in errors)
+    return [f"{subject or key} is {_value_text(value)}, expected {kinds}{_or_null(key)}."]
+
+
+def _dotted(place: KeyPath) -> str:
+    return ".".join(map(str, place))
 
 
 def placed(section: str, disagreement: KeyDisagreement) -> tuple[str, str]:
@@ -74,9 +89,9 @@ def placed(section: str, disagreement: KeyDisagreement) -> tuple[str, str]:
     return key, f"{section}: {disagreement}" if section else str(disagreement)
 
 
-def sentence(error: dict[str, Any], subject: str = "") -> str:
+def _sentence(error: dict[str, Any], subject: str) -> str:
     """One pydantic error in plain words: key, or `subject` in its place, what was found, what was expected."""
-    where = dotted(error["loc"])
+    where = _dotted(error["loc"])
     value, kind, context = error["input"], error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(error["loc"])
@@ -87,8 +102,20 @@ def sentence(error: dict[str, Any], subject: str = "") -> str:
         near = did_you_mean(str(value), choices)
         return f"{subject or where} is {value!r}, expected one of {', '.join(choices)}{_or_null(where)}.{near}"
     expected = f"{_expected(kind, context)}{_or_null(where)}"
-    edit = _keys_of(where, value) or _edit(kind, value)
+    edit = _keys_of(where, value) or _one_name(where, value) or _edit(kind, value)
     return f"{subject or where} is {_value_text(value)}, expected {expected}.{edit}"
+
+
+def _one_name(where: str, value: Any) -> str:
+    """The edit where a glob's dots were taken for sections: `parallel.tensor.plan.layers.*.mlp=enter`; else empty."""
+    key = next((key for key, known in CONFIG_KEYS.items() if known.kind is dict and where.startswith(f"{key}.")), "")
+    if not key or not isinstance(value, dict):
+        return ""
+    name, inner = where.removeprefix(f"{key}."), value
+    while isinstance(inner, dict) and inner:
+        below, inner = next(iter(inner.items()))
+        name = f"{name}.{below}"
+    return f' Write one name in quotes, {{{name!r}: {inner}}}; as an override {key}="{{{name!r}: {inner}}}".'
 
 
 def _edit(kind: str, value: Any) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.cli.config.text import STYLES, say_report
 from terrazzo.cli.shared.terminal import say
+from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.verbs.check import check
-from terrazzo.dialects.verbs.understand import understand
-from terrazzo.errors import counted
+from terrazzo.dialects.verbs.understand import Understood, understand
+from terrazzo.errors import BadInput, counted
 
 __all__ = ["check_config"]
 
@@ -21,11 +22,28 @@ def check_config(file: Path, dialect: str | None, options: ContextOptions, as_js
     """Print what is wrong with a configuration; returns the exit code."""
     understood = understand(file, dialect, reading_context(options))
     findings = check(understood)
+    findings = [*_refused_by_training(understood, findings), *findings]
     if as_json:
         say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
     else:
         _say_findings(str(file), understood.dialect.title, findings)
     return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _refused_by_training(understood: Understood, found: Sequence[Finding]) -> Iterator[Finding]:
+    """What `terrazzo train` refuses of its configuration alone, but for sections of which an error is found."""
+    try:
+        config = config_from_dict(understood.loaded.document) if understood.dialect.name == "terrazzo" else None
+    except BadInput:
+        config = None  # the findings have it
+    if config is None:
+        return
+    from terrazzo.train.settings.refusals import refusals  # which loads the trainer
+
+    said = {finding.key.partition(".")[0] for finding in found if finding.level == "error"}
+    for key, refusal in refusals(config):
+        if key.partition(".")[0] not in said:
+            yield Finding.error(key, f"`terrazzo train`: {str(refusal).rstrip('.')}")
 
 
 def _say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:

@@ -77,6 +77,8 @@ class CheckpointConfig(Section):
     @field_validator("every", mode="before")
     @classmethod
     def _as_number_or_auto(cls, value: Any) -> Any:
-        if isinstance(value, str) and value != "auto":
-            raise ValueError(f"'{value}' is neither a number of steps nor auto")
-        return value if value in (None, "auto") else whole_number(value)
+        if value in (None, "auto"):
+            return value
+        if isinstance(value, str | bool):
+            raise ValueError(f"{value!r} is neither a number of steps nor auto")
+        return whole_number(value)

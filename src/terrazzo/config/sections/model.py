@@ -12,7 +12,7 @@ from terrazzo.config.section import KeyDisagreement, Section
 from terrazzo.config.sections.attention import AttentionConfig
 from terrazzo.config.sections.experts import ExpertsConfig
 
-__all__ = ["ModelConfig"]
+__all__ = ["ModelConfig", "head_faults"]
 
 
 class ModelConfig(Section):
@@ -62,9 +62,32 @@ class ModelConfig(Section):
                 "belongs to kind 'decoder': causal LMs of transformers have no prefix mask. Remove it, or set kind to"
                 " 'decoder'",
             )
+        if self.kind == "decoder":
+            faults = head_faults(self.dim, self.heads, self.kv_heads or self.heads)
+            yield from (KeyDisagreement(key, why) for key, why in faults)
         full_every = self.attention.full_every
         if self.kind == "decoder" and full_every is not None and full_every > self.layers:
             yield KeyDisagreement(
                 "attention.full_every",
                 f"{full_every} with {self.layers} layers has none without a window: lower it, or leave it out",
             )
+
+
+def head_faults(dim: int, heads: int, kv_heads: int) -> Iterator[tuple[str, str]]:
+    """Sizes of the decoder's attention that do not divide: the key, and what a message says behind it."""
+    if dim % (2 * heads):
+        yield (
+            "dim",
+            (
+                f"{dim} split over model.heads {heads} must give each head an even whole number of channels, since"
+                f" rotary positions turn them in pairs: make model.dim a multiple of 2 × heads = {2 * heads}"
+            ),
+        )
+    if heads % kv_heads:
+        yield (
+            "heads",
+            (
+                f"{heads} is not a multiple of model.kv_heads {kv_heads}, so the query heads cannot share the key-value"
+                f" heads evenly: set model.kv_heads to a divisor of {heads}"
+            ),
+        )

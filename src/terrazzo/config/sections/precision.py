@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from terrazzo.config.section import KeyDisagreement, Named
-from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, Rounding, dtype_named, preset_named
+from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, Rounding, dtype_named, precision_faults, preset_named
 
 __all__ = ["PrecisionConfig"]
 
@@ -68,22 +68,25 @@ class PrecisionConfig(Named):
             yield KeyDisagreement(
                 "skip", "says which linear layers are not in fp8, and linears is 'compute': remove skip"
             )
-        if self.error_feedback and self.quantized_reduce == "none":
-            yield KeyDisagreement(
-                "error_feedback",
-                "keeps what codes of gradients lose, and quantized_reduce is 'none': set it to 'int8' or"
-                " 'int4', or remove error_feedback",
-            )
+        dtypes = {key: getattr(self, key) or PRESET_DTYPES[self.name][key] for key in DTYPE_FIELDS}
+        faults = precision_faults(
+            dtypes,
+            rounding=self.rounding,
+            gather=None if self.gather == "compute" else self.gather,
+            quantized_reduce=None if self.quantized_reduce == "none" else self.quantized_reduce,
+            error_feedback=self.error_feedback,
+        )
+        yield from (KeyDisagreement(key, why) for key, why in faults)
         if self.frozen is not None and self.linears != "compute":
             yield KeyDisagreement(
                 "frozen",
                 f"'{self.frozen}' is decoded to 'compute', which linears '{self.linears}' would round again:"
                 " leave one of them out",
             )
-        compute = self.compute or PRESET_DTYPES[self.name]["compute"]
-        if self.linears != "compute" and compute not in ("bf16", "fp32"):
+        if self.linears != "compute" and dtypes["compute"] not in ("bf16", "fp32"):
             yield KeyDisagreement(
-                "linears", f"'{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
+                "linears",
+                f"'{self.linears}' goes with bf16 alone, and on a CPU with fp32: set precision.name to 'bf16'",
             )
 
     @property

@@ -49,6 +49,12 @@ class TrainConfig(Section):
             yield KeyDisagreement(
                 "sample_prompt", "and sample_chat: give one of them, what a text begins with or what is asked"
             )
+        if self.activation_checkpointing_ops is not None and self.activation_checkpointing != "selective":
+            yield KeyDisagreement(
+                "activation_checkpointing_ops",
+                f"are kept by 'selective' alone, and activation_checkpointing is '{self.activation_checkpointing}': set"
+                " train.activation_checkpointing to 'selective', or leave train.activation_checkpointing_ops out",
+            )
 
     @field_validator("activation_checkpointing")
     @classmethod

@@ -31,6 +31,7 @@ from terrazzo.words import (
     ROUNDINGS,
     Rounding,
     dtype_named,
+    precision_faults,
     preset_named,
 )
 
@@ -130,55 +131,35 @@ class Precision:
         for name in DTYPE_FIELDS:
             self._read_dtype(name, _FORMATS if name == "moments" else {})
         self._read_format("frozen", tuple(FrozenFormat), "; it must be one of {known}, or None.{hint}")
-        self._check_steps()
+        if self.rounding not in ROUNDINGS:
+            raise BadInput(
+                f"precision: rounding is {self.rounding!r}.{did_you_mean(str(self.rounding), ROUNDINGS)} "
+                f"Use one of {', '.join(ROUNDINGS)}."
+            )
         self._read_messages()
+        self._check_together()
         if not isinstance(self.loss_scaling, LossScaling | None):
             raise BadInput(
                 f"precision: loss_scaling is {self.loss_scaling!r}; it must be a tz.LossScaling, such as "
                 "tz.LossScaling() with the usual numbers, or None."
             )
 
-    def _check_steps(self) -> None:
-        """Refuse moments and a rounding that no step of the master weights takes."""
-        if isinstance(self.moments, StateFormat) and self.master == torch.float64:
-            raise BadInput(
-                f"precision: moments in {self.moments} under a master in fp64, which steps in fp64 alone. Use master "
-                "'fp32', or leave moments out."
-            )
-        if self.rounding not in ROUNDINGS:
-            raise BadInput(
-                f"precision: rounding is {self.rounding!r}.{did_you_mean(str(self.rounding), ROUNDINGS)} "
-                f"Use one of {', '.join(ROUNDINGS)}."
-            )
-        if self.rounding != "nearest" and (self.master != torch.bfloat16 or self.narrow is None):
-            raise BadInput(
-                f"precision: rounding {self.rounding!r} is of master weights in bf16 with moments in int8 or fp8, and "
-                f"here master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use "
-                "'bf16-pure' with moments 'int8', or leave rounding out."
-            )
+    def _check_together(self) -> None:
+        """Refuse what a configuration refuses too: a step that there is not, a format that would lose what was asked
+        for.
+        """
+        names = {name: MOMENTS_NAMES[getattr(self, name)] for name in DTYPE_FIELDS}
+        sent: dict[str, Any] = {name: getattr(self, name) for name in ("gather", "quantized_reduce", "error_feedback")}
+        for setting, why in precision_faults(names, rounding=self.rounding, **sent):
+            raise BadInput(f"precision: {setting} {why}.")
 
     def _read_messages(self) -> None:
-        """Read the formats of what is sent, and refuse those that would lose what was asked for."""
+        """Read the formats of what is sent."""
         unless = ".{hint} Use one of {known}, or leave it out: "
         self._read_format("gather", WEIGHT_FORMATS, unless + "weights are gathered in the dtype that is computed in.")
-        if self.gather is not None and self.compute == torch.float64:
-            raise BadInput(
-                f"precision: gather {self.gather} of weights that are computed with in fp64, all but eight of whose "
-                "bits would be lost. Leave gather out, or compute in bf16 or fp32."
-            )
         self._read_format("quantized_reduce", GRADIENT_FORMATS, unless + "gradients are sent in the dtype of reduce.")
-        if self.quantized_reduce is not None and self.accumulate == torch.float64:
-            raise BadInput(
-                f"precision: quantized_reduce {self.quantized_reduce} of gradients that are kept in fp64, but what is "
-                "sent in blocks is summed in fp32. Leave quantized_reduce out, or accumulate in fp32."
-            )
         if not isinstance(self.error_feedback, bool):
             raise BadInput(f"precision: error_feedback is {self.error_feedback!r}; it must be True or False.")
-        if self.error_feedback and self.quantized_reduce is None:
-            raise BadInput(
-                "precision: error_feedback of gradients that are sent in the dtype of reduce: it keeps what codes "
-                "lose. Add quantized_reduce 'int8' or 'int4', or leave error_feedback out."
-            )
 
     def _read_dtype(self, name: str, formats: Mapping[str, StateFormat]) -> None:
         """Replace the name of a dtype, or of one of these formats, in the field `name` by what it names."""

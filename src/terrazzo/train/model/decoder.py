@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo import parallel
+from terrazzo.config import head_faults
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import AttentionMask, Context, Style
 from terrazzo.train.model.attention_pattern import AttentionPattern
@@ -60,18 +61,8 @@ class DecoderConfig:
                 raise BadInput(f"model.{field.name} is {value}; it must be greater than 0.")
         if not 0.0 <= self.dropout < 1.0:
             raise BadInput(f"model.dropout is {self.dropout}; give a probability from 0 up to, not including, 1.")
-        if self.dim % self.heads or self.head_dim % 2:
-            raise BadInput(
-                f"model.dim = {self.dim} split over model.heads = {self.heads} must give each head an even "
-                "whole number of channels, since rotary positions turn them in pairs. Make dim a multiple "
-                f"of 2 × heads = {2 * self.heads}."
-            )
-        if self.heads % self.kv_heads:
-            raise BadInput(
-                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}, so the "
-                "query heads cannot share the key-value heads evenly. Set kv_heads to a divisor of "
-                f"{self.heads}."
-            )
+        for key, why in head_faults(self.dim, self.heads, self.kv_heads):
+            raise BadInput(f"model.{key} {why}.")
 
     @property
     def head_dim(self) -> int:

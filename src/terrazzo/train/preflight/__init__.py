@@ -5,7 +5,6 @@ shared_axes                whether ranks can share sequences, matrices, experts 
 names_in_model             whether the model has what settings name
 written_folders            whether the run can write to its folders
 replica_settings           whether each group that trains by itself has samples
-guard_settings             whether the guard can see what it looks at
 local_checkpoint_settings  whether local checkpoints can be taken
 device_memory              whether the run fits on its devices, and what the planner refuses
 offload_room               whether host memory and disks have room for what is offloaded

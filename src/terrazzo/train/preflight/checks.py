@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config, setting_texts
-from terrazzo.engine import check_narrow
 from terrazzo.errors import BadInput, counted, listed
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.model.transformers import harmless
@@ -17,7 +16,6 @@ from terrazzo.train.model.huggingface import check_cuts_attention, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import ModelOnPaper, decoder_config
 from terrazzo.train.preflight.device_memory import check_plan
-from terrazzo.train.preflight.guard_settings import check_guard
 from terrazzo.train.preflight.idle_settings import idle_notes
 from terrazzo.train.preflight.local_checkpoint_settings import check_local
 from terrazzo.train.preflight.names_in_model import check_named
@@ -25,16 +23,8 @@ from terrazzo.train.preflight.offload_room import check_folders
 from terrazzo.train.preflight.replica_settings import check_samples_of_groups
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.preflight.written_folders import check_written
-from terrazzo.train.settings.optimizer import check_settings, optimizer_class
-from terrazzo.train.settings.plan import (
-    build_offload,
-    build_plan,
-    build_precision,
-    check_rounds,
-    filling_note,
-    mesh_shape,
-    micro_batches_per_rank,
-)
+from terrazzo.train.settings.plan import filling_note, mesh_shape, micro_batches_per_rank
+from terrazzo.train.settings.refusals import refusals
 from terrazzo.words import FILL_IN
 
 __all__ = ["check", "check_fewer"]
@@ -47,24 +37,19 @@ def check(config: Config, world_size: int) -> list[str]:
         Lines for the header of the run: settings without effect, and notes of the planner.
     """
     _check_filled_in(config)
-    check_rounds(config, 0)
-    build_plan(config)
-    precision = build_precision(config)
-    build_offload(config)
+    for _, refusal in refusals(config):
+        raise refusal
     mesh_shape(config.plan.mesh, world_size)
     check_samples_of_groups(config, world_size)
     filling = _filling_notes(config, world_size)
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     whole = ModelOnPaper(config)
     check_axes(config, whole)
-    check_guard(config)
     if config.plan.mesh.pp > 1:
         settings = config.parallel.pipeline
         actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)
     if wants_loss_without_logits(config, 1) and config.model.kind == "huggingface":
         _ = whole.model  # refuses one that cannot do without logits
-    check_settings(config.optimizer)
-    check_narrow([optimizer_class(config.optimizer)], precision)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     _check_model(config, tokenizer)
     check_named(config, whole)

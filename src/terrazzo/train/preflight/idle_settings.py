@@ -193,12 +193,6 @@ _RULES = (
         "choose a schedule that ends lower, such as schedule.name=cosine",
     ),
     _Rule(
-        "train.activation_checkpointing_ops",
-        lambda config: config.train.activation_checkpointing != "selective",
-        "train.activation_checkpointing is not 'selective'",
-        "set train.activation_checkpointing=selective",
-    ),
-    _Rule(
         "train.eval_every train.eval_batches checkpoint.keep_best",
         _without_validation,
         "there are no data to validate on",
