@@ -66,8 +66,8 @@ def test_the_planner_is_told(tmp_path: Path) -> None:
     ("precision", "word"),
     [
         ({"skip": ["head"]}, "remove skip"),
-        ({"name": "fp16", "linears": "fp8-rowwise"}, "set name to 'bf16'"),
-        ({"name": "bf16", "compute": "fp64", "linears": "fp8-rowwise"}, "set name to 'bf16'"),
+        ({"name": "fp16", "linears": "fp8-rowwise"}, "set precision.name to 'bf16'"),
+        ({"name": "bf16", "compute": "fp64", "linears": "fp8-rowwise"}, "set precision.name to 'bf16'"),
         ({"name": "fp8"}, "precision.linears='fp8-tensorwise'"),
     ],
 )

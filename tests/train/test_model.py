@@ -276,7 +276,7 @@ def test_dropout_acts_in_training_only() -> None:
     ("changes", "named"),
     [
         ({"layers": 0}, "model.layers"),
-        ({"dim": 50}, "model.dim = 50"),
+        ({"dim": 50}, "model.dim 50"),
         ({"dim": 18, "heads": 6}, "even whole number"),
         ({"kv_heads": 4}, "kv_heads"),
         ({"dropout": 1.0}, "dropout"),
