@@ -299,6 +299,7 @@ def test_all_keys_at_once_survive() -> None:
     left_out |= {"objective.name", "objective.beta", "objective.label_smoothing"}  # pairs leave less to choose
     left_out |= {"parallel.pipeline.schedule", "precision.frozen"}  # gpipe has no chunks, and fp8 no frozen matrices
     left_out |= {"plan.mesh.pp", "plan.sync_every"}  # stages write no text, and a round no codes
+    left_out |= {"precision.accumulate", "train.activation_checkpointing_ops"}  # beside codes, and beside every_3
     left_out |= {"train.compile", "guard.replay_every"}  # beside cp, and beside ep
     left_out |= {"parallel.tensor.plan", "parallel.tensor.sequence"}  # beside experts
     flat = {key: value for key, value in OTHER.items() if key not in left_out and not key.startswith("lora.")}
