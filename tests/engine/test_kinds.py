@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine.sharding import compared
+from terrazzo.engine.sharding import compared_facts
 from tests.engine.toys import Net, adamw, assert_close, assert_equal, batch, full_parameters, loss_of, on_ranks, step
 from tests.helpers.fake import fake_group
 
@@ -149,20 +149,22 @@ def test_code_that_is_not_installed_shards_too(monkeypatch: pytest.MonkeyPatch) 
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(compared, "version", version)
-    monkeypatch.setattr(compared, "_own_version", compared._own_version.__wrapped__)  # as where nobody has asked yet
-    assert compared.versions()["terrazzo version"] == "source"
+    monkeypatch.setattr(compared_facts, "version", version)
+    monkeypatch.setattr(
+        compared_facts, "_own_version", compared_facts._own_version.__wrapped__
+    )  # as where nobody has asked yet
+    assert compared_facts.versions()["terrazzo version"] == "source"
     with fake_group(1):
         tz.shard(Net(), adamw, "zero2")
 
 
 def test_versions_that_differ_between_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, ranks = compared.versions, {}
+    own, ranks = compared_facts.versions, {}
 
     def versions() -> dict[str, object]:
         return own() | {"torch version": f"2.{ranks[threading.get_ident()]}"}
 
-    monkeypatch.setattr(compared, "versions", versions)
+    monkeypatch.setattr(compared_facts, "versions", versions)
     base = Net()
 
     def body(rank: int) -> str:

@@ -103,7 +103,7 @@ def test_a_name_may_give_the_share_of_the_units_that_is_offloaded() -> None:
     assert plan.base == "zero3"
     for share in ("", "x", "1.5", "0.5:1"):
         with pytest.raises(
-            BadInput, match=f"plan zero3@cpu:{share}: grad: .* is not a number from 0 to 1; write one of"
+            BadInput, match=f"plan zero3@cpu:{share}: grad: .* is not a number from 0 to 1. Write one of"
         ):
             Plan.named(f"zero3@cpu:{share}").resolve([S])
 

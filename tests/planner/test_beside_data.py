@@ -225,14 +225,14 @@ def test_sums_of_micro_batches_go_to_the_host_of_all_experts_too() -> None:
         optimizer = torch.optim.AdamW(in_two_groups(model))
         model, _ = tz.shard(model, optimizer, case.plan, precision=case.precision, mesh=mesh)
         store, sent = engine_of(model).store, [0] * micro_batches
-        commit = store.commit
+        save = store.save
         for micro in range(micro_batches):
 
             def counted(state: Any, source: Any, micro: int = micro) -> Any:
                 sent[micro] += source.data.nbytes
-                return commit(state, source)
+                return save(state, source)
 
-            store.commit = counted
+            store.save = counted
             with nullcontext() if micro == micro_batches - 1 else tz.accumulate(model):
                 model(torch.zeros(2, LENGTH, dtype=torch.int64)).float().sum().backward()
         return sent

@@ -247,9 +247,8 @@ def test_what_is_said_to_be_saved_is_there_once_others_are_put_aside(tmp_path: P
 
 
 def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    config = config_in(tmp_path, plan={"mesh": {"pp": 2}}, guard={"replay_every": 1}, model={"layers": 2})
     with pytest.raises(BadInput, match=r"guard\.replay_every is 1, and plan\.mesh\.pp 2"):
-        check(config, 2)
+        config_in(tmp_path, plan={"mesh": {"pp": 2}}, guard={"replay_every": 1}, model={"layers": 2})
     offload = config_in(tmp_path, offload={"optim": "cpu"}, guard={"memory_every": 1})
     with pytest.raises(BadInput, match=r"guard\.memory_every is 1, and offload\.optim 'cpu'"):
         check(offload, 2)
