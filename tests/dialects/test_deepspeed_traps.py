@@ -52,6 +52,23 @@ def test_defaults_moved(version: str, clip: float | None, pinned: bool) -> None:
     assert ("gradient_clipping" in findings(document, context)) is (clip is not None)
 
 
+@pytest.mark.parametrize(("version", "refused"), [("0.17.5", "bf16"), ("0.17.6", "fp32")])
+def test_bf16_without_zero_was_summed_in_fp32_alone(version: str, refused: str) -> None:
+    """`get_data_types` and the checks beside it, before and after DeepSpeed's #7515."""
+    context = ReadingContext(versions={"deepspeed": version})
+    low = SIZE | {"bf16": {"enabled": True}}
+    taken = {"bf16": "fp32", "fp32": "bf16"}[refused]
+    assert read(low, context).value("precision.accumulate") == taken
+    assert read(low | {"zero_optimization": {"stage": 1}}, context).value("precision.accumulate") == "bf16"
+    said = {kind: findings(low | {"data_types": {"grad_accum_dtype": kind}}, context) for kind in ("bf16", "fp32")}
+    assert ["data_types.grad_accum_dtype" in said[kind] for kind in (taken, refused)] == [False, True]
+
+
+def test_a_release_whose_defaults_are_not_known_is_warned_of() -> None:
+    assert findings(SIZE, ReadingContext(versions={"deepspeed": "0.16.9"}))[""] == "warning"
+    assert "" not in findings(SIZE, ReadingContext(versions={"deepspeed": "0.17.0"}))
+
+
 @pytest.mark.parametrize("key", sorted(REMOVED))
 def test_removed_keys_are_explained_and_their_file_is_refused(key: str) -> None:
     section, _, name = key.rpartition(".")

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from terrazzo.dialects.core.description import PATHS, Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
+from terrazzo.dialects.formats.deepspeed.versions import LAST, MOVED
 from tests.helpers.neutral import described, descriptions
 
 
@@ -107,10 +108,25 @@ def test_dtypes_that_differ_from_deepspeeds_own_are_written() -> None:
     assert {kinds[path.replace("__", ".")] for path in recipe} == {"applied"}
 
 
-def test_no_clipping_is_written_because_deepspeed_clips_by_itself() -> None:
-    assert written(described(training__clip=None))[0]["gradient_clipping"] == 0.0
-    assert "gradient_clipping" not in written(described(training__clip=None), deepspeed="0.18.0")[0]
-    assert "gradient_clipping" not in written(described(training__clip=1.0))[0]
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("version", ["0.18.2", LAST])
+def test_a_file_means_the_same_to_releases_with_other_defaults(version: str, clip: float | None, pinned: bool) -> None:
+    tiers = {"offload__optim": "cpu", "offload__weight": "cpu"}
+    document, _ = written(described("zero3", training__clip=clip, offload__pin=pinned, **tiers), deepspeed=version)
+    for reader in ("0.18.2", "0.19.3", LAST):
+        context = ReadingContext(versions={"deepspeed": reader})
+        reading = DIALECT.read(document, context)
+        assert [reading.description.value(path) for path in ("training.clip", "offload.pin")] == [clip, pinned]
+        assert {each.key for each in DIALECT.findings(document, reading, context)}.isdisjoint(MOVED)
+
+
+def test_bf16_without_zero_was_summed_in_fp32() -> None:
+    sums = {"precision__compute": "bf16", "precision__weight": "bf16", "precision__accumulate": "fp32"}
+    before, kinds_before = written(described("zero0", **sums), deepspeed="0.17.5")
+    _, kinds = written(described("zero0", **sums), deepspeed="0.17.6")
+    assert "data_types" not in before
+    assert (kinds_before["precision.accumulate"], kinds["precision.accumulate"]) == ("applied", "lossy")
 
 
 def test_ddp_with_autocast_reduces_in_fp32() -> None:

@@ -236,3 +236,8 @@ def test_torch_takes_what_is_written(source: str, document: dict[str, Any], spli
         assert weight.to_local().shape == (8 // split, 8)
         assert weight.placements[-1] == Shard(0)
         assert all(placement == Replicate() for placement in weight.placements[:-1])
+
+
+@pytest.mark.parametrize("module", [None, []])
+def test_a_module_that_says_nothing_is_not_said(module: Any) -> None:
+    assert "module" in findings_by_key("fsdp2", {"module": module})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
@@ -72,3 +73,11 @@ def test_an_empty_key_has_a_verdict(name: str) -> None:
 def test_a_wrong_value_is_refused_though_its_key_is_kept() -> None:
     (verdict,) = dialect("trainer").read({"num_train_epochs": "many"}).verdicts
     assert verdict.kind == "refused" and "'many'" in verdict.why
+
+
+def test_of_many_strangers_the_first_few_are_held_against_known_keys() -> None:
+    """Two thousand of them took Megatron's reader, which knows most keys, 19 seconds, and takes half of one."""
+    start = time.process_time()
+    refused = dialect("megatron").read({f"unknown_key_{number}": 1 for number in range(2000)}).verdicts
+    assert {each.kind for each in refused} == {"refused"} and len(refused) == 2000
+    assert time.process_time() - start < 8

@@ -49,15 +49,15 @@ def put(document: dict[str, Any], key: str, value: Any) -> None:
 def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """A copy of a document that lacks some keys, and the sections that then hold nothing."""
 
-    def lacking(section: Mapping[str, Any], name: str, *below: str) -> dict[str, Any]:
-        inner = section.get(name)
-        rest = inner if not below or not isinstance(inner, Mapping) else lacking(inner, *below)
-        return {**section, name: rest} if below and rest else {each: section[each] for each in section if each != name}
+    def lacking(section: Mapping[str, Any], gone: Iterable[list[str]]) -> dict[str, Any]:
+        below: dict[str, list[list[str]]] = {}
+        for name, *rest in gone:
+            below.setdefault(name, []).append(rest)
+        kept = {name: value for name, value in section.items() if all(below.get(name, ()))}
+        inner = {name: lacking(kept[name], below[name]) for name in below if isinstance(kept.get(name), Mapping)}
+        return {name: value for name, value in {**kept, **inner}.items() if value or name not in below}
 
-    rest = dict(document)
-    for key in keys:
-        rest = lacking(rest, *split(key))
-    return rest
+    return lacking(document, map(split, keys))
 
 
 @functools.lru_cache(maxsize=4096)  # it is asked for at every setting

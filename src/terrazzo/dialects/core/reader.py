@@ -32,6 +32,9 @@ from terrazzo.errors import did_you_mean, shortened
 
 __all__ = ["Reader", "derived", "only_from_file"]
 
+_SLIPS = 32
+"""Unknown keys of a document for which the nearest known one is looked for: that takes milliseconds each."""
+
 
 class Reader:
     """The leaves of one document, and what became of each.
@@ -67,6 +70,7 @@ class Reader:
         self.verdicts: dict[str, KeyVerdict] = {}
         self.extras: list[Extra] = []
         self._parsed: dict[str, Any] = {}
+        self._strangers = 0
         self.spelling = self._elected()
 
     def leaves(self, document: ConfigDocument, opaque: Iterable[str]) -> dict[str, Any]:
@@ -234,8 +238,7 @@ class Reader:
             if self.flat[key] == {} and any(name.startswith(f"{key}.") for name in names):
                 self.mark(key, "applied", "an empty section says nothing")
                 continue
-            near = _nearest(self.canonical(key), names)
-            self.refuse(key, f"{self.library} has no such key and {unknown}.{near}")
+            self.refuse(key, f"{self.library} has no such key and {unknown}.{self.nearest(self.canonical(key), names)}")
         settings = {path: self._as_spelled(setting) for path, setting in settings.items()}
         self._name_targets(settings)
         self._keep_idle(settings)
@@ -244,6 +247,22 @@ class Reader:
         ordered = tuple(self.verdicts[key] for key in self.flat)
         description = build(dialect, settings, tuple(self.extras), self._without_refused())
         return Reading(description, ordered, self._values())
+
+    def nearest(self, key: str, known: list[str]) -> str:
+        """The known key that was meant: in the same section by its last name, else anywhere.
+
+        A document with many strangers is not one of slips: of those after the first few nothing is said.
+        """
+        self._strangers += 1
+        if self._strangers > _SLIPS:
+            return ""
+        parent, _, last = key.rpartition(".")
+        siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
+        near = did_you_mean(last, siblings)
+        if near or not parent:
+            return near or did_you_mean(key, known)
+        elsewhere = [name for name in known if name.rpartition(".")[2] == last]
+        return f" Did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(key, known)
 
     def _as_spelled(self, setting: Setting[Any]) -> Setting[Any]:
         """The setting under the document's own keys."""
@@ -297,17 +316,6 @@ def derived(value: Any, *sources: Setting[Any], origin: SettingOrigin = "derived
 def only_from_file(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
     """The settings that the file gives a value: a default that says nothing to others is left unset."""
     return {path: setting for path, setting in settings.items() if setting.origin == "file"}
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    """The known key that was meant: in the same section by its last name, else anywhere."""
-    parent, _, last = key.rpartition(".")
-    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
-    near = did_you_mean(last, siblings)
-    if near or not parent:
-        return near or did_you_mean(key, known)
-    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
-    return f" Did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(key, known)
 
 
 def _expected(kind: Type, raw: Any) -> str:

@@ -10,7 +10,7 @@ from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import VerdictKind
 from terrazzo.dialects.formats.deepspeed.keys import TABLE
-from terrazzo.dialects.formats.deepspeed.versions import LAST, default_of
+from terrazzo.dialects.formats.deepspeed.versions import LAST, MOVED, default_of
 
 __all__ = ["DeepSpeedDraft"]
 
@@ -34,7 +34,7 @@ class DeepSpeedDraft(Draft):
     def put_if_needed(
         self, paths: str | Sequence[str], key: str, value: Any, note: tuple[VerdictKind, str] = ("applied", "")
     ) -> None:
-        """Write one key for some settings, unless DeepSpeed does so by itself.
+        """Write one key for some settings, unless every release of DeepSpeed does so by itself.
 
         Args:
             paths: the settings that it says.
@@ -43,7 +43,7 @@ class DeepSpeedDraft(Draft):
             note: the verdict and its reason.
         """
         kind, why = note
-        if value != self.default(key):
+        if key in MOVED or value != self.default(key):
             self.put(paths, key, value, why, kind)
         else:
             self._mark(paths, kind, "", why)

@@ -13,7 +13,6 @@ from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL, Auto, resolve
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
 from terrazzo.dialects.formats.deepspeed.versions import CODED, GHOSTS, LAST, REMOVED, default_of
-from terrazzo.errors import did_you_mean
 
 __all__ = ["DeepSpeedReader"]
 
@@ -44,7 +43,7 @@ class DeepSpeedReader(Reader):
     def _today(self, key: str) -> str:
         """Today's word, unless the document has it too. Of two names for a section, today's counts alone."""
         section = next((name for old, name in _SECTIONS.items() if key.startswith(f"{old}.")), "")
-        shadowed = any(name == section or name.startswith(f"{section}.") for name in self.flat if section)
+        shadowed = bool(section) and any(name == section or name.startswith(f"{section}.") for name in self.flat)
         return key if shadowed or ALIASES.get(key) in self.flat else ALIASES.get(key, key)
 
     # -- taking a key ----------------------------------------------------------------------------------------------
@@ -139,13 +138,13 @@ class DeepSpeedReader(Reader):
         first, _, rest = key.partition(".")
         section = max((name for name in SECTIONS if key.startswith(f"{name}.")), key=len, default="")
         if not section:
-            near = did_you_mean(first, TOP)
+            near = self.nearest(first, [*TOP])
             return (
                 f"DeepSpeed has no '{first}' and ignores it without a word{', with all below it' * bool(rest)}.{near}"
             )
         siblings = [name for name in (*TABLE, *ALIASES) if name.startswith(f"{section}.")]
         last = key.removeprefix(f"{section}.")
-        near = did_you_mean(last, [name.removeprefix(f"{section}.") for name in siblings]) or _elsewhere(last)
+        near = self.nearest(last, [name.removeprefix(f"{section}.") for name in siblings]) or _elsewhere(last)
         if section in STRICT:
             return f"{section} has no '{last}': DeepSpeed refuses the file.{near}"
         return f"{section} has no '{last}': DeepSpeed ignores it without a word.{near}"

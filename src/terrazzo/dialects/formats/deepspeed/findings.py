@@ -10,7 +10,7 @@ from terrazzo.dialects.core.keys import MISSING, choice, integer, number
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import DTYPE_WORDS, OLD_OFFLOAD, SCHEDULER_PARAMS
-from terrazzo.dialects.formats.deepspeed.versions import REMOVED, in_words
+from terrazzo.dialects.formats.deepspeed.versions import FIRST, REMOVED, in_words, sums_in_fp32
 from terrazzo.errors import listed
 
 __all__ = ["findings"]
@@ -23,6 +23,9 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     """What DeepSpeed refuses of a document, or takes otherwise than it looks, but for what verdicts say."""
     reader = DeepSpeedReader(document, context)
     stage = _stage(reader)
+    if reader.version < FIRST:
+        text = f"defaults are known from DeepSpeed {in_words(FIRST)} on: {in_words(reader.version)} may have others"
+        yield Finding.warning("", text)
     yield from _batch(reader)
     yield from _auto(reader)
     yield from _old_words(reader)
@@ -81,8 +84,9 @@ def _precision(reader: DeepSpeedReader, stage: int) -> Iterator[Finding]:
     if _on(reader, "bf16.bf16_optimizer_states") and not _on(reader, "bf16.bf16_master_weights_and_grads"):
         yield Finding.error("bf16.bf16_optimizer_states", "it needs bf16_master_weights_and_grads")
     from_file = reader.take_as("data_types.grad_accum_dtype", choice(DTYPE_WORDS), null=True).value
-    if from_file is not None and from_file != low and stage == 0:
-        yield Finding.error("data_types.grad_accum_dtype", f"at stage 0 it must be the model's dtype, {low}")
+    wanted = "fp32" if sums_in_fp32(low, stage, reader.version) else low
+    if from_file is not None and from_file != wanted and stage == 0:
+        yield Finding.error("data_types.grad_accum_dtype", f"at stage 0 it must be {wanted} beside {low}")
     param_dtype = reader.take_as("data_types.param_dtype", choice(DTYPE_WORDS), null=True).value
     if param_dtype is not None and param_dtype != low:
         yield Finding.error("data_types.param_dtype", f"it is {param_dtype}, but fp16 and bf16 say {low}")

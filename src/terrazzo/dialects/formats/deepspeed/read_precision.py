@@ -9,6 +9,7 @@ from terrazzo.dialects.core.keys import choice, integer
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import DTYPE_WORDS
+from terrazzo.dialects.formats.deepspeed.versions import sums_in_fp32
 from terrazzo.engine import LossScaling
 
 __all__ = ["read_precision"]
@@ -17,13 +18,15 @@ __all__ = ["read_precision"]
 _WIRE = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
-def read_precision(reader: DeepSpeedReader, sequence_parallel: bool) -> SettingsByPath:
+def read_precision(reader: DeepSpeedReader, stage: int | None, sequence_parallel: bool) -> SettingsByPath:
     """Every dtype, pinned: DeepSpeed leaves most to the model's."""
     bf16, fp16 = reader.take("bf16.enabled"), reader.take("fp16.enabled")
     autocast = reader.take("torch_autocast.enabled")
     if bf16.value or fp16.value:
         low, switch = ("bf16", bf16) if bf16.value else ("fp16", fp16)
         settings = _low(reader, low, switch)
+        if sums_in_fp32(low, stage, reader.version):
+            settings["precision.accumulate"] = Setting("fp32", "default")
     elif autocast.value:
         settings = _autocast(reader, autocast)
     elif None in (bf16.value, fp16.value):

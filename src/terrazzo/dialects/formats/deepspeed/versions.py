@@ -11,35 +11,47 @@ from typing import Any
 
 __all__ = [
     "CODED",
+    "FIRST",
     "GHOSTS",
     "LAST",
+    "MOVED",
     "REMOVED",
     "REMOVED_OPTIMIZERS",
     "STRICT_WARMUP",
     "SWITCHED",
     "default_of",
     "in_words",
+    "sums_in_fp32",
 ]
 
 Version = tuple[int, ...]
 
 LAST = "0.19.8"
 """The release that the reader and the writer were held against."""
+FIRST = (0, 17, 0)
+"""The oldest release whose defaults were compared with that one's."""
+_FP32_SUMS = (0, 17, 6)
+"""Before it, bf16 without ZeRO summed micro-batches in fp32, and refused to do it in bf16 outside of a pipeline."""
 STRICT_WARMUP = (0, 19, 3)
 """From here on, schedules refuse a warm-up of no steps."""
 
-# The default before, and the first version with today's.
-_MOVED: dict[str, tuple[Any, Version]] = {
+MOVED: Mapping[str, tuple[Any, Version]] = {
     "gradient_clipping": (0.0, (0, 19, 3)),
     "bf16.check_grad_overflow": (False, (0, 19, 3)),
     "zero_optimization.offload_optimizer.pin_memory": (False, (0, 19, 5)),
     "zero_optimization.offload_param.pin_memory": (False, (0, 19, 5)),
 }
+"""The default before, and the first version with today's, of keys whose default is another than it was."""
+
+
+def sums_in_fp32(low: str, stage: int | None, version: Version) -> bool:
+    """Whether micro-batches in these 16 bits are summed in fp32 where nothing is said."""
+    return low == "bf16" and stage == 0 and version < _FP32_SUMS
 
 
 def default_of(key: str, version: Version, today: Any) -> Any:
     """A key's default in a version, where `today` is that of the last one."""
-    before, since = _MOVED.get(key, (today, ()))
+    before, since = MOVED.get(key, (today, ()))
     return today if version >= since else before
 
 

@@ -6,6 +6,7 @@ import math
 
 from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED
 from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
+from terrazzo.dialects.formats.deepspeed.versions import sums_in_fp32
 
 __all__ = ["write_precision"]
 
@@ -65,6 +66,8 @@ def _low(draft: DeepSpeedDraft, wanted: dict[str, str | None], stage: int, on_cp
         why = f"DeepSpeed rests the weights in {low} beside fp32 masters: the numbers are the same, the memory is not"
         draft.lossy("precision.weight", why, f"{low}.enabled")
     brought = {**dict.fromkeys(EVERY_DTYPE, low), "master": "fp32", "moments": "fp32", "buffers": LOADED}
+    if sums_in_fp32(low, stage, draft.version):
+        brought["accumulate"] = "fp32"
     _masters(draft, wanted, brought, stage)
     if low == "bf16":
         _moments(draft, wanted, brought, on_cpu)
@@ -133,7 +136,7 @@ def _wire(draft: DeepSpeedDraft, wanted: dict[str, str | None], brought: dict[st
     key = "data_types.grad_accum_dtype"
     if accumulate in _WIRE and accumulate != brought["accumulate"]:
         if stage == 0:
-            why = "at stage 0 DeepSpeed accumulates in the model's dtype: take stage 1 or above"
+            why = f"at stage 0 DeepSpeed accumulates in {brought['accumulate']}: take stage 1 or above"
             draft.lossy("precision.accumulate", why)
         else:
             draft.put("precision.accumulate", key, accumulate)

@@ -20,7 +20,7 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
     if isinstance(mesh, list | tuple) and len(mesh) == 2:
         text = "fully_shard refuses two axes without names: say {dp_replicate: ..., dp_shard: ...}."
         yield Finding.warning("mesh", text)
-    if "module" not in document:
+    if not document.get("module"):
         text = "module is not said: called on the root alone, all weights are gathered at once."
         yield Finding.warning("module", text)
 
