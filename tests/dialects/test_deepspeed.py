@@ -198,7 +198,7 @@ def test_old_words_for_offload() -> None:
     assert read(document).value("offload.optim") == "cpu"
     assert verdict(document, "zero_optimization.cpu_offload").kind == "renamed"
     written = DIALECT.write(read(document)).document
-    assert written["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert written["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
 
 
 # -- batch ---------------------------------------------------------------------------------------------------------
