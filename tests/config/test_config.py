@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import fnmatch
 import json
 import re
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from terrazzo.config import (
     CONFIG_KEYS,
+    SHORTHANDS,
     BatchConfig,
     Config,
     MeshConfig,
@@ -19,6 +22,7 @@ from terrazzo.config import (
     config_from_dict,
     config_problems,
     load_config,
+    sections,
     setting_texts,
 )
 from terrazzo.config.sections import precision
@@ -140,7 +144,10 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
             {"schedule": {"name": "wsd", "warmup_steps": 3, "decay_steps": 3}, "train": {"steps": 5}},
             ["train.steps are 5, of which 3 warm up"],
         ),
-        ({"model": {"attention": {"stride": 4}}}, ["stride without attention.window"]),
+        (
+            {"model": {"attention": {"stride": 4}}},
+            ["stride without model.attention.window: set model.attention.window"],
+        ),
         ({"model": {"attention": {"prefix": True, "window": 8}}}, ["prefix beside window", "remove one of them"]),
         (
             {"model": {"kind": "huggingface", "path": "a", "attention": {"prefix": True}}},
@@ -172,6 +179,26 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
 def test_wrong_values_are_refused_with_key_and_expectation(raw: dict[str, Any], words: list[str]) -> None:
     message = refusal(raw)
     assert all(word in message for word in words), message
+
+
+def test_edits_name_whole_keys() -> None:
+    """Each `set KEY`, also where a part of the key is put in when it is said."""
+    known = {*CONFIG_KEYS, *SHORTHANDS}
+    folder = Path(sections.__file__).parent
+    found = 0
+    for path in (*folder.glob("*.py"), *folder.parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.JoinedStr(values=parts):
+                    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+                case ast.Constant(value=str() as text) if " " in text:
+                    pass
+                case _:
+                    continue
+            for key in re.findall(r"\b[Ss]et ([a-z_*.]*[a-z_*])(?= to |=|,| and |$)", text):
+                found += 1
+                assert fnmatch.filter(known, key), f"{path.name}: set {key}"
+    assert found > 20
 
 
 def test_what_null_means_is_said_of_every_key_that_may_be_null() -> None:

@@ -125,7 +125,7 @@ def test_the_planner_knows_each_parameter_of_a_decoder_with_experts(tmp_path: Pa
         ({"ep": 2}, None, r"plan\.mesh\.ep is 2, and the model has no experts.*Set model\.experts\.count, or plan"),
         ({"ep": 2, "dp_replicate": 4}, {}, r"ep 2, which does not divide the 1 ranks"),
         ({}, {"top_k": 5}, r"top_k 5 experts compute each token, and there are 4"),
-        ({}, {"count": None}, r"top_k.* without experts\.count|ffn_dim.* without experts\.count"),
+        ({}, {"count": None}, r"top_k.* without model\.experts\.count|ffn_dim.* without model\.experts\.count"),
         ({}, {"loss_weight": 0.1}, r"loss_weight belongs to balance 'loss', and this one is 'bias'"),
     ],
 )

@@ -295,7 +295,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_and_is_named(
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="skip_batches belongs to action 'rollback'"):
         config_in(tmp_path, guard={"skip_batches": 3})
-    with pytest.raises(BadInput, match="window without spike"):
+    with pytest.raises(BadInput, match=r"window without guard\.spike"):
         config_in(tmp_path, guard={"window": 20})
     offload = {"offload": {"optim": "cpu", "step": "backward"}, "train": {"clip": None}}
     with pytest.raises(BadInput, match=r"judges each step before its update \(guard\).*no guard"):

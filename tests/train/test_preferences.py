@@ -430,7 +430,7 @@ def test_text_for_pairs_and_pairs_for_text_are_refused(tmp_path: Path) -> None:
     [
         ({"objective": {"name": "dpo"}, "data": {"packing": "whole"}}, "data.packing is 'whole': leave it out"),
         ({"objective": {"name": "dpo"}, "data": {"loss_on": "all"}}, "data.loss_on is 'all': leave it out"),
-        ({"objective": {"name": "reward", "beta": 0.2}}, "beta without name 'dpo'"),
+        ({"objective": {"name": "reward", "beta": 0.2}}, "beta without objective.name 'dpo'"),
         ({"objective": "reward", "checkpoint": {"save_format": "hf"}}, "model.kind to 'huggingface'"),
         (
             {

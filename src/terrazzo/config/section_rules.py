@@ -51,8 +51,8 @@ def offloaded_activations(offload: OffloadConfig, train: TrainConfig) -> Iterato
     if offload.activations == "cpu" and train.activation_checkpointing == "none":
         yield KeyDisagreement(
             "offload.activations",
-            "'cpu' moves what activation checkpointing keeps, and"
-            " train.activation_checkpointing is 'none': set it to full, selective or every_N",
+            "'cpu' moves what activation checkpointing keeps, and train.activation_checkpointing"
+            " is 'none': set train.activation_checkpointing to full, selective or every_N",
         )
 
 
@@ -145,7 +145,7 @@ def reward_head(
         yield KeyDisagreement(
             "checkpoint.save_format",
             f"'hf' of objective '{objective.name}' needs a model that transformers has with a"
-            " score: set model.kind to 'huggingface', or save_format to 'terrazzo'",
+            " score: set model.kind to 'huggingface', or checkpoint.save_format to 'terrazzo'",
         )
 
 
@@ -157,13 +157,13 @@ def experts(model: ModelConfig, objective: ObjectiveConfig, checkpoint: Checkpoi
         yield KeyDisagreement(
             "objective",
             f"'{objective.name}' has not been tried with experts, whose auxiliary losses are of tokens:"
-            " remove model.experts, or set objective to 'next_token'",
+            " remove model.experts, or set objective.name to 'next_token'",
         )
     if checkpoint.save_format == "hf":
         yield KeyDisagreement(
             "checkpoint.save_format",
             "'hf' writes the built-in decoder as a Llama, which has no experts: remove"
-            " model.experts, or set save_format to 'terrazzo'",
+            " model.experts, or set checkpoint.save_format to 'terrazzo'",
         )
 
 
@@ -186,7 +186,7 @@ def prompts(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) ->
         yield KeyDisagreement(
             "objective",
             f"'{objective.name}' scores whole texts, and model.attention.prefix is of prompts: remove it, or set"
-            " objective to 'next_token' or 'dpo'",
+            " objective.name to 'next_token' or 'dpo'",
         )
     if data.loss_on == "all":
         yield KeyDisagreement(
@@ -209,12 +209,13 @@ def attention_as_mistral(model: ModelConfig, checkpoint: CheckpointConfig) -> It
         yield KeyDisagreement(
             "checkpoint.save_format",
             "'hf' writes the built-in decoder as a Llama, which has no prefix mask (model.attention.prefix): set"
-            " save_format to 'terrazzo'",
+            " checkpoint.save_format to 'terrazzo'",
         )
     if attention.window is not None and checkpoint.save_format == "hf" and (why := attention.not_mistral):
         yield KeyDisagreement(
             "checkpoint.save_format",
-            f"'hf' writes a decoder with a window as a Mistral, which has no {why}: set save_format to 'terrazzo'",
+            f"'hf' writes a decoder with a window as a Mistral, which has no {why}: set"
+            f" checkpoint.save_format to 'terrazzo'",
         )
 
 

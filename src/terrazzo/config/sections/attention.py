@@ -48,4 +48,6 @@ class AttentionConfig(Section):
             )
             return
         for key in self.changed_keys("stride", "full_every") if self.window is None else ():
-            yield KeyDisagreement(key, "without attention.window: set it, such as 1024, or remove the section")
+            yield KeyDisagreement(
+                key, "without model.attention.window: set model.attention.window, such as 1024, or remove it"
+            )

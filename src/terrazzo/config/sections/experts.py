@@ -39,7 +39,9 @@ class ExpertsConfig(Section):
         set_here = self.changed_keys()
         if self.count is None:
             for key in set_here:
-                yield KeyDisagreement(key, "without experts.count: set it, such as 8, or remove the section")
+                yield KeyDisagreement(
+                    key, "without model.experts.count: set model.experts.count, such as 8, or remove it"
+                )
             return
         if self.top_k > self.count:
             yield KeyDisagreement(

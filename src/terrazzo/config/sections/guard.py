@@ -55,4 +55,4 @@ class GuardConfig(Section):
                 "skip_batches", f"belongs to action 'rollback', and this one is '{self.action}': remove it"
             )
         if self.changed_keys("window") and self.spike is None:
-            yield KeyDisagreement("window", "without spike: set guard.spike, such as 8, or remove it")
+            yield KeyDisagreement("window", "without guard.spike: set guard.spike, such as 8, or remove it")

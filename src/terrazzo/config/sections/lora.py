@@ -34,6 +34,6 @@ class LoraConfig(Section):
 
     def _disagreements(self) -> Iterator[KeyDisagreement]:
         for key in self.changed_keys() if self.rank is None else ():
-            yield KeyDisagreement(key, "without lora.rank: set lora.rank, such as 8, or remove the section")
+            yield KeyDisagreement(key, "without lora.rank: set lora.rank, such as 8, or remove it")
         if not self.target_modules:
             yield KeyDisagreement("target_modules", "is empty: name layers, or leave it out for 'all-linear'")

@@ -59,8 +59,8 @@ class ModelConfig(Section):
         if self.kind == "huggingface" and self.attention.prefix:
             yield KeyDisagreement(
                 "attention.prefix",
-                "belongs to kind 'decoder': causal LMs of transformers have no prefix mask. Remove it, or set kind to"
-                " 'decoder'",
+                "belongs to kind 'decoder': causal LMs of transformers have no prefix mask. Remove it, or set"
+                " model.kind to 'decoder'",
             )
         if self.kind == "decoder":
             faults = head_faults(self.dim, self.heads, self.kv_heads or self.heads)

@@ -59,4 +59,6 @@ class ObjectiveConfig(Named):
 
     def _disagreements(self) -> Iterator[KeyDisagreement]:
         for key in self.changed_keys("beta", "label_smoothing") if self.name != "dpo" else ():
-            yield KeyDisagreement(key, "without name 'dpo', which alone reads it: set name to 'dpo', or remove it")
+            yield KeyDisagreement(
+                key, "without objective.name 'dpo', which alone reads it: set objective.name to 'dpo', or remove it"
+            )
