@@ -130,7 +130,8 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
         ({"train": {"steps": 0}}, ["train.steps", "above 0."]),
         ({"train": {"eval_every": 0}}, ["train.eval_every is 0", "above 0, or null: only at the end."]),
         ({"train": []}, ["train", "section", "It has steps, clip,"]),
-        ({"optimizer": "Adam"}, ["expected a section of keys. Write optimizer.name: Adam,"]),
+        ({"optimizer": True}, ["optimizer is True, expected a section of keys. It has name, lr,"]),
+        ({"schedule": "cosin"}, ["schedule.name is 'cosin'", "Did you mean 'cosine'?"]),
         ({"train": {"activation_checkpointing": "every_0"}}, ["every_0", "every_N"]),
         ({"model": {"kind": "huggingface"}}, ["model.path"]),
         ({"plan": {"name": "zero3", "grad": "D"}}, ["'zero3'", "grad"]),
@@ -376,8 +377,10 @@ def test_another_name_leaves_the_rest_of_a_files_section(tmp_path: Path) -> None
     path.write_text("plan: {name: zero3, mesh: {tp: 2}, prefetch: 3}\n")
     plan = load_config(path, ["plan=zero1"]).plan
     assert (plan.name, plan.mesh.tp, plan.prefetch) == ("zero1", 2, 3)
-    path.write_text("plan: zero3\n")
-    assert load_config(path, ["plan=zero1"]).plan.name == "zero1"
+    path.write_text("plan: zero3\noptimizer: {lr: 0.1}\nschedule: linear\n")
+    config = load_config(path, ["plan=zero1", "optimizer=Lion", "schedule.warmup_steps=5"])
+    assert (config.plan.name, config.optimizer.name, config.optimizer.lr) == ("zero1", "Lion", 0.1)
+    assert (config.schedule.name, config.schedule.warmup_steps) == ("linear", 5)
 
 
 def test_a_name_that_is_a_number_is_a_name_in_overrides_too(tmp_path: Path) -> None:

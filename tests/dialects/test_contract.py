@@ -233,7 +233,7 @@ def test_an_empty_document_is_the_librarys_defaults(name: str) -> None:
 WITHOUT_MEANING = {
     "torchtitan": {"comm", "metrics", "profiler", "debug", "hf_assets_path", "dump_folder"},  # of no plan's concern
     "trainer": {"parallelism_config"},
-    "terrazzo": {"objective", "plan", "precision"},  # sections that may be one word
+    "terrazzo": {"objective", "optimizer", "plan", "precision", "schedule"},  # sections that may be one word
 }
 
 

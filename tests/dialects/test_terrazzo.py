@@ -758,3 +758,13 @@ def test_bf16_with_its_remainder_is_an_fp32_master() -> None:
         (told,) = [verdict for verdict in conversion.verdicts if verdict.key == "precision.rounding"]
         assert told.kind == "lossy" and "precision.rounding = remainder" in told.why, name
         assert conversion.after.value("precision.master") in ("fp32", "loaded", None), name
+
+
+def test_optimizer_and_schedule_may_be_one_word() -> None:
+    reading = OURS.read({"optimizer": "Lion", "schedule": "wsd"})
+    assert [(verdict.key, verdict.kind) for verdict in reading.verdicts] == [
+        ("optimizer", "applied"),
+        ("schedule", "applied"),
+    ]
+    told = [reading.description.value(path) for path in ("optimizer.name", "optimizer.betas", "schedule.name")]
+    assert told == ["Lion", (0.9, 0.99), "wsd"]

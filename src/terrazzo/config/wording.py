@@ -102,7 +102,7 @@ def _sentence(error: dict[str, Any], subject: str) -> str:
         near = did_you_mean(str(value), choices)
         return f"{subject or where} is {value!r}, expected one of {', '.join(choices)}{_or_null(where)}.{near}"
     expected = f"{_expected(kind, context)}{_or_null(where)}"
-    edit = _keys_of(where, value) or _one_name(where, value) or _edit(kind, value)
+    edit = _keys_of(where) or _one_name(where, value) or _edit(kind, value)
     return f"{subject or where} is {_value_text(value)}, expected {expected}.{edit}"
 
 
@@ -132,11 +132,9 @@ def _edit(kind: str, value: Any) -> str:
     return f" Write {json.dumps(meant)}, without quotes." if right else ""
 
 
-def _keys_of(where: str, value: Any) -> str:
-    """The edit where one value was given for a section: `optimizer=adamw` for `optimizer.name=adamw`; else empty."""
+def _keys_of(where: str) -> str:
+    """The edit where one value was given for a section: the keys that it has; else empty."""
     keys = [key.removeprefix(f"{where}.") for key in CONFIG_KEYS if key.startswith(f"{where}.")]
-    if "name" in keys and isinstance(value, str):
-        return f" Write {where}.name: {value}, or on the command line {where}.name={value}."
     return f" It has {', '.join(keys)}." if keys else ""
 
 

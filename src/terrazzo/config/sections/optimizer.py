@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from terrazzo.config.section import Section
+from terrazzo.config.section import Named, Section
 
 __all__ = ["MuonConfig", "OptimizerConfig"]
 
@@ -33,7 +33,7 @@ class MuonConfig(Section):
     )
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Named):
     """A class of torch.optim or tz.optim by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
 
     name: str = Field(

@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from terrazzo.config.section import KeyDisagreement, Section
+from terrazzo.config.section import KeyDisagreement, Named
 
 __all__ = ["ScheduleConfig"]
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(Named):
     """The learning rate as a share of `optimizer.lr` over the run."""
 
     name: Literal["constant", "cosine", "linear", "wsd"] = Field(
