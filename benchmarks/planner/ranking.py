@@ -27,6 +27,7 @@ from torch import Tensor
 import terrazzo as tz
 from benchmarks.planner.ranks import Ranks
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.parallel import context_of
 from terrazzo.parallel.tensor.activation_exchanges import tensor_ranks
 from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost
@@ -231,7 +232,7 @@ def links() -> dict[str, float]:
     """
     spent: dict[tuple[int, int], float] = {}
     for size, numel in ((2, 16), (4, 16), (4, 1 << 18)):
-        ranks = tensor_ranks(tz.mesh(tp=size, device="cpu"))
+        ranks = tensor_ranks(tz.mesh(tp=size, device="cpu")).labelled(Label())
         own = torch.zeros(1, 2, numel, requires_grad=True)
         spent[size, numel] = (
             _cpu_s(lambda ranks=ranks, own=own: ranks.all_gather_sequence(own).sum().backward(), 30) / 2

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import terrazzo as tz
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.nn.chunked_cross_entropy import chunk_rows, linear_cross_entropy
 from terrazzo.parallel import VocabularyLoss
@@ -217,7 +218,7 @@ def test_ranks_that_share_the_vocabulary_have_the_same_loss(ranks: int) -> None:
         loss = VocabularyLoss(mesh, V)
         part = slice(loss.start, loss.start + runs_of(V, ranks)[rank][1] - runs_of(V, ranks)[rank][0])
         own, x = weight.detach()[part].requires_grad_(), hidden.detach().requires_grad_()
-        value = loss.of_hidden(tensor_ranks(mesh).copy(x), own, targets)
+        value = loss.of_hidden(tensor_ranks(mesh).labelled(Label()).copy(x), own, targets)
         value.backward()
         for ours, theirs in zip((value.detach(), x.grad, own.grad), (*wanted[:2], wanted[2][part]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -228,3 +229,16 @@ def test_ranks_that_share_the_vocabulary_have_the_same_loss(ranks: int) -> None:
             loss.of_hidden(x, weight, targets)
 
     run_in_threads(ranks, body)
+
+
+def test_logits_in_64_bits_have_a_loss_in_64_bits() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, V, dtype=torch.float64), torch.randint(V, (4,))
+    wanted = F.cross_entropy(logits, targets, reduction="sum")
+
+    def body(rank: int) -> None:
+        loss = VocabularyLoss(tz.mesh(tp=2, device="cpu"), V)
+        own = logits[:, slice(*runs_of(V, 2)[rank])]
+        torch.testing.assert_close(loss(own, targets), wanted, rtol=1e-12, atol=1e-12)
+
+    run_in_threads(2, body)

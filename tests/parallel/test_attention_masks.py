@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,12 @@ def test_a_window_as_long_as_the_sequence_is_causal() -> None:
     runs = [TokenRun(0, 0, 64)]
     assert AttentionMask.of(runs, None, None, 64, 4) == AttentionMask.of(runs, None)
     assert AttentionMask.of(runs, None, None, 63) != AttentionMask.of(runs, None)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(0, None), (True, None), (2.5, None), (4, 0), (4, -1)])
+def test_windows_and_strides_that_count_nothing_are_refused(window: Any, stride: Any) -> None:
+    with pytest.raises(BadInput, match="give an int, 1 or more, or None"):
+        Context(None).mask(None, 16, window, stride)
 
 
 def test_a_stride_without_a_window_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import terrazzo as tz
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel import Context, context_of, share_sequences
 from terrazzo.parallel.context import attention_kernels, attention_masks
@@ -168,7 +169,7 @@ def test_all_backends_sum_gradients_in_rank_order() -> None:
     values = [2.0**24, 1.0, -(2.0**24)]
 
     def on_rank(rank: int) -> float:
-        ranks = AxisRanks(dist.group.WORLD)
+        ranks = AxisRanks.of_group(dist.group.WORLD).labelled(Label())
         return float(ranks.reduce_scatter(torch.full((3, 1), values[rank]), torch.float32))
 
     assert run_in_threads(3, on_rank) == [0.0] * 3

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,14 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.comm.backends import collectives_for
-from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.comm.collectives import TRAIL, Collectives
+from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.instrumentation.label import RUN_THE_SAME_MODULES, Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
-from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.runtime.device import HOST, current, kind_of_group
+from terrazzo.errors import RanksApart
 
 __all__ = ["AxisRanks", "Move", "exchange"]
 
+T = TypeVar("T")
 Move = Callable[[Tensor], Tensor]
+
+_NUMBERS = 1 << 34
+"""How far exchanges are counted in labels, of which the number is the highest part of 63 bits."""
 
 
 def exchange(values: Tensor, forward: Move, backward: Move) -> Tensor:
@@ -46,40 +55,79 @@ class _Exchange(torch.autograd.Function):
 class AxisRanks:
     """The ranks along one axis, which share sequences, experts or matrices, and this one's place among them.
 
-    All that they exchange goes through the engine's collectives, which count it.
+    All that they exchange goes through the engine's collectives, which count it. Each exchange is labelled: ranks that
+    are at different ones raise instead of adding up what does not belong together. The ranks of a model make views of
+    themselves with the labels of its modules (`labelled`), which have one count of exchanges.
 
     Args:
-        along: the collectives along the axis of these ranks; or their process group, of which collectives are made at
-            the first exchange; None: this one is alone.
+        along: the collectives along the axis of these ranks, whose connections models share; None: this one is alone.
 
     Attributes:
-        traffic: what this rank has sent them: `all_gather`, `all_to_all`, `send` to the next rank, and `control`.
+        traffic: what this rank has sent them of one model: `all_gather`, `all_to_all`, `send` to the next rank, and
+            `control`.
     """
 
-    def __init__(self, along: Collectives | dist.ProcessGroup | None) -> None:
-        self._along = along
-        self.traffic = along.traffic if isinstance(along, Collectives) else Traffic()
-        if along is None:
-            self.size, self.rank = 1, 0
-        elif isinstance(along, Collectives):
-            self.size, self.rank = along.size, along.rank
-        else:
-            self.size, self.rank = along.size(), along.rank()
+    def __init__(self, along: Collectives | None) -> None:
+        self.traffic = Traffic()
+        self._along = None if along is None else along.counted_by(self.traffic)
+        self.size, self.rank = (1, 0) if along is None else (along.size, along.rank)
+        self._label: Label | None = None
+        self._count = itertools.count(1)
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Self:
+        """The ranks of a process group, with connections of their own. Collective."""
+        return cls(collectives_for(group, current(kind_of_group()), Traffic(), Ledger()))
+
+    def labelled(self, label: Label) -> Self:
+        """The same ranks, whose exchanges have this label, and their number in it."""
+        view = copy.copy(self)
+        view._label = label
+        return view
+
+    @property
+    def back(self) -> Self:
+        """The same ranks, as they exchange the gradients of what these do."""
+        assert self._label is not None, "exchanges of modules have labels"
+        return self.labelled(replace(self._label, purpose=Purpose.ACTIVATIONS_BACK))
+
+    def compare(self, before: Label) -> None:
+        """Compare what was exchanged, where messages do not carry labels: with NCCL. Collective there.
+
+        Args:
+            before: where the ranks meet, for errors.
+
+        Raises:
+            RanksApart: on every rank, where it differs: what they computed since is wrong.
+        """
+        along = self._along
+        if along is None or along.says_labels:
+            return
+        largest, smallest = along.maximum(torch.tensor([along.checksum, ~along.checksum], device=HOST)).tolist()
+        if largest == ~smallest:
+            return
+        own = [-1] * (TRAIL - len(along.trail)) + [*along.trail]
+        for rank, theirs in enumerate(along.gather_rows(torch.tensor(own, device=HOST)).tolist()):
+            for mine, other in zip(own, theirs, strict=True):
+                if mine != other and min(mine, other) >= 0:
+                    (self._label or Label()).of_code(mine).check(other, f"rank {rank} of its axis")
+        raise RanksApart(f"The ranks have not run the same modules some time before {before}. {RUN_THE_SAME_MODULES}")
+
+    def _exchanged(self, moves: Moves[T]) -> Transfer[T]:
+        """Start an exchange, with the label of this view and the next number."""
+        assert self._label is not None, "exchanges of modules have labels"
+        return Transfer(moves, replace(self._label, number=next(self._count) % _NUMBERS))
 
     def all_gather(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""
         full = own.new_empty((self.size, *own.shape))
         full[self.rank] = own
-        Transfer(self._collectives(own.device).all_gather(full.view(-1))).finish()
+        self._exchanged(self._collectives.all_gather(full.view(-1))).finish()
         return full
 
-    def agree_on(self, number: int, device: torch.device = HOST) -> bool:
-        """Whether all ranks have the same number, of 63 bits. Collective; the host waits for the other hosts.
-
-        Args:
-            device: the one whose memory later exchanges are of, for ranks of a group that have exchanged nothing yet.
-        """
-        rows = self._collectives(device).gather_rows(torch.tensor([number], device=HOST))
+    def agree_on(self, number: int) -> bool:
+        """Whether all ranks have the same number, of 63 bits. Collective; the host waits for the other hosts."""
+        rows = self._collectives.gather_rows(torch.tensor([number], device=HOST))
         return len(set(rows.flatten().tolist())) == 1
 
     def all_to_all(self, parts: Tensor) -> Tensor:
@@ -130,12 +178,9 @@ class AxisRanks:
         self, received: Tensor, coming: Sequence[int], sent: Tensor, going: Sequence[int], kind: str = "all_to_all"
     ) -> Transfer[Tensor]:
         """Start to fill `received` with so many elements of each rank, from each one's contiguous `sent`."""
-        collectives = self._collectives(sent.device)
-        return Transfer(collectives.all_to_all(sent.view(-1), going, received.view(-1), coming, kind))
+        return self._exchanged(self._collectives.all_to_all(sent.view(-1), going, received.view(-1), coming, kind))
 
-    def _collectives(self, device: torch.device) -> Collectives:
-        """The collectives that reach the memory of `device`. Collective the first time."""
-        if not isinstance(self._along, Collectives):
-            assert self._along is not None, "a rank that is alone exchanges nothing"
-            self._along = collectives_for(self._along, device, self.traffic, Ledger())
+    @property
+    def _collectives(self) -> Collectives:
+        assert self._along is not None, "a rank that is alone exchanges nothing"
         return self._along

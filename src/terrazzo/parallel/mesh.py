@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import named_mesh
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES
 from terrazzo.engine.runtime.device import kind_of_group
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count
 
-__all__ = ["mesh", "mesh_sizes", "once_for"]
-
-T = TypeVar("T")
+__all__ = ["axes_of", "axis_of", "mesh", "mesh_sizes"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost to the innermost: neighbouring ranks, which the fastest links join, are those of `tp`. Stages send
@@ -98,14 +97,26 @@ def mesh_sizes(wanted: dict[str, int | None], world_size: int) -> dict[str, int]
     return all_sizes if experts == 1 else {**all_sizes, "ep": experts}
 
 
-def once_for(mesh: DeviceMesh, build: Callable[[DeviceMesh], T]) -> T:
-    """What `build` makes of a mesh: the same for all models on it, as long as there is the mesh."""
-    key = id(mesh), build  # meshes of earlier process groups may be equal to it
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """All axes of a mesh, with connections that all models on it share. Collective the first time."""
+    return _once_for(mesh, None)
+
+
+def axis_of(mesh: DeviceMesh, axis: str) -> tuple[Axes, Collectives]:
+    """One axis of a mesh alone, and the collectives along it, whose connections all models on the mesh share.
+
+    Collective the first time.
+    """
+    axes = _once_for(mesh, axis)
+    return axes, axes.along(axes.of_stage[0])
+
+
+def _once_for(mesh: DeviceMesh, axis: str | None) -> Axes:
+    key = id(mesh), axis  # meshes of earlier process groups may be equal to it
     if key not in _BUILT:
-        _BUILT[key] = build(mesh)
+        _BUILT[key] = Axes(mesh if axis is None else mesh[axis], Tally())
         weakref.finalize(mesh, _BUILT.pop, key, None)
-    built: T = _BUILT[key]
-    return built
+    return _BUILT[key]
 
 
-_BUILT: dict[tuple[int, Callable[[DeviceMesh], Any]], Any] = {}
+_BUILT: dict[tuple[int, str | None], Axes] = {}

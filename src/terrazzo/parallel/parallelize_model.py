@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
-from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGES
 from terrazzo.engine.mesh.meshes import expert_mesh
@@ -19,8 +18,9 @@ from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode, check_names
 from terrazzo.parallel.context.share_sequences import share_sequences
+from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.expert.share_experts import check_experts, experts_of, share_experts
-from terrazzo.parallel.mesh import once_for
+from terrazzo.parallel.mesh import axes_of, axis_of
 from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, read_stages, take_stages
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
@@ -87,7 +87,7 @@ def parallelize(  # structure: signature fixed by the design
     if all(size == 1 for size in sizes.values()):
         _check_arguments(mesh, sizes, arguments)
         return model
-    axes = once_for(mesh, _all_axes)
+    axes = axes_of(mesh)
     ranks = tensor_ranks(mesh) if sizes["tp"] > 1 else None
     changes, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, arguments))
     check_alike(axes, facts, along=axes.with_stages)
@@ -101,10 +101,6 @@ def parallelize(  # structure: signature fixed by the design
     if changes.experts:
         share_experts(model, axes, changes.experts)
     return model
-
-
-def _all_axes(mesh: DeviceMesh) -> Axes:
-    return Axes(mesh, Tally())
 
 
 @dataclass(frozen=True)
@@ -159,9 +155,8 @@ def _read(
         cuts = cuts_of(model, ranks, styles, arguments.sequence)
     context = None
     if arguments.context is not None and sizes["cp"] > 1:
-        context = Context(
-            mesh.get_group("cp"), arguments.context, arguments.balance, 1 if cuts is None else sizes["tp"]
-        )
+        _, along = axis_of(mesh, "cp")
+        context = Context(AxisRanks(along), arguments.context, arguments.balance, 1 if cuts is None else sizes["tp"])
     facts: dict[str, object] = {
         "pipeline": None if stages is None else [stages.schedule, stages.line, stages.bounds, stages.tied],
         "experts": experts,

@@ -48,8 +48,8 @@ class TensorConfig(Section):
     def _known_styles(cls, plan: str | dict[str, str]) -> str | dict[str, str]:
         if not plan:
             raise ValueError(
-                "give `auto`, or globs and styles such as {'layers.*.mlp': enter, 'layers.*.mlp.up': column, "
-                "'layers.*.mlp.down': row}"
+                "give `auto`, or globs and styles such as {'layers.*.mlp': enter, 'layers.*.mlp.up': colwise, "
+                "'layers.*.mlp.down': rowwise}"
             )
         for glob, style in plan.items() if isinstance(plan, dict) else ():
             if style not in STYLE_NAMES:

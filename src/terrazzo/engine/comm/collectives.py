@@ -7,6 +7,7 @@ reproducible bit by bit (see docs/numerics.md).
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import os
@@ -15,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,10 @@ class Collectives(ABC):
 
     Attributes:
         host_group: of the same ranks, for what is in the host's memory: `group`, where that can.
+        says_labels: whether messages carry the label of what they move; else ranks compare checksums of these.
     """
+
+    says_labels = True
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
         self._group, self.traffic, self.ledger = group, traffic, ledger
@@ -74,6 +78,12 @@ class Collectives(ABC):
         """
         require_own(self._process)
         return self._group
+
+    def counted_by(self, traffic: Traffic) -> Self:
+        """The same connections, with what goes through them from here counted by `traffic`."""
+        other = copy.copy(self)
+        other.traffic, other.trail, other.checksum = traffic, deque[int](maxlen=TRAIL), 0
+        return other
 
     def leave_to_parent(self) -> None:
         """Keep the group, in a forked child: gloo's destructor would wait for threads that are not here."""
@@ -233,6 +243,7 @@ class NativeCollectives(Collectives):
     """The backend's own collectives: NCCL, and the `fake` backend of simulations."""
 
     all_reduce_steps = 1
+    says_labels = False
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
         super().__init__(group, traffic, ledger, axis)

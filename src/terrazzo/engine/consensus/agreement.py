@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.progress.training_progress import Progress
@@ -22,8 +25,20 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.visits import Event, Visit, merge
+from terrazzo.marks import SHARES_MATRICES, SHARES_SEQUENCES
 
 __all__ = ["Agreement", "flags_numel"]
+
+
+class _ActivationRanks(Protocol):
+    """Ranks that modules exchange activations with, along an axis of their own."""
+
+    def compare(self, before: Label) -> None:
+        """Compare what was exchanged, where messages do not say what it is. Collective there.
+
+        Raises:
+            RanksApart: where it differs.
+        """
 
 
 class Agreement:
@@ -31,6 +46,12 @@ class Agreement:
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, progress: Progress) -> None:
         self._units, self._schedule, self._axes, self._progress = units, schedule, axes, progress
+        self._activations: list[_ActivationRanks] = []
+
+    def find(self, model: nn.Module) -> None:
+        """Find what modules of `model` exchange activations through, to compare that too."""
+        shared = (*SHARES_MATRICES.all_in(model), *SHARES_SEQUENCES.all_in(model))
+        self._activations = [*dict.fromkeys(shared)]
 
     def agree_on_order(self) -> None:
         """Compare what the ranks ran, and make it the program; see `Order`."""
@@ -73,6 +94,8 @@ class Agreement:
         own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
         own = [int(any(program.strayed for program in self._schedule.programs)), *own_late, *own_seen]
         strayed, *flags = meet(self._axes, self._progress, backward.end_label, own)
+        for ranks in self._activations:
+            ranks.compare(backward.end_label)
         return strayed, flags[: len(own_late)], flags[len(own_late) :]
 
 

@@ -28,13 +28,14 @@ class ModelHooks:
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress) -> None:
         self._names, self._exchanges = units[0].names, RowExchanges(schedule)
-        agreement = Agreement(units, schedule, sharding.axes, progress)
-        self._backward = BackwardHooks(units, schedule, sharding, progress, self._exchanges, agreement)
+        self._agreement = Agreement(units, schedule, sharding.axes, progress)
+        self._backward = BackwardHooks(units, schedule, sharding, progress, self._exchanges, self._agreement)
         self._forward = ForwardHooks(units, schedule, sharding, progress, self._exchanges, self._backward)
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model`, its modules and its trainable parameters."""
         self._exchanges.find(model, self._names)
+        self._agreement.find(model)
         self._forward.attach(model)
         self._backward.attach()
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from terrazzo.errors import RanksApart
 
-__all__ = ["CALLS", "RUN_THE_SAME", "Label", "Purpose", "Stamp", "moving", "title_of"]
+__all__ = ["CALLS", "RUN_THE_SAME", "RUN_THE_SAME_MODULES", "Label", "Purpose", "Stamp", "moving", "title_of"]
 
 
 RUN_THE_SAME = (
@@ -43,6 +43,9 @@ class Purpose(IntEnum):
     CALL = 13
     MATRICES = 14
     OUTER = 15
+    ACTIVATIONS = 16
+    ACTIVATIONS_BACK = 17
+    LOSS = 18
 
 
 _WORDS = {
@@ -62,7 +65,15 @@ _WORDS = {
     Purpose.CALL: "{call}",
     Purpose.MATRICES: "matrices that an optimizer updates whole",
     Purpose.OUTER: "outer step {number}",
+    Purpose.ACTIVATIONS: "activations of {module}, exchange {number} along their axis",
+    Purpose.ACTIVATIONS_BACK: "gradients of activations of {module}, exchange {number} along their axis",
+    Purpose.LOSS: "a loss of parts of the vocabulary, exchange {number}",
 }
+RUN_THE_SAME_MODULES = (
+    "Ranks that share matrices or sequences must run the same modules, as often and in the same order, forward and "
+    "backward: let no rank skip one by its own data, and decide what is skipped from what all of them have."
+)
+_OF_ACTIVATIONS = (Purpose.ACTIVATIONS, Purpose.ACTIVATIONS_BACK, Purpose.LOSS)
 CALLS = (
     "model.state_dict()", "model.load_state_dict(state)", "optimizer.state_dict()", "optimizer.load_state_dict(state)",
 )  # fmt: skip
@@ -75,9 +86,9 @@ class Label:
     """One exchange.
 
     Attributes:
-        unit: index of what is moved; of a call its index in `CALLS`.
-        number: of the pass that it belongs to, counted on each rank from the start.
-        names: of all units.
+        unit: index of what is moved; of a call its index in `CALLS`; of activations that of their module.
+        number: of the pass that it belongs to, or of the exchange of activations, counted on each rank from the start.
+        names: of all units; of activations of the modules.
     """
 
     purpose: Purpose = Purpose.SMALL
@@ -104,14 +115,15 @@ class Label:
         if code != self.code:
             raise RanksApart(
                 f"The ranks have not run the same: here it is the turn of {self}, and on {who} of "
-                f"{self.of_code(code)}. {RUN_THE_SAME}"
+                f"{self.of_code(code)}. {RUN_THE_SAME_MODULES if self.purpose in _OF_ACTIVATIONS else RUN_THE_SAME}"
             )
 
     def __str__(self) -> str:
         name = self.names[self.unit] if self.unit < len(self.names) else str(self.unit)
         unit = title_of(name) if self.unit < len(self.names) else f"unit {name}"
         call = CALLS[self.unit % len(CALLS)]
-        return _WORDS[self.purpose].format(unit=unit, name=name, number=self.number, call=call)
+        module = repr(name) if self.unit < len(self.names) else f"layer {name}"
+        return _WORDS[self.purpose].format(unit=unit, name=name, module=module, number=self.number, call=call)
 
 
 def title_of(name: str) -> str:

@@ -80,12 +80,13 @@ class AttentionMask:
         """The mask for tokens whose documents begin at `begins`, which is left out where all begin at the start.
 
         Args:
-            host_begins: the values of `begins`, in host memory.
+            host_begins: the values of `begins`, in host memory; needed with these.
             window: left out where no token is so far from the start.
             stride: of what is seen beyond the window.
         """
         if window is None or window >= max(run.end for run in runs):
             window = stride = None
+        assert (begins is None) == (host_begins is None), "the host knows where documents begin"
         if begins is None or host_begins is None or not host_begins.any():
             return cls(tuple(runs), window=window, stride=stride)
         blocks = [rows for run in runs for rows in _blocks(run, window)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class Shared:
     ranks: AxisRanks | None
     chunks: Chunks
     length: int
+
+    @property
+    def back(self) -> Shared:
+        """The same, for the exchanges of backward."""
+        return self if self.ranks is None else replace(self, ranks=self.ranks.back)
 
     def runs(self, rank: int) -> list[TokenRun]:
         """Where the tokens of a rank are."""
@@ -69,9 +74,10 @@ def ulysses_attention(
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     to_heads, to_tokens = functools.partial(_to_heads, shared), functools.partial(_to_tokens, shared)
-    query, key, value = (exchange(each, to_heads, to_tokens) for each in (query, key, value))
+    heads_back, tokens_back = functools.partial(_to_heads, shared.back), functools.partial(_to_tokens, shared.back)
+    query, key, value = (exchange(each, to_heads, tokens_back) for each in (query, key, value))
     alone = Shared(None, Chunks(1), shared.length)
-    return exchange(gather_attention(query, key, value, alone, mask, scale), to_tokens, to_heads)
+    return exchange(gather_attention(query, key, value, alone, mask, scale), to_tokens, heads_back)
 
 
 class _GatherAttention(torch.autograd.Function):
@@ -87,12 +93,12 @@ class _GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (query, key, value, *_), gradients = _restored(ctx, grad)
         shared: Shared = ctx.shared
-        both = _whole(torch.cat((key, value), dim=-1), shared)
+        both = _whole(torch.cat((key, value), dim=-1), shared.back)
         totals = torch.zeros_like(both, dtype=gradients.of_query.dtype)
         gradients.add(_halves(both, key), _halves(totals, key), ctx.mask, [TokenRun(0, 0, shared.length)])
         del both
         if shared.ranks is not None:
-            totals = shared.ranks.reduce_scatter(shared.chunks.by_rank(totals, dim=2), query.dtype)
+            totals = shared.ranks.back.reduce_scatter(shared.chunks.by_rank(totals, dim=2), query.dtype)
         return _gradients(query, key, gradients.of_query, totals)
 
 
@@ -112,7 +118,7 @@ class _RingAttention(torch.autograd.Function):
         """Keys and values go round once more, and behind them their gradients, which end where they belong."""
         (query, key, value, *_), gradients = _restored(ctx, grad)
         shared: Shared = ctx.shared
-        ranks, both, totals = shared.ranks, torch.cat((key, value), dim=-1), None
+        ranks, both, totals = shared.back.ranks, torch.cat((key, value), dim=-1), None
         assert ranks is not None
         for step in range(ranks.size):
             arriving = ranks.send_to_next(both) if step < ranks.size - 1 else None

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
+from terrazzo.given_numbers import is_count
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention
 from terrazzo.parallel.context.chunks import BALANCES, Balance, Chunks, TokenRun
@@ -40,14 +42,15 @@ class Context:
     """How the ranks of a process group share sequences.
 
     Args:
-        group: the ranks that share each sequence, and are given the same ones; or what stands for them; None for this
-            rank alone, which has whole sequences and exchanges nothing.
+        group: the ranks that share each sequence, and are given the same ones; their process group, to which they
+            connect here, collectively; or None for this rank alone, which has whole sequences and exchanges nothing.
         mode: `gather`, where each rank has the keys and values of all ranks in memory while a layer runs; `ulysses`,
             where each has all tokens of some heads; `ring`, where each has keys and values of two ranks beside its own.
         balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
         tp: ranks along `tp`, each of which has a share of the heads.
 
     Attributes:
+        ranks: through which they exchange.
         is_simulated: there are no other ranks, and tensors have no values.
 
     Raises:
@@ -63,12 +66,12 @@ class Context:
         balance: str = "head_tail",
         tp: int = 1,
     ) -> None:
-        self._ranks = group if isinstance(group, AxisRanks) else AxisRanks(group)
         check_names(mode, balance)
+        self.ranks = AxisRanks.of_group(group) if isinstance(group, dist.ProcessGroup) else group or AxisRanks(None)
         self.mode: Mode = cast(Mode, mode)
-        self.chunks = Chunks(self._ranks.size, cast(Balance, balance))
-        self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp
-        self._is_split = True
+        self.chunks = Chunks(self.ranks.size, cast(Balance, balance))
+        self.rank, self.size, self._tp = self.ranks.rank, self.ranks.size, tp
+        self._is_split, self.compare = True, self.ranks.compare
         self._masks = TensorMemo[dict[tuple[object, ...], AttentionMask]]()  # of the last positions
         self._host_begins = TensorMemo[Tensor]()  # of whole sequences, for the positions that `place` gave last
         self._host_prefix = TensorMemo[Tensor]()  # likewise, for the prefix that `place_prefix` gave last
@@ -141,7 +144,7 @@ class Context:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent."""
-        return self._ranks.traffic
+        return self.ranks.traffic
 
     @property
     def is_split(self) -> bool:
@@ -172,10 +175,13 @@ class Context:
 
         Raises:
             Misuse: no positions, or impossible ones, of parts of sequences; an impossible prefix.
-            BadInput: the tokens are no whole chunks; a window under `ring`; a stride without a window, or a prefix with
-                one.
+            BadInput: the tokens are no whole chunks; a window or stride below 1; a window under `ring`; a stride
+                without a window, or a prefix with one.
             RanksApart: on every rank, the first time, where `split` was given other sequences on some.
         """
+        for what, count in (("window", window), ("stride", stride)):
+            if count is not None and not is_count(count):
+                raise BadInput(f"A mask was asked for with {what} {count!r}: give an int, 1 or more, or None.")
         if stride is not None and window is None:
             raise BadInput(
                 f"A mask was asked for with stride {stride} without a window, beyond which it is: give both."
@@ -188,13 +194,13 @@ class Context:
         if positions is None:
             return self._mask(None, tokens, window, stride, prefix)
         if self.is_split:
-            self._compare_first(positions.device)
+            self._compare_first()
         if prefix is not None:
             return self._mask(positions, tokens, None, None, prefix)
         key = (tokens, window, stride, self.is_split)
         masks = self._masks_of(positions)
         kept = masks.get(key)
-        if self._gathers_positions and not self._ranks.agree_on(int(kept is not None), positions.device):
+        if self._gathers_positions and not self.ranks.agree_on(int(kept is not None)):
             kept = None
         masks[key] = self._mask(positions, tokens, window, stride, None) if kept is None else kept
         return masks[key]
@@ -210,8 +216,15 @@ class Context:
             self._masks.keep(positions, masks := {})
         return masks
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float | None = None
+    def attend(  # structure: what attention takes
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        scale: float | None = None,
+        *,
+        layer: int = 0,
     ) -> Tensor:
         """Attention of this rank's queries to all keys that they see: `[B, heads, tokens, head_dim]`. Collective.
 
@@ -221,12 +234,14 @@ class Context:
             value: likewise.
             mask: what `self.mask` gave for these tokens.
             scale: of the scores; by default `1 / sqrt(head_dim)`.
+            layer: which of the model's attentions it is: ranks that are at different ones raise. Give each its own.
 
         Raises:
             BadInput: under `ulysses`, where the ranks do not divide the heads.
             Misuse: keys of other tokens than the queries, as a cache has them; in backward, where a gradient is taken
                 with `create_graph=True`.
-            RanksApart: on every rank, the first time, where `split` was given other sequences on some.
+            RanksApart: on every rank, the first time, where `split` was given other sequences on some; where ranks are
+                at different layers.
         """
         if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
             raise Misuse(
@@ -239,18 +254,18 @@ class Context:
             mask = mask.of_unknown()
         if not self.is_split:
             return gather_attention(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
-        self._compare_first(query.device)
+        self._compare_first()
         if self.mode == "ulysses":
             self.check_heads(query.shape[1] * self._tp)
-        shared = Shared(self._ranks, self.chunks, tokens * self.size)
+        shared = Shared(self.ranks.labelled(Label(Purpose.ACTIVATIONS, layer)), self.chunks, tokens * self.size)
         return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
 
-    def _compare_first(self, device: torch.device) -> None:
+    def _compare_first(self) -> None:
         """Refuse other sequences on some of the ranks, as the first mask or the first attention of them begins."""
         if torch.compiler.is_compiling() or self._is_compared:
             return
         number, words = self._first_inputs or (0, "none by context.split")
-        if not self._ranks.agree_on(number, device):
+        if not self.ranks.agree_on(number):
             raise RanksApart(
                 f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
                 f" give all of them the same batches, {DRAWN_BY_DATA_RANK}"
@@ -323,7 +338,7 @@ class Context:
     def _gathered(self, begins: Tensor, prefix: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Both of whole sequences. Neither is as long as 2^31, so that they share a message."""
         own = begins if prefix is None else begins + (prefix << 32)
-        whole = self.chunks.in_order(self._ranks.all_gather(own), dim=1)
+        whole = self.chunks.in_order(self.ranks.labelled(Label()).all_gather(own), dim=1)
         return (whole, None) if prefix is None else (whole & (2**32 - 1), whole >> 32)
 
     def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:

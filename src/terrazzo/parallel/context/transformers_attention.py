@@ -109,12 +109,6 @@ class _Checks:
         self.context = context
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("attention_mask") is not None or any(each is not None for each in args[1:2]):
-            raise Misuse(
-                f"The model shares sequences with other ranks ({self.context.mode}), and was given an attention_mask:"
-                " a custom mask is not computed. Leave it out: documents are kept apart by position_ids, and what"
-                " fills a sequence up at its end is not seen by what is before."
-            )
         if not self.context.is_split:
             return
         if kwargs.get("labels") is not None:
@@ -159,8 +153,19 @@ def _attention(  # structure: signature fixed by transformers
             f" ({context.mode}) does not compute. Use cp 1 for this model."
         )
     mask = context.mask(positions, query.shape[2], kwargs.get("sliding_window"))
-    return context.attend(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
+    layer = getattr(module, "layer_idx", None) or 0
+    return context.attend(query, key, value, mask, scaling, layer=layer).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """What is seen follows from positions, in `Context.mask`."""
+def _no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+    """What is seen follows from positions, in `Context.mask`. `transformers` gives what its caller gave it.
+
+    Raises:
+        Misuse: a mask.
+    """
+    if attention_mask is not None:
+        raise Misuse(
+            "The model shares sequences with other ranks, and was given an attention_mask: a custom mask is not"
+            " computed. Leave it out: documents are kept apart by position_ids, and what fills a sequence up at its end"
+            " is not seen by what is before."
+        )

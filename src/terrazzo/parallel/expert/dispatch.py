@@ -52,14 +52,14 @@ class ExpertRanks(AxisRanks):
         counts: the number of experts of each module, by name; of a model in stages those that this rank runs.
 
     Attributes:
+        modules: names of the modules of experts.
         traffic: what this rank has sent them: `all_to_all`, and `control`.
     """
 
     def __init__(self, axes: Axes, counts: Mapping[str, int]) -> None:
         super().__init__(axes.along("ep"))
         self.axes = axes
-        self.traffic.reset()
-        self._modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values(), default=0)
+        self.modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values(), default=0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""
@@ -83,7 +83,7 @@ class ExpertRanks(AxisRanks):
         Raises:
             RanksApart: on every rank, where they are at different places.
         """
-        return self._meet(self._label(Purpose.EXPERTS, module), own)[:, : own.numel()]
+        return self._meet(self._label_of(Purpose.EXPERTS, module), own)[:, : own.numel()]
 
     def return_through(self, module: int) -> None:
         """Compare places before gradients go back. Collective.
@@ -91,9 +91,9 @@ class ExpertRanks(AxisRanks):
         Raises:
             RanksApart: on every rank, where they are at different places.
         """
-        self._meet(self._label(Purpose.EXPERTS_BACK, module), None)
+        self._meet(self._label_of(Purpose.EXPERTS_BACK, module), None)
 
-    def _label(self, purpose: Purpose, module: int) -> Label:
+    def _label_of(self, purpose: Purpose, module: int) -> Label:
         return Label(purpose, len(self._units) + module)
 
     def _meet(self, label: Label, counts: Tensor | None) -> Tensor:
@@ -101,8 +101,8 @@ class ExpertRanks(AxisRanks):
         numbers[0] = label.code
         if counts is not None:
             numbers[1 : 1 + counts.numel()] = counts
-        rows = self._collectives(HOST).gather_rows(numbers)
-        place = replace(label, names=(*self._units, *self._modules))
+        rows = self._collectives.gather_rows(numbers)
+        place = replace(label, names=(*self._units, *self.modules))
         for rank, code in enumerate(rows[:, 0].tolist()):
             if code != label.code:
                 raise RanksApart(
@@ -126,6 +126,9 @@ class Experts:
 
     def __init__(self, ranks: ExpertRanks, module: int, count: int) -> None:
         self.ranks, self.count, self._module = ranks, count, module
+        self._there, self._back = (
+            ranks.labelled(Label(each, module, names=ranks.modules)) for each in (Purpose.EXPERTS, Purpose.EXPERTS_BACK)
+        )
         # No part of compiled graphs, whose compiler would run it to see what it does.
         self.dispatch = torch.compiler.disable(self._dispatch)
         self.combine = torch.compiler.disable(self._combine)
@@ -157,10 +160,11 @@ class Experts:
         receive_counts = arriving.sum(dim=1).tolist()
         expert = torch.arange(own).repeat(ranks.size).repeat_interleave(arriving.flatten())
         route = RowRoute(arriving.sum(dim=0), send_counts, receive_counts, RowOrder.by(expert).to(rows.device))
+        there, back = self._there, self._back
         arrived = exchange(
             rows,
-            lambda x: ranks.all_to_all_v(x, send_counts, receive_counts),
-            lambda grad: ranks.all_to_all_v(grad, receive_counts, send_counts),
+            lambda x: there.all_to_all_v(x, send_counts, receive_counts),
+            lambda grad: back.all_to_all_v(grad, receive_counts, send_counts),
         )
         return route.order.sort(arrived), route
 
@@ -177,8 +181,9 @@ class Experts:
 
         def backward(grad: Tensor) -> Tensor:
             ranks.return_through(module)
-            return ranks.all_to_all_v(grad, send_counts, receive_counts)
+            return self._back.all_to_all_v(grad, send_counts, receive_counts)
 
+        there = self._there
         return exchange(
-            route.order.restore(outputs), lambda x: ranks.all_to_all_v(x, receive_counts, send_counts), backward
+            route.order.restore(outputs), lambda x: there.all_to_all_v(x, receive_counts, send_counts), backward
         )

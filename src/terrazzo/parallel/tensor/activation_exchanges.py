@@ -7,18 +7,16 @@ run in rank order, ((r0 + r1) + r2) + ..., and those of 16-bit values in fp32. A
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.parallel.exchanges import AxisRanks, Move, exchange
-from terrazzo.parallel.mesh import once_for
+from terrazzo.parallel.mesh import axis_of
 
 __all__ = ["SEQUENCE", "TensorRanks", "runs_of", "tensor_ranks"]
 
@@ -27,15 +25,15 @@ SEQUENCE = -2
 
 
 def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
-    """The ranks along `tp` of a mesh, one object for all models on the mesh. Collective the first time.
-
-    It owns threads and connections, which models share.
-    """
-    return once_for(mesh, TensorRanks.of_mesh)
+    """The ranks along `tp` of a mesh, for one model, or for one loss. Collective the first time."""
+    axes, along = axis_of(mesh, "tp")
+    ranks = TensorRanks(along)
+    ranks.axes = axes
+    return ranks
 
 
 class TensorRanks(AxisRanks):
-    """The ranks along `tp` of one mesh; their traffic is that of all models on the mesh.
+    """The ranks along `tp` of one model; their traffic is that of the model.
 
     Attributes:
         is_simulated: there are no other ranks, and tensors have no values.
@@ -50,14 +48,6 @@ class TensorRanks(AxisRanks):
         # No part of compiled graphs, whose compiler would run it to see what it does; to import that takes a second.
         self._exchange: Callable[[Tensor, Move, Move], Tensor] = torch.compiler.disable(exchange)
 
-    @classmethod
-    def of_mesh(cls, mesh: DeviceMesh) -> Self:
-        """The ranks along `tp` of a mesh, with threads and connections of their own. Collective."""
-        axes = Axes(mesh["tp"], Tally())
-        ranks = cls(axes.along("tp"))
-        ranks.axes = axes
-        return ranks
-
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self
 
@@ -65,7 +55,7 @@ class TensorRanks(AxisRanks):
 
     def copy(self, whole: Tensor) -> Tensor:
         """`whole` itself, for each rank to use in its own way. In backward gradients are summed."""
-        return self._exchange(whole, lambda x: x.view_as(x), self._all_reduce)
+        return self._exchange(whole, lambda x: x.view_as(x), self.back._all_reduce)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of the ranks' `part`. In backward each rank has the whole gradient already."""
@@ -73,16 +63,16 @@ class TensorRanks(AxisRanks):
 
     def all_gather_sequence(self, own: Tensor) -> Tensor:
         """The whole sequence, for each rank to use in its own way. In backward gradients are summed and split again."""
-        return self._exchange(own, lambda x: self._all_gather(x, SEQUENCE), self._reduce_scatter)
+        return self._exchange(own, lambda x: self._all_gather(x, SEQUENCE), self.back._reduce_scatter)
 
     def reduce_scatter_sequence(self, part: Tensor) -> Tensor:
         """This rank's part, along the sequence, of the sum of the ranks' `part`. In backward gradients are gathered."""
-        return self._exchange(part, self._reduce_scatter, lambda grad: self._all_gather(grad, SEQUENCE))
+        return self._exchange(part, self._reduce_scatter, lambda grad: self.back._all_gather(grad, SEQUENCE))
 
     def scatter_sequence(self, whole: Tensor) -> Tensor:
         """This rank's part of a sequence that all ranks have whole. In backward gradients are gathered."""
         return self._exchange(
-            whole, lambda x: self._own_part(x, SEQUENCE), lambda grad: self._all_gather(grad, SEQUENCE)
+            whole, lambda x: self._own_part(x, SEQUENCE), lambda grad: self.back._all_gather(grad, SEQUENCE)
         )
 
     def gather_sequence(self, own: Tensor) -> Tensor:
@@ -96,7 +86,9 @@ class TensorRanks(AxisRanks):
     def scatter_channels(self, whole: Tensor) -> Tensor:
         """This rank's channels of a tensor that all ranks have whole. In backward gradients are gathered."""
         numel = whole.shape[-1]
-        return self._exchange(whole, lambda x: self._own_part(x, -1), lambda grad: self._all_gather(grad, -1, numel))
+        return self._exchange(
+            whole, lambda x: self._own_part(x, -1), lambda grad: self.back._all_gather(grad, -1, numel)
+        )
 
     # -- without gradients -------------------------------------------------------------------------------------------
 
@@ -109,12 +101,12 @@ class TensorRanks(AxisRanks):
         flat = part.reshape(-1)
         padding = -flat.numel() % self.size
         flat = torch.nn.functional.pad(flat, (0, padding)) if padding else flat.clone()
-        total = _finished(self._collectives(flat.device).all_reduce(flat, _sum_dtype(part), 1))
+        total = self._exchanged(self._collectives.all_reduce(flat, _sum_dtype(part), 1)).finish()
         return total[: part.numel()].view(part.shape).to(part.dtype)
 
     def _reduce_scatter(self, part: Tensor) -> Tensor:
         chunks = torch.stack(part.chunk(self.size, SEQUENCE))
-        total = _finished(self._collectives(part.device).reduce_scatter(chunks.view(-1), _sum_dtype(part)))
+        total = self._exchanged(self._collectives.reduce_scatter(chunks.view(-1), _sum_dtype(part))).finish()
         return total.view(chunks.shape[1:]).to(part.dtype)
 
     def _all_gather(self, own: Tensor, dim: int, numel: int | None = None) -> Tensor:
@@ -140,7 +132,3 @@ def runs_of(numel: int, parts: int) -> list[tuple[int, int]]:
 
 def _sum_dtype(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
-
-
-def _finished(moves: Moves[Tensor]) -> Tensor:
-    return Transfer(moves).finish()

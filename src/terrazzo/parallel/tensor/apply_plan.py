@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import leave_record
 from terrazzo.engine.consensus.equal_values import synchronize
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
 from terrazzo.parallel.peft_adapters import layer_of
@@ -34,8 +35,8 @@ def cut_matrices(cuts: TensorCuts) -> None:
     own = cuts.of_this_rank()
     _replace_parameters(own)
     _add_exchanges(own)
-    share_scales(own.model, own.ranks, own.records, own.rows)
-    SHARES_MATRICES.leave(cuts.model, cuts.ranks)
+    share_scales(own)
+    SHARES_MATRICES.leave(cuts.model, cuts.ranks.labelled(Label(names=own.names)))
 
 
 def _replace_parameters(cuts: TensorCuts) -> None:
@@ -57,10 +58,10 @@ def _replace_parameters(cuts: TensorCuts) -> None:
 
 def _add_exchanges(cuts: TensorCuts) -> None:
     """Have modules exchange what they compute with the other ranks."""
-    split = SequenceSplit(cuts.ranks)
+    split = SequenceSplit()
     runs = cuts.runs_split()
     for run in runs:
-        split_between(run, split)
+        split_between(cuts, run, split)
     if not cuts.ranks.is_simulated and has_dropout(cuts.model):
         cuts.model.register_forward_pre_hook(SameRandomStates(cuts.ranks))
         for _, module in itertools.chain(*runs):
@@ -70,7 +71,7 @@ def _add_exchanges(cuts: TensorCuts) -> None:
                 fork_dropout(module, cuts.ranks.rank, *_parts_and_sums(cuts, name))
     for name, module, style in cuts.named():
         if cuts.enters(name):
-            enter(module, split, cuts.splits(name), name, takes_weights=isinstance(style, Logits))
+            enter(module, split, cuts.ranks_at(name), cuts.splits(name), name, isinstance(style, Logits))
         if type(style) in _EXCHANGES:
             _EXCHANGES[type(style)](cuts, name, module, style, split)
     for name in _cut_attributes(cuts):
@@ -91,24 +92,24 @@ def _of_column(cuts: TensorCuts, name: str, module: Any, style: Colwise, split: 
     if name in cuts.rows:
         compute_rows(module, cuts.rows[name])
     elif style.completes:
-        gather_outputs(module, cuts.ranks, module.out_features)
+        gather_outputs(module, cuts.ranks_at(name), module.out_features)
 
 
 def _of_row(cuts: TensorCuts, name: str, module: Any, style: Rowwise, split: SequenceSplit) -> None:
     if style.takes_part:
-        split_inputs(module, cuts.ranks)
-    sum_outputs(module, split, cuts.splits(name))
+        split_inputs(module, cuts.ranks_at(name))
+    sum_outputs(module, split, cuts.ranks_at(name), cuts.splits(name))
 
 
 def _of_embedding(cuts: TensorCuts, name: str, module: Any, style: Embedding, split: SequenceSplit) -> None:
     box = cuts.records[name, "weight"].box
     start = box.rectangles[0].offsets[0]
-    look_up_part(module, split, start, start + module.weight.shape[0], box.shape[0])
+    look_up_part(module, cuts.ranks_at(name), start, start + module.weight.shape[0], box.shape[0])
 
 
 def _of_logits(cuts: TensorCuts, name: str, module: Any, style: Logits, split: SequenceSplit) -> None:
     if style.gathered:
-        gather_outputs(module, cuts.ranks, style.numel)
+        gather_outputs(module, cuts.ranks_at(name), style.numel)
 
 
 def _of_enter(cuts: TensorCuts, name: str, module: Any, style: Enter, split: SequenceSplit) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import record_of
 from terrazzo.engine.consensus.joint_checks import all_or_none
+from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, RanksApart, TerrazzoError
 from terrazzo.parallel.input_fingerprints import fingerprint_of, inputs_as_text
@@ -66,7 +67,7 @@ def check(
         )
     whole, cut = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
     parallelize(cut, mesh, tensor=tensor, sequence=sequence, context=None)
-    ranks = tensor_ranks(mesh)
+    ranks = tensor_ranks(mesh).labelled(Label())
     arguments = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
     if not ranks.agree_on(fingerprint_of(arguments)):
         raise RanksApart(

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
 from terrazzo.nn.vocabulary_parts import outside_part
-from terrazzo.parallel.tensor.sequence_split import SequenceSplit
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 
 __all__ = ["look_up_part"]
 
 
-def look_up_part(module: nn.Embedding, split: SequenceSplit, start: int, stop: int, rows: int) -> None:
+def look_up_part(module: nn.Embedding, ranks: TensorRanks, start: int, stop: int, rows: int) -> None:
     """Have an embedding that has the rows from `start` to `stop` of `rows` look up its own, and sum with other ranks'.
 
     torch refuses indices that no rank has.
     """
-    hooks = _LookUp(split, start, stop, rows, module.padding_idx)
+    hooks = _LookUp(ranks, start, stop, rows, module.padding_idx)
     module.register_forward_pre_hook(hooks.before, with_kwargs=True)
     module.register_forward_hook(hooks.restore_padding, always_call=True)
     module.register_forward_hook(hooks.after)
@@ -34,7 +34,7 @@ class _LookUp:
         elsewhere: which of the indices of the look-up under way are other ranks' rows.
     """
 
-    split: SequenceSplit
+    ranks: TensorRanks
     start: int
     stop: int
     rows: int
@@ -57,7 +57,7 @@ class _LookUp:
     def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         assert self.elsewhere is not None, "a look-up has begun"
         elsewhere, self.elsewhere = self.elsewhere, None
-        return self.split.summed_output(output.masked_fill(elsewhere.unsqueeze(-1), 0), splits=False)
+        return self.ranks.all_reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def restore_padding(self, module: nn.Module, args: Any, output: Any) -> None:
         """Runs also where the look-up has raised."""

@@ -14,7 +14,7 @@ from terrazzo.errors import BadInput
 from terrazzo.nn.float8_linear import FLOAT8
 from terrazzo.nn.float8_matrices import MULTIPLE
 from terrazzo.nn.float8_products import Float8
-from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
+from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 
 __all__ = ["check_scales", "share_scales"]
 
@@ -40,10 +40,10 @@ def check_scales(model: nn.Module, records: RecordsByParameter, rows: RowsByModu
             )
 
 
-def share_scales(model: nn.Module, ranks: TensorRanks, records: RecordsByParameter, rows: RowsByModule) -> None:
+def share_scales(cuts: TensorCuts) -> None:
     """Have the ranks along `tp` compute the largest value of each matrix together, outside of compiled graphs."""
-    highest: Any = torch.compiler.disable(ranks.maximum)
-    for _, module, float8 in _converted(model, records, rows):
+    for name, module, float8 in _converted(cuts.model, cuts.records, cuts.rows):
+        highest: Any = torch.compiler.disable(cuts.ranks_at(name).maximum)
         FLOAT8.leave(module, replace(float8, whole=highest))
 
 

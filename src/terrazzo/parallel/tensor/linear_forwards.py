@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from terrazzo.marks import Mark
 from terrazzo.nn.float8_linear import product_of
 from terrazzo.nn.forward_replacement import replace_forward
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit
 
 __all__ = ["compute_rows", "sum_outputs"]
@@ -17,13 +18,13 @@ _SETTINGS = Mark[Any]("terrazzo_use")
 """On a linear layer with one of the forwards below: what that computes with."""
 
 
-def sum_outputs(module: nn.Linear, split: SequenceSplit, splits: bool) -> None:
+def sum_outputs(module: nn.Linear, split: SequenceSplit, ranks: TensorRanks, splits: bool) -> None:
     """Have a layer that has a part of its inputs sum its outputs over ranks.
 
     Args:
         splits: each rank takes its part of the sequences of the sum.
     """
-    _SETTINGS.leave(module, (split, splits))
+    _SETTINGS.leave(module, (split, ranks, splits))
     replace_forward(module, _PartialSums.forward)
 
 
@@ -37,9 +38,10 @@ class _PartialSums(nn.Linear):
     """The bias, which every rank has whole, is added once, behind the sum."""
 
     def forward(self, input: Tensor) -> Tensor:
-        split, splits = _SETTINGS.of(self)
-        summed: Tensor = split.summed_output(product_of(self)(input, self.weight), splits)
-        return summed if self.bias is None else summed + self.bias
+        split, ranks, splits = _SETTINGS.of(self)
+        summed: Tensor = split.summed_output(ranks, product_of(self)(input, self.weight), splits)
+        # Under autocast, which lets an addition compute in the wider dtype, a layer's output is of its product's.
+        return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
 class _SomeRows(nn.Linear):

@@ -15,7 +15,9 @@ from terrazzo.parallel.tensor.sequence_split import SequenceSplit
 __all__ = ["enter", "gather_outputs", "split_inputs"]
 
 
-def enter(module: nn.Module, split: SequenceSplit, splits: bool, name: str, takes_weights: bool) -> None:
+def enter(  # structure: what a hook holds
+    module: nn.Module, split: SequenceSplit, ranks: TensorRanks, splits: bool, name: str, takes_weights: bool
+) -> None:
     """Have a module compute with its whole input, whose gradient is summed over ranks.
 
     Args:
@@ -23,7 +25,7 @@ def enter(module: nn.Module, split: SequenceSplit, splits: bool, name: str, take
         name: of the module, for errors.
         takes_weights: the module is given its cut matrix beside the input.
     """
-    module.register_forward_pre_hook(_Enter(split, splits, name, takes_weights), with_kwargs=True)
+    module.register_forward_pre_hook(_Enter(split, ranks, splits, name, takes_weights), with_kwargs=True)
 
 
 def gather_outputs(module: nn.Module, ranks: TensorRanks, channels: int) -> None:
@@ -39,6 +41,7 @@ def split_inputs(module: nn.Module, ranks: TensorRanks) -> None:
 @dataclass
 class _Enter:
     split: SequenceSplit
+    ranks: TensorRanks
     splits: bool
     name: str
     takes_weights: bool
@@ -55,7 +58,7 @@ class _Enter:
         return args, kwargs
 
     def _whole(self, values: Tensor) -> Tensor:
-        return self.split.whole_input(values, self.splits)
+        return self.split.whole_input(self.ranks, values, self.splits)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, stages_of
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.styles import Enter, SplitSequence, Style
 
@@ -39,6 +41,15 @@ class TensorCuts:
             style = self.styles.get(name)
             if isinstance(style, kinds or Style):
                 yield name, module, style
+
+    def ranks_at(self, name: str) -> TensorRanks:
+        """The ranks, as they exchange in a module that has a style."""
+        return self.ranks.labelled(Label(Purpose.ACTIVATIONS, self.names.index(name), names=self.names))
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the modules that have a style, as labels number them."""
+        return tuple(self.styles)
 
     def inside(self, name: str, kind: type[Style]) -> bool:
         """Whether a module has a style of that kind, or a module around it has."""

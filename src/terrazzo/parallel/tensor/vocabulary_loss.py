@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.errors import BadInput
 from terrazzo.marks import Mark
 from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy
@@ -27,7 +28,7 @@ class VocabularyLoss:
     For a head of style `colwise`. Ranks along `tp` exchange three numbers for each position. Collective.
 
     Args:
-        mesh: that the model was cut for; or its ranks along `tp`.
+        mesh: that the model was cut for; or the model's ranks along `tp`, with whose traffic that of the loss counts.
         vocabulary: how many tokens it has.
         ignore_index: the target of positions that do not count.
 
@@ -37,12 +38,13 @@ class VocabularyLoss:
     """
 
     def __init__(self, mesh: DeviceMesh | TensorRanks, vocabulary: int, ignore_index: int = -100) -> None:
-        self._ranks = mesh if isinstance(mesh, TensorRanks) else tensor_ranks(mesh)
+        ranks = mesh if isinstance(mesh, TensorRanks) else tensor_ranks(mesh)
+        self._ranks = ranks.labelled(Label(Purpose.LOSS))
         self.vocabulary, self._ignored = vocabulary, ignore_index
         self.start, self._stop = runs_of(vocabulary, self._ranks.size)[self._ranks.rank]
 
     def __call__(self, logits: Tensor, targets: Tensor, reduction: Literal["sum", "none"] = "sum") -> Tensor:
-        """The sum of the losses of all positions that count, 0-d fp32, the same on every rank.
+        """The sum of the losses of all positions that count, 0-d, the same on every rank: fp32, or fp64 of such logits.
 
         Args:
             logits: this rank's part, `[..., part of the vocabulary]`.
@@ -105,11 +107,13 @@ class VocabularyLoss:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each position. Beside the logits it keeps one copy of them in fp32: their probabilities."""
+    """The loss of each position. Beside the logits it keeps one copy of them, fp32 or wider: their probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, places: Tensor, elsewhere: Tensor, parts: VocabularyLoss) -> Tensor:
-        terms = softmax_terms(logits.to(torch.float32, copy=True), places, elsewhere, parts)
+        terms = softmax_terms(
+            logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), places, elsewhere, parts
+        )
         ctx.save_for_backward(terms.exponentials.div_(terms.total.unsqueeze(-1)), places, elsewhere)
         ctx.dtype = logits.dtype
         return terms.total.log() - (terms.chosen - terms.highest)

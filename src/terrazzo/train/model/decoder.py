@@ -132,6 +132,7 @@ class Attention(nn.Module):
     """
 
     context: Context | None = None
+    layer = 0
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class Attention(nn.Module):
         value = self.split_heads(self.value(x))
         if isinstance(seen, AttentionMask):
             assert self.context is not None
-            mixed = self.context.attend(query, key, value, seen)
+            mixed = self.context.attend(query, key, value, seen, layer=self.layer)
         else:
             mixed = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=seen, is_causal=seen is None, enable_gqa=self.grouped
@@ -328,9 +329,9 @@ class Decoder(nn.Module):
 
     def _compute_by(self, context: Context) -> None:
         self.context = context
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.context = context
+        attentions = (module for module in self.modules() if isinstance(module, Attention))
+        for layer, module in enumerate(attentions):
+            module.context, module.layer = context, layer
 
     def pipeline_line(self) -> list[str]:
         """The modules through which values go one after the other: see `tz.Pipeline`."""

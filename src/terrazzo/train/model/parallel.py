@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
 from terrazzo.config import Config
+from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel import Colwise, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, styles_of
 from terrazzo.train.model.decoder import Decoder
 
@@ -36,7 +37,7 @@ def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> Non
         pipeline=pipeline_of(config),
     )
     if vocabulary:
-        leave_vocabulary(model, VocabularyLoss(mesh, vocabulary))
+        leave_vocabulary(model, VocabularyLoss(SHARES_MATRICES.of(model), vocabulary))
 
 
 def pipeline_of(config: Config) -> tz.Pipeline | None:
