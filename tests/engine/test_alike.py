@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import whole_weights
 from terrazzo.engine.consensus.joint_checks import all_or_none
+from terrazzo.engine.instrumentation.tally import Tally
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.sharding import compared_facts
 from tests.engine.toys import Net, full_parameters, on_ranks, sharded
 
 PLANS = ["zero0", "zero2", "zero3"]
@@ -60,10 +64,20 @@ def test_what_the_first_rank_writes_is_taken_on_all(plan: str, precision: Any) -
 
 
 def test_whether_a_rank_has_failed_is_exchanged_in_the_hosts_memory() -> None:
-    axes: Any = SimpleNamespace(
-        device=torch.device("meta"), with_stages=(), replicas=(), maximum=lambda values, along: values
-    )
+    axes: Any = SimpleNamespace(device=torch.device("meta"), everyone=(), maximum=lambda values, along: values)
     assert all_or_none(axes, lambda: 3) == 3
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "pp", "tp"])
+def test_ranks_with_other_versions_are_refused_along_every_axis(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared_facts, "versions", lambda: {"torch version": f"2.{dist.get_rank()}"})
+
+    def body(rank: int) -> None:
+        axes = Axes(tz.mesh(**{axis: 2}, device="cpu"), Tally())
+        with pytest.raises(tz.BadInput, match=f'about: torch version. Rank {rank} has torch version = "2.{rank}"'):
+            compared_facts.check_versions(axes)
+
+    on_ranks(2, body)
 
 
 def test_another_write_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_local_sgd_ends_a_round_at_the_mean_of_the_weights() -> None:
         assert_close(each["found"], means, 1e-6)
 
 
-def test_a_round_sends_nothing_between_replicas_and_an_outer_step_what_is_promised() -> None:
+def test_a_round_sends_flags_between_replicas_as_it_begins_and_an_outer_step_what_is_promised() -> None:
     base = Net()
 
     def body(rank: int) -> None:
@@ -184,12 +185,13 @@ def test_a_round_sends_nothing_between_replicas_and_an_outer_step_what_is_promis
             tz.clip_grad_norm_(model, 1.0)
             engine.tally.traffic.reset()
             train(model, optimizer, 1, rank, 2)
+            control = engine.promise.outer_traffic().bytes["control"]  # whether the round begins alike
             between = {kind: times.count for (axis, kind), times in engine.traffic.times.items() if "replicate" in axis}
-            assert not any(between.values())
-            assert engine.traffic.bytes == engine.promise.traffic().bytes
-            engine.tally.traffic.reset()
+            assert {kind for kind, count in between.items() if count} == {"control"}
+            assert engine.traffic.bytes == engine.promise.traffic().bytes + Counter(control=control)
             train(model, optimizer, 1, rank, 3)
-            assert engine.traffic.bytes == engine.promise.traffic().bytes + engine.promise.outer_traffic().bytes
+            twice = engine.promise.traffic().bytes + engine.promise.traffic().bytes
+            assert engine.traffic.bytes == twice + engine.promise.outer_traffic().bytes
             numel = sum(bucket.spec.numel(bucket.spec.outer_axes) for bucket in engine.trainable())
             sent = numel * 4 if traffic == "fp32" else numel // 256 * 260
             promised = engine.promise.outer_traffic()
@@ -311,16 +313,104 @@ def test_what_one_replica_refuses_none_of_them_does() -> None:
     on_ranks(4, body)
 
 
-def test_replicas_that_begin_a_round_with_other_weights_are_refused_on_every_rank() -> None:
+def test_replicas_that_begin_a_round_with_other_weights_are_refused_on_every_rank_before_they_train() -> None:
     def body(rank: int) -> None:
-        model, optimizer = tz.shard(Net(), adamw, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
+        model, optimizer = tz.shard(Net(), adamw, "zero2", mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
         train(model, optimizer, 2, rank)
-        with tz.gathered(model, write=True) as parameters, torch.no_grad():
-            parameters["head.bias"].fill_(rank // 2)
-        with pytest.raises(tz.RanksApart, match=r"began round 2 with other weights"):
-            train(model, optimizer, 2, rank)
+        with torch.no_grad():
+            model.head.bias.fill_(rank // 2)
+        before = masters(model)
+        loss_of(model, batch(2, rank)).backward()
+        for _ in range(2):  # again, too
+            with pytest.raises(tz.RanksApart, match=r"begin round 2 with other weights"):
+                optimizer.step()
+        assert_equal(masters(model), {**before, "head.bias": torch.full((VOCABULARY,), float(rank // 2))})
+        with torch.no_grad():
+            model.head.bias.fill_(7)
+        optimizer.step()
+        train(model, optimizer, 1, rank, 3)
+        assert engine_of(model).outer.number == 2
 
     on_ranks(4, body)
+
+
+def test_a_step_that_one_replica_refuses_has_not_begun_a_round() -> None:
+    """It would compare weights once more than the others."""
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), adamw, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        if rank:
+            with tz.accumulate(model):
+                loss_of(model, batch(1, rank)).backward()
+            with pytest.raises(tz.Misuse, match="still being accumulated"):
+                optimizer.step()
+        loss_of(model, batch(0, rank)).backward()
+        optimizer.step()
+        train(model, optimizer, 1, rank, 1)
+        assert engine_of(model).outer.number == 1
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_what_the_first_rank_writes_is_taken_in_every_replica(plan: str) -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(copy.deepcopy(base), adamw, plan, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
+        with tz.gathered(model, write="first rank") as parameters, torch.no_grad():
+            parameters["head.bias"].fill_(7.0 + rank)
+        wanted = dict(base.named_parameters()) | {"head.bias": torch.full((VOCABULARY,), 7.0)}
+        assert_equal(masters(model), wanted)
+        assert_equal(full_parameters(model), wanted)
+        train(model, optimizer, 1, rank)
+        block = tz.gathered(model, write="first rank")
+        with pytest.raises(tz.Misuse, match=r"'first rank'\) came 1 optimizer steps into a round of 2"), block:
+            pass
+        train(model, optimizer, 1, rank, 1)
+
+    on_ranks(4, body)
+
+
+def test_replicas_that_write_other_values_between_rounds_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), adamw, mesh=mesh_of(2, 2), diloco=tz.DiLoCo(2))
+        before = masters(model)
+        block = tz.gathered(model, write=True)
+        with pytest.raises(tz.RanksApart, match=r"have not written the same.*'head\.bias'"), block as parameters:
+            parameters["head.bias"].data.fill_(rank // 2)
+        assert_equal(masters(model), before)
+        train(model, optimizer, 1, rank)
+        with tz.gathered(model, write=True) as parameters, torch.no_grad():  # within a round each has its own
+            parameters["head.bias"].fill_(rank // 2)
+        assert masters(model)["head.bias"].eq(rank // 2).all()
+
+    on_ranks(4, body)
+
+
+def test_replicas_that_load_other_values_are_refused_on_every_rank() -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(copy.deepcopy(base), adamw, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        given = {name: value.clone() for name, value in base.state_dict().items()}
+        given["head.bias"].fill_(rank)
+        with pytest.raises(tz.RanksApart, match=r"other values of 'head\.bias'"):
+            model.load_state_dict(given)
+        with pytest.raises(tz.RanksApart, match=r"other names; of 'head\.bias'"):
+            model.load_state_dict({name: given[name] for name in [*given][: len(given) - rank]}, strict=False)
+
+    on_ranks(2, body)
+
+
+def test_replicas_that_attach_other_optimizers_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        with pytest.raises(tz.BadInput, match=r"told different things about: optimizer\."):
+            tz.attach(model, torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1)))
+        tz.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    on_ranks(2, body)
 
 
 def test_clipping_takes_the_norm_of_the_replica() -> None:

@@ -78,7 +78,6 @@ def test_names_ignore_case_and_dashes() -> None:
     ("text", "place"),
     [
         ("-", Place()),
-        ("", Place()),
         ("D", Place(("D",))),
         ("S,R", Place(("S", "R"))),
         (" S , R ", Place(("S", "R"))),
@@ -89,6 +88,14 @@ def test_names_ignore_case_and_dashes() -> None:
 )
 def test_texts_of_places(text: str, place: Place) -> None:
     assert Place.parse(text) == place
+
+
+@pytest.mark.parametrize("text", ["", " ", "D@", "D@ ", "@cpu", "S,-", "-,-", "D,,S", "S,"])
+def test_texts_that_leave_something_out_are_no_places(text: str) -> None:
+    with pytest.raises(BadInput, match=r"is no place of a state\. Write the axes"):
+        Place.parse(text)
+    with pytest.raises(BadInput, match=r"is no place of a state\. Write the axes"):
+        Plan(text, "-", "-", "D")
 
 
 @given(st.lists(st.sampled_from(["S", "R", "D", S, R, "cp"]), max_size=3), st.sampled_from(["device", "cpu", "nvme"]))

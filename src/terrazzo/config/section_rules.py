@@ -311,7 +311,7 @@ def _needs_all_ranks(
             yield f"guard.{name} compares ranks that have other weights within a round", f"set guard.{name}=null"
     if train.check_replicas_every is not None:
         yield (
-            "train.check_replicas_every is set, which every outer step does for the groups",
+            "train.check_replicas_every is set, which the first step of every round does for the groups",
             "set train.check_replicas_every=null",
         )
     if model.experts.count is not None:

@@ -41,7 +41,7 @@ def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
     except Exception as error:
         problem = error
     failed = torch.tensor([0 if problem is None else dist.get_rank() + 1], device=HOST)
-    axes.maximum(failed, (*axes.replicas, *axes.with_stages))
+    axes.maximum(failed, axes.everyone)
     if problem is not None:
         raise problem
     if failed.item():
@@ -63,12 +63,12 @@ def check_alike(
         along: the axes whose ranks are compared; by default those that have the same stage of the model.
 
     Raises:
-        BadInput: on every rank, of every stage, naming the facts that differ where they do.
+        BadInput: on every rank of the mesh, naming the facts that differ where they do.
     """
     differing = axes.differing(facts, along)
     apart = torch.tensor([len(differing)], device=HOST)
     if axes.live(axes.stages):  # else all have been compared
-        axes.maximum(apart, axes.with_stages)
+        axes.maximum(apart, axes.everyone)
     if differing:
         mine = "; ".join(f"{key} = {json.dumps(facts[key], sort_keys=True, default=str)[:300]}" for key in differing)
         raise BadInput(

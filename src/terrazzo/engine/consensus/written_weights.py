@@ -20,25 +20,29 @@ from terrazzo.errors import RanksApart, listed
 __all__ = ["broadcast_first", "compare_written"]
 
 
-def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
+def compare_written(axes: Axes, buckets: Sequence[Bucket], replicas: Sequence[str]) -> None:
     """Compare what has been written into gathered weights. Collective.
+
+    Args:
+        replicas: the axis along which replicas that train by themselves have the same weights now; none within a round.
 
     Raises:
         RanksApart: on every rank, where it differs between ranks that hold the same parameters.
     """
-    if not axes.live(axes.with_stages):
+    everyone = (*replicas, *axes.with_stages)
+    if not axes.live(everyone):
         return
     differing = []
     for along in dict.fromkeys(bucket.axes.summed_over for bucket in buckets):
         own = [bucket for bucket in buckets if bucket.axes.summed_over == along]
         # of copies: memory that numpy has seen once cannot be given back
         hashes = {slot.name: digest(view(bucket.full.data, slot).clone()) for bucket in own for slot in bucket.slots}
-        differing += axes.differing(hashes, along)
+        differing += axes.differing(hashes, (*along, *replicas))
     for bucket in buckets:
         first = _of_first_stage(axes, bucket)
         slots = [] if first is None else [slot for slot in bucket.slots if _differ(bucket, slot, first)]
         differing += [slot.name for slot in slots]
-    if axes.maximum(torch.tensor([len(differing)], device=HOST), axes.with_stages).item():
+    if axes.maximum(torch.tensor([len(differing)], device=HOST), everyone).item():
         raise RanksApart(
             "The ranks have not written the same inside 'with tz.gathered(model, write=True)': they differ in "
             f"{listed([*map(repr, differing)]) or 'what other ranks hold'}. Each rank keeps its own part of what it "
@@ -51,7 +55,7 @@ def broadcast_first(buckets: Iterable[Bucket]) -> None:
     """Take the gathered weights of the first rank, of those that hold the same parameters, on all. Collective."""
     for bucket in buckets:
         axes = bucket.axes
-        axes.broadcast(bucket.full.data, axes.summed_over)
+        axes.broadcast(bucket.full.data, (*axes.summed_over, *axes.replicas))
         if (first := _of_first_stage(axes, bucket)) is not None:
             bucket.full.data.copy_(first)
 

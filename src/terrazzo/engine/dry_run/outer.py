@@ -17,7 +17,9 @@ _ITEMSIZE = torch.float32.itemsize
 
 
 def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
-    """Transient memory and traffic of one outer step on this rank; nothing where there is none.
+    """Transient memory and traffic of one outer step on this rank, and of what replicas compare as its round begins.
+
+    Nothing where there is none.
 
     Args:
         buckets: all of the model; they need not be built.
@@ -28,7 +30,7 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
     axes, settings = buckets[0].axes, trained[0].diloco
     assert settings is not None, "an outer step has settings"
     along, traffic, ledger = axes.along(axes.replicas[0]), tally.traffic, tally.ledger
-    for axis in axes.live((*axes.replicas, *axes.with_stages)):  # whether the round began alike
+    for axis in axes.live(axes.everyone):  # whether the round begins alike
         traffic.record("control", (2 if axis in axes.replicas else 1) * torch.int64.itemsize)
     for numel in settings.messages(sum(spec.numel(spec.outer_axes) for spec in trained)):
         with ledger.holding(settings.held_bytes(numel, along.size, axes.device.type)):

@@ -73,7 +73,10 @@ class Promise:
         return sent
 
     def outer_traffic(self) -> Traffic:
-        """Traffic of an outer step from this rank, beside `traffic`, in every `sync_every`-th step; see `DiLoCo`."""
+        """Traffic of a round from this rank, beside `traffic` of its steps; see `DiLoCo`.
+
+        It is of the outer step, in the round's last one; but for its "control", which is of the first.
+        """
         return dry_run_outer_step([bucket for unit in self.units for bucket in unit.buckets]).traffic
 
     def _step(self, micro_batches: int | None, local: bool | None) -> StepSpec:

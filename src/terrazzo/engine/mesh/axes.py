@@ -36,6 +36,8 @@ class Axes:
         of_stage            data axes, tp
         with_experts        the same, and edp
         with_stages         of_stage, and pp: every rank of a replica
+        with_replicas       of_stage, and replicas: every rank that has this one's stage
+        everyone            with_stages, and replicas: every rank of the mesh
         same_data           tp
         summed_over         of the mesh and of dense parameters the data axes; of parameters that ranks along tp share
                             these and tp; of experts edp, and dp_replicate
@@ -124,8 +126,18 @@ class Axes:
 
     @property
     def with_stages(self) -> tuple[str, ...]:
-        """All axes of the mesh."""
+        """The axes of all ranks of this replica: of the whole mesh, but where replicas train by themselves."""
         return (*self.of_stage, *self.stages)
+
+    @property
+    def with_replicas(self) -> tuple[str, ...]:
+        """The axes of all ranks that have the same stage of the model, in other replicas too."""
+        return (*self.replicas, *self.of_stage)
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """All axes of the mesh: of every rank, in other replicas too."""
+        return (*self.replicas, *self.with_stages)
 
     def along(self, axis: str) -> Collectives:
         return self._collectives[axis]

@@ -7,7 +7,8 @@
     loss.backward()                       hooks             BackwardHooks.start, by the first hook that torch calls
     tz.clip_grad_norm_(model, 1.0)        gradients         ModelGradients.clip: norms over all ranks, one factor
     optimizer.step()                      engine            before_step, publish and after_step; see `optim`
-                                          outer_step        after the last of a round: OuterSteps.run
+                                          outer_step        before the first of a round: OuterSteps.begin
+                                                            after the last: OuterSteps.run
     tz.EMA(model).update()                ema               Average.update: the average follows the master weights
     with tz.gathered(model, write=True)   gathered_blocks   settle, full weights, of which what is written is taken over
     model.state_dict(), a checkpoint      engine            settle: all is at rest; then `states` reads it

@@ -97,9 +97,9 @@ class Engine:
         hooks.recover_with(drivers.recover)
         settings, templates = self.store.settings, lambda: drivers.templates
         self.promise = Promise(units, self.sharding, schedule, templates, settings, self.stages, self.buffer_bytes)
-        self.blocks = GatheredBlocks(units, schedule, hooks, self.axes)
         if (diloco := self.sharding.diloco) is not None:
             self.outer = OuterSteps(diloco, self.trainable(), self.axes, self.tally)
+        self.blocks = GatheredBlocks(units, schedule, hooks, self.axes, self.outer)
 
     @property
     def plan(self) -> Plan:
@@ -188,6 +188,13 @@ class Engine:
         self.gradients.require_whole("optimizer.step()")
         self._take_over_edits()
         self.hooks.before_use()
+
+    def begin_round(self) -> None:
+        """Nothing refuses the step that comes: where it is the first of a round, note the weights of now. Collective.
+
+        Raises:
+            RanksApart: on every rank, where replicas have other weights.
+        """
         if self.outer is not None and self.outer.begins:
             self.drivers.catch_up()
             self.outer.begin()

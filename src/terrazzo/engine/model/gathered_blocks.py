@@ -17,6 +17,7 @@ from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.consensus.written_weights import broadcast_first, compare_written
 from terrazzo.engine.hooks.model_hooks import ModelHooks
 from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.model.outer_step import OuterSteps
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
@@ -33,8 +34,10 @@ _INSIDE = (
 class GatheredBlocks:
     """The blocks of `tz.gathered` of one model; one may be in another."""
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, hooks: ModelHooks, axes: Axes) -> None:
-        self._units, self._schedule, self._hooks, self._axes = units, schedule, hooks, axes
+    def __init__(
+        self, units: Sequence[Unit], schedule: Schedule, hooks: ModelHooks, axes: Axes, outer: OuterSteps | None
+    ) -> None:
+        self._units, self._schedule, self._hooks, self._axes, self._outer = units, schedule, hooks, axes, outer
         self._buckets: list[Bucket] = [bucket for unit in units for bucket in unit.buckets]
         self._inside: Literal["read", "write"] | None = None
 
@@ -67,6 +70,8 @@ class GatheredBlocks:
             settle: brings every state to rest, before anything is gathered.
             publish: brings resting weights in line with master weights that have been written.
         """
+        if write == "first rank" and self._outer is not None:
+            self._outer.require_round_ended(f"tz.gathered(model, {write=}) came")
         outer = self._inside
         named = self._named()
         if outer is not None and (outer == "write" or not write) and all(unit.weights.present for unit in self._units):
@@ -118,7 +123,11 @@ class GatheredBlocks:
     def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
         """Compare what ranks have written into gathered weights, or take what the first one has."""
         take_over_data(self._buckets)
-        broadcast_first(self._buckets) if write == "first rank" else compare_written(self._axes, self._buckets)
+        if write == "first rank":
+            broadcast_first(self._buckets)
+        else:
+            replicas = () if self._outer is None else self._outer.alike_over
+            compare_written(self._axes, self._buckets, replicas)
 
     def _enter(self, inside: Literal["read", "write"] | None) -> None:
         self._inside = inside

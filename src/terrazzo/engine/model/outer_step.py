@@ -62,16 +62,24 @@ class OuterSteps:
         """Whether the next optimizer step is the first of a round."""
         return not self.steps
 
+    @property
+    def alike_over(self) -> tuple[str, ...]:
+        """The axis along which replicas have the same weights now; none within a round."""
+        return self._axes.replicas if self.begins else ()
+
     @torch.no_grad()
     def begin(self) -> None:
-        """Note the weights that a round begins with: master weights, which nothing updates now. Collective once."""
+        """Note the weights that a round begins with: master weights, which nothing updates now. Collective.
+
+        Raises:
+            RanksApart: on every rank, where replicas have other weights.
+        """
         for bucket in self._buckets:
             first = bucket.outer[0]
             for cut in bucket.exact.cuts(first.range):
                 with bucket.exact.opened(cut) as weights, first.opened(cut, "replace") as noted:
                     noted.copy_(weights)
-        if not self.number:
-            self._compare()
+        self._compare()
 
     def restart(self) -> None:
         """The next optimizer step is the first of a round, of weights that have been loaded. On all replicas alike."""
@@ -97,12 +105,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Set the master weights to those of the outer step; weights at rest have to follow. Collective.
-
-        Raises:
-            RanksApart: on every rank, where replicas began the round with other weights.
-        """
-        self._compare()
+        """Set the master weights to those of the outer step; weights at rest have to follow. Collective."""
         label = Label(Purpose.OUTER, number=self.number + 1)
         for parts in _messages(self.settings, self._buckets):
             numel, device = parts[-1].in_message.stop, self._axes.device.type
@@ -120,8 +123,8 @@ class OuterSteps:
         apart = self._axes.differing({"weights": checksum}, self._axes.replicas)
         if self._axes.maximum(torch.tensor([len(apart)], device=HOST), self._axes.with_stages).item():
             raise RanksApart(
-                f"The replicas (dp_replicate) began round {self.number + 1} with other weights than each other, and an "
-                "outer step would mix them. Load the same checkpoint on all of them; what is written into weights "
+                f"The replicas (dp_replicate) begin round {self.number + 1} with other weights than each other, and "
+                "its outer step would mix them. Load the same checkpoint on all of them; what is written into weights "
                 "between two rounds must be the same on all."
             )
 

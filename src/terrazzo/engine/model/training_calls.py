@@ -89,7 +89,7 @@ def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -
     Raises:
         BadInput: for another `write`.
         Misuse: at the end, for what was written without `write` under a plan that splits weights; with `write` there,
-            for a forward inside.
+            for a forward inside. For "first rank" within a round of `DiLoCo`, where `True` is of a replica alone.
         RanksApart: at the end, on every rank, where ranks have written different values; nothing is taken over then.
     """
     if not (isinstance(write, bool) or write == "first rank"):

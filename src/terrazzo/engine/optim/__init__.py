@@ -6,6 +6,7 @@ goes through these modules, from top to bottom:
     optimizer.step()
       torch's hook before it: OptimizerDriver._before_step               driver
         engine.before_step()           edits of users are taken over     model/engine
+        engine.begin_round()           first step of a round (DiLoCo)    model/engine
         SwappedGroups.hold_segments    segments replace parameters       swapped_groups
         LossScale.skips                fp16 only: overflow ends here     progress/loss_scale
         SwappedGroups.recut            split at parameters without       swapped_groups, segment

@@ -205,6 +205,7 @@ class OptimizerDriver:
             )
         self.groups.check(optimizer)
         self.groups.check_parameters(optimizer)
+        model.begin_round()
         self._skipping = None
         self.groups.hold_segments(self._on_device.excludes)
         for unit in self.units:

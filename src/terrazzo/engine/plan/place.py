@@ -57,10 +57,19 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """The place that a text says: `"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`, `"D@cpu:0.7"`."""
-        axes, _, tier = text.partition("@")
-        names = tuple(part.strip() for part in axes.split(",") if part.strip() not in ("", "-"))
-        return cls(names, tier.strip() or "device")
+        """The place that a text says: `"-"`, `"D"`, `"S,R"`, `"dp_shard"`, `"D@cpu"`, `"D@cpu:0.7"`.
+
+        Raises:
+            BadInput: an axis or a tier that is empty, or `-` beside an axis.
+        """
+        axes, at, tier = text.partition("@")
+        names = tuple(part.strip() for part in axes.split(","))
+        if "" in names or ("-" in names and len(names) > 1) or (at and not tier.strip()):
+            raise BadInput(
+                f"{text!r} is no place of a state. Write the axes that it is split over, such as 'D' or 'S,R', or '-' "
+                "alone for a whole copy on every rank; off the device '@' and a tier follow, such as 'D@cpu'."
+            )
+        return cls(() if names == ("-",) else names, tier.strip() or "device")
 
     def __str__(self) -> str:
         axes = ",".join(self.axes) or "-"
@@ -189,7 +198,10 @@ class Plan:
     ) -> None:
         rows = {"weight": weight, "between": between, "grad": grad, "optim": optim}
         for state, value in rows.items():
-            place = Place.parse(value) if isinstance(value, str) else value
+            try:
+                place = Place.parse(value) if isinstance(value, str) else value
+            except BadInput as error:
+                raise BadInput(f"plan {name}: {state}: {error}") from None
             if not isinstance(place, Place):
                 raise BadInput(f"plan {name}: {state} is {value!r}; give a tz.Place or its text, such as 'D@cpu'.")
             object.__setattr__(self, state, place)

@@ -220,8 +220,8 @@ class ModelState:
             driver.off_device.restored("weights")
         engine.restart_round()
         engine.blocks.show_changed()
-        stages, differing = engine.axes.stages, engine.axes.differing(hashes)
-        if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), stages).item():
+        differing = engine.axes.differing(hashes, engine.axes.with_replicas)
+        if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), engine.axes.everyone).item():
             raise RanksApart(
                 "load_state_dict: the ranks were given other values of "
                 f"{listed([*map(repr, differing)]) or 'what other stages have'}, and each has kept its own part. "
@@ -237,9 +237,8 @@ class ModelState:
         axes = self._engine.axes
         names = {each[0]: _name_in(state, each) or "" for each in self._names}
         names |= {buffer.name: name or "" for buffer, name in buffers}
-        if differing := axes.differing(
-            {own: zlib.crc32(name.encode()) for own, name in names.items()}, axes.with_stages
-        ):
+        found = {own: zlib.crc32(name.encode()) for own, name in names.items()}
+        if differing := axes.differing(found, axes.everyone):
             raise RanksApart(
                 f"load_state_dict: the ranks were given other names; of {listed([*map(repr, differing)])} some ranks "
                 f"alone have one. Nothing has been loaded. {_GIVE_ALL}"
@@ -279,9 +278,9 @@ class ModelState:
             )
 
     def _hashed(self, full: Tensor) -> Tensor:
-        """Digest that ranks compare of a full tensor, wherever each has it; 0 where there is one rank."""
+        """Digest that ranks compare of a full tensor, wherever each has it; 0 where no other has it."""
         axes = self._engine.axes
-        return digest(full.cpu()) if axes.live(axes.of_stage) else torch.zeros((), dtype=torch.int64, device=HOST)
+        return digest(full.cpu()) if axes.live(axes.with_replicas) else torch.zeros((), dtype=torch.int64, device=HOST)
 
 
 _GIVE_ALL = (

@@ -118,7 +118,14 @@ def _places(reader: _SchemaReader) -> SettingsByPath:
         for key in [*keys.values(), "plan.name"]:
             reader.refuse(key, f"the plan is given by places and {fault}: give a name, or all four places")
         return _placed(Plan.named("zero3").places(), dict.fromkeys(STATES, ""), "default")
-    return _placed({state: Place.parse(setting.value) for state, setting in places.items()}, keys)
+    given = {}
+    for state, setting in places.items():
+        try:
+            given[state] = Place.parse(setting.value)
+        except BadInput as error:
+            reader.refuse(keys[state], str(error))
+            given[state] = Place()
+    return _placed(given, keys)
 
 
 def _row(reader: _SchemaReader) -> SettingsByPath:
