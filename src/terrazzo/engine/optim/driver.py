@@ -51,6 +51,9 @@ class Driven(Protocol):
     def before_step(self) -> None:
         """Gradients are about to be taken, and master weights to be changed."""
 
+    def begin_round(self) -> None:
+        """Nothing refuses the step that comes, which may be the first of a round of replicas (DiLoCo). Collective."""
+
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring compute weights of some buckets in line with updated master weights."""
 
