@@ -41,6 +41,27 @@ def states(model: Any) -> dict[str, Tensor]:
     return tz.full_state_dict(model, keep=True)
 
 
+@pytest.mark.parametrize(("plan", "host"), [("zero0", False), ("zero2", False), ("zero3", False), ("zero3@cpu", True)])
+def test_the_bill_has_it(plan: str, host: bool) -> None:
+    def body(rank: int) -> None:
+        base = Net()
+        base.blocks[1].up.requires_grad_(False)
+        model, optimizer = sharded(base, plan)
+        engine = engine_of(model)
+        before = engine.bill
+        tz.EMA(model, DECAY)
+        train(model, optimizer, 1, rank)
+        bill = engine.bill
+        kept = 4 * sum(average.data.numel() for average in engine.averages.values())
+        assert kept > 0
+        assert (bill.average_bytes, bill.host_bytes - before.host_bytes) == ((0, kept) if host else (kept, 0))
+        assert bill.total_bytes == before.total_bytes + bill.average_bytes
+        states = bill.weight_bytes + bill.master_bytes + bill.moments_bytes + bill.average_bytes
+        assert engine.state_bytes() == states
+
+    on_ranks(2, body)
+
+
 @pytest.mark.cover(strength=1, turns=2, plan=places)
 @pytest.mark.parametrize(
     ("plan", "precision"),

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import StateFormat, engine_of, estimate
+from terrazzo.engine.formats.state_blocks import STATE_FP8, STATE_INT8, StateBlocks
 from terrazzo.errors import BadInput
 from tests.engine.census import PeakBytes, census, live_bytes
 from tests.engine.models import base_model
@@ -661,3 +662,15 @@ def test_a_parameter_takes_six_or_eight_bytes_and_a_thirtieth(kind: tz.Precision
         bill = estimate(model, torch.optim.AdamW(model.parameters()), "zero1", precision=kind)
     resting = bill.weight_bytes + bill.master_bytes + bill.grad_bytes + bill.moments_bytes
     assert resting == 4096**2 * (2 + master + 2) + 4096**2 * 2 * 260 // 256 + 4
+
+
+@pytest.mark.parametrize("codes", [STATE_INT8, STATE_FP8], ids=["int8", "fp8"])
+def test_codes_of_squares_are_encoded_to_the_same_down_to_the_bound_that_is_said(codes: StateBlocks) -> None:
+    squares = codes.of("exp_avg_sq")
+    roots = torch.rand(64, 256, generator=torch.Generator().manual_seed(0)).pow(8)
+    roots = roots / roots.amax(1, keepdim=True)
+    for largest in (1.0, 2.0**-20, 2.0**-44):
+        first, again = (torch.zeros(64 * 260, dtype=torch.uint8) for _ in range(2))
+        squares.encode((roots * largest).square().flatten(), first)
+        squares.encode(squares.decode(first), again)
+        assert torch.equal(first, again)

@@ -90,7 +90,7 @@ def parallelize(  # structure: signature fixed by the design
     axes = axes_of(mesh)
     ranks = tensor_ranks(mesh) if sizes["tp"] > 1 else None
     changes, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, arguments))
-    check_alike(axes, facts, along=axes.with_stages)
+    check_alike(axes, facts, axes.everyone)
     if changes.context is not None:
         shared = changes.context
         all_or_none(axes, lambda: share_sequences(model, shared))  # which changes nothing where it refuses

@@ -125,7 +125,7 @@ def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[F
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
         whole |= {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
     axes = engine_of(model).axes
-    if axes.is_first((*axes.of_stage, *axes.replicas)):  # of those that have the same stage
+    if axes.is_first(axes.with_replicas):  # of those that have the same stage
         none = [parameter for parameter in ModelState(model).parameters() if not parameter.numel]
         whole |= {(parameter.name, WEIGHT): torch.empty(parameter.shape, dtype=parameter.dtype) for parameter in none}
     return owned + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]

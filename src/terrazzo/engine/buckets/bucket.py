@@ -69,7 +69,7 @@ class Bucket:
     ) -> None:
         axes, first = sharding.axes, members[0].parameter
         align = sharding.precision.align(packed, sharding.diloco)
-        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), align)
+        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(axes.summed_over), align)
         self.spec = BucketSpec(
             full_numel=layout.numel,
             plan=sharding.plan,

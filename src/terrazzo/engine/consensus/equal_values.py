@@ -13,14 +13,13 @@ from terrazzo.engine.mesh.axes import Axes
 __all__ = ["synchronize"]
 
 
-def synchronize(tensors: Sequence[Tensor], axes: Axes, along: tuple[str, ...] | None = None) -> None:
-    """Make `tensors` equal along all axes, or those of `along`: those that differ take the first rank's values."""
-    over = axes.of_stage if along is None else along
-    if not axes.live(over) or not tensors:
+def synchronize(tensors: Sequence[Tensor], axes: Axes, along: tuple[str, ...]) -> None:
+    """Make `tensors` equal on all ranks of the axes: those that differ take the first rank's values."""
+    if not axes.live(along) or not tensors:
         return
     by_number = {str(number): tensor for number, tensor in enumerate(tensors)}
-    for number in axes.differing({number: digest(tensor) for number, tensor in by_number.items()}, over):
+    for number in axes.differing({number: digest(tensor) for number, tensor in by_number.items()}, along):
         value = by_number[number].detach().to(axes.device).contiguous()
-        axes.broadcast(value, over)
+        axes.broadcast(value, along)
         with torch.no_grad():
             by_number[number].copy_(value)

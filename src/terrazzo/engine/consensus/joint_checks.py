@@ -52,15 +52,15 @@ def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
 def check_alike(
     axes: Axes,
     facts: Mapping[str, object],
+    along: Iterable[str],
     fix: str = "Give every rank the same model and arguments.",
-    along: Iterable[str] | None = None,
 ) -> None:
     """Compare what each rank was told. Collective.
 
     Args:
         facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
+        along: the axes whose ranks are compared.
         fix: what the message ends with.
-        along: the axes whose ranks are compared; by default those that have the same stage of the model.
 
     Raises:
         BadInput: on every rank of the mesh, naming the facts that differ where they do.

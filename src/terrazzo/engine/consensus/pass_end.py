@@ -38,7 +38,7 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
     values = torch.tensor([label.code, ~label.code, checksum, ~checksum, *numbers], device=HOST)
     before = moving.set(label)
     try:
-        highest, lowest, largest, smallest, *top = axes.maximum(values).tolist()
+        highest, lowest, largest, smallest, *top = axes.maximum(values, axes.of_stage).tolist()
     finally:
         moving.reset(before)
     label.check(highest, "another rank")
@@ -119,16 +119,16 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
         RanksApart: naming the first of `_ALIKE` that does, or the first exchange.
     """
     alike = {str(place): each for place, each in enumerate(_all_alike(progress))}
-    if differing := axes.differing({place: number for place, (_, _, number) in alike.items()}):
+    if differing := axes.differing({place: number for place, (_, _, number) in alike.items()}, axes.of_stage):
         said, name, own = alike[differing[0]]
-        ranks = axes.rows(torch.tensor([own], dtype=torch.float64, device=HOST))
+        ranks = axes.rows(torch.tensor([own], dtype=torch.float64, device=HOST), axes.of_stage)
         low, high = ranks.amin().item(), ranks.amax().item()
         found = said.format(name=name, own=own, low=low, high=high, last=progress.last_edit)
         raise RanksApart(f"The ranks have not run the same: before {label}, {found}")
     for axis in axes.with_experts:
         last = [*axes.along(axis).trail][-TRAIL:]
         trail = [-1] * (TRAIL - len(last)) + last
-        for theirs in axes.rows(torch.tensor(trail, device=HOST)).tolist():
+        for theirs in axes.rows(torch.tensor(trail, device=HOST), axes.of_stage).tolist():
             for mine, other in zip(trail, theirs, strict=True):
                 if mine != other and min(mine, other) >= 0:
                     label.of_code(mine).check(other, "another rank")

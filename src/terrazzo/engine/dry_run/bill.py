@@ -17,6 +17,7 @@ from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segments.group_runs import held_range, runs
 from terrazzo.engine.optim.stock.template import Templates
 from terrazzo.engine.plan.bucket_memory import publishes_late, resting_bytes
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 
 __all__ = ["MemoryBill", "memory_bill"]
 
@@ -38,7 +39,8 @@ class MemoryBill:
             buffers, weights kept between forward and backward; of a model in stages also copies of its buffers.
         outer_bytes: what replicas that train by themselves keep for their outer step; see `DiLoCo`.
         residual_bytes: what codes of gradients have lost, for the next ones; see `Precision.error_feedback`.
-        host_bytes: states in the host's memory, and buffers for those on `nvme`.
+        average_bytes: the average of weights, where there is a `tz.EMA`.
+        host_bytes: states in the host's memory, an average of weights too, and buffers for those on `nvme`.
         disk_bytes: states on `nvme`.
     """
 
@@ -49,6 +51,7 @@ class MemoryBill:
     transient_bytes: int
     outer_bytes: int = 0
     residual_bytes: int = 0
+    average_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
 
@@ -56,7 +59,7 @@ class MemoryBill:
     def total_bytes(self) -> int:
         """All bytes on the device."""
         states = self.weight_bytes + self.master_bytes + self.grad_bytes + self.moments_bytes + self.outer_bytes
-        return states + self.residual_bytes + self.transient_bytes
+        return states + self.residual_bytes + self.average_bytes + self.transient_bytes
 
     def table(self) -> str:
         rows = {
@@ -66,6 +69,7 @@ class MemoryBill:
             "optimizer state": self.moments_bytes,
             **({"outer step": self.outer_bytes} if self.outer_bytes else {}),
             **({"residuals": self.residual_bytes} if self.residual_bytes else {}),
+            **({"weights' average": self.average_bytes} if self.average_bytes else {}),
             "transient peak": self.transient_bytes,
             "total": self.total_bytes,
         }
@@ -74,13 +78,16 @@ class MemoryBill:
         return "\n".join(f"  {name:<16}{value / 2**20:>12,.1f} MiB" for name, value in rows.items())
 
 
-def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, step: StepSpec) -> MemoryBill:
+def memory_bill(
+    units: Sequence[Unit], templates: Templates, offload: Offload, step: StepSpec, *, averages: bool = False
+) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
     Args:
         units: in registration order.
         templates: what an `OptimizerProbe` of each param group keeps; none without an optimizer.
         offload: how states beside the device are kept.
+        averages: whether there is an average of the weights.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
     specs = [bucket.spec for bucket in buckets]
@@ -91,6 +98,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     tallies = [dry_run(units, step, templates), dry_run_outer_step(buckets)]
     if offload.step != "synchronous" and any(map(publishes_late, specs)):
         tallies.append(dry_run(units, replace(step, behind_updates=True), templates))
+    on_device, on_host = _average_bytes(specs) if averages else (0, 0)
     return MemoryBill(
         weight_bytes=resting["weight"],
         master_bytes=resting["master"],
@@ -99,9 +107,18 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
         transient_bytes=max(tally.ledger.peak_bytes for tally in tallies),
         outer_bytes=resting["outer"],
         residual_bytes=resting["residuals"],
-        host_bytes=host_bytes(need, offload) + summed_bytes * reduces_each,
+        average_bytes=on_device,
+        host_bytes=host_bytes(need, offload) + summed_bytes * reduces_each + on_host,
         disk_bytes=disk_bytes(need),
     )
+
+
+def _average_bytes(specs: Sequence[BucketSpec]) -> tuple[int, int]:
+    """Bytes of an average of the trained weights: on the device, and in host memory."""
+    sizes = {True: 0, False: 0}
+    for spec in (spec for spec in specs if spec.trainable):
+        sizes[spec.tiers.optim == "device"] += spec.numel(spec.optim_axes) * spec.precision.exact_master.itemsize
+    return sizes[True], sizes[False]
 
 
 def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:

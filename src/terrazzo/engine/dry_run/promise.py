@@ -31,6 +31,7 @@ class Promise:
         sharding: of the model; a bucket may follow its own family's.
         templates: gives what is kept for a parameter of each param group.
         stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
+        averages: whether there is an average of the weights.
     """
 
     units: Sequence[Unit]
@@ -40,6 +41,7 @@ class Promise:
     offload: Offload
     stages: Stages | None
     buffer_bytes: int
+    averages: bool = False
 
     def memory(self, micro_batches: int | None = None, local: bool | None = None) -> MemoryBill:
         """Promised memory of a step.
@@ -52,7 +54,8 @@ class Promise:
         Raises:
             BadInput: too few micro-batches for a pipeline.
         """
-        return memory_bill(self.units, self.templates(), self.offload, self._step(micro_batches, local))
+        step = self._step(micro_batches, local)
+        return memory_bill(self.units, self.templates(), self.offload, step, averages=self.averages)
 
     def traffic(
         self, micro_batches: int | None = None, local: bool | None = None, *, ends_round: bool = False

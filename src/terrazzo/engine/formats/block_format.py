@@ -50,8 +50,8 @@ class BlockCodes(BlockFormat, ABC):
 
     Three things hold of each format, so that neither the plan, the ranks nor a checkpoint changes a bit: the bytes of a
     block follow from its values alone; values that have been decoded are encoded to the same bytes again (of frozen
-    weights also after they were rounded to bf16, as they are saved); and a value that is not finite makes its block not
-    finite.
+    weights also after they were rounded to bf16, as they are saved; of squares down to a bound that `state_blocks`
+    has); and a value that is not finite makes its block not finite.
     """
 
     @abstractmethod

@@ -8,7 +8,8 @@ What lies between two codes is rounded up as often as it is near the upper one, 
 block's scale and an element's place in its block decide. Rounding to the nearest would hold an average still that moves
 by less than half the distance of codes in a step, as that of squares does. So a block's bytes follow from its values
 alone, and codes that are decoded and encoded again are the same: neither the plan, the ranks nor a checkpoint between
-two steps changes a bit.
+two steps changes a bit. Of squares this holds for blocks whose largest root is 2^-44 (6e-14) or more: far below that
+the smallest squares are no normal numbers in fp32, and have fewer bits than their roots, or none.
 
 A value that is not finite makes its block not finite. A positive square never becomes zero, which would divide by it:
 roots below the smallest code's ratio to the block's scale, 2^-18 under `int8` and 2^-9 / 448 under `fp8`, become that.

@@ -59,7 +59,7 @@ class ForwardHooks:
         self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
         self._agreement, self._exchanges = backward.agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
-        self._compute, self._alone = sharding.precision.compute, sharding.axes.size() == 1
+        self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.summed_over)
         self._warned = False
         self.refuse(None)
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass

@@ -142,9 +142,9 @@ class Axes:
     def along(self, axis: str) -> Collectives:
         return self._collectives[axis]
 
-    def size(self, axes: Iterable[str] | None = None) -> int:
-        """How many ranks the axes span; by default those over which gradients are summed."""
-        return math.prod(self._collectives[axis].size for axis in (self.summed_over if axes is None else axes))
+    def size(self, axes: Iterable[str]) -> int:
+        """How many ranks the axes span."""
+        return math.prod(self._collectives[axis].size for axis in axes)
 
     def live(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The axes with more than one rank: the others split nothing and need no communication."""
@@ -158,20 +158,20 @@ class Axes:
         """Whether this rank is the first on each of the axes."""
         return all(self._collectives[axis].rank == 0 for axis in axes)
 
-    def maximum(self, values: Tensor, axes: Iterable[str] | None = None, patience_s: float | None = None) -> Tensor:
-        """The elementwise maximum over all ranks of the axes, by default `of_stage`, in place; blocks.
+    def maximum(self, values: Tensor, axes: Iterable[str], patience_s: float | None = None) -> Tensor:
+        """The elementwise maximum over all ranks of the axes, in place; blocks.
 
         Args:
             patience_s: as for `Collectives.maximum`, along each axis.
         """
-        for axis in self.live(self.of_stage if axes is None else axes):
+        for axis in self.live(axes):
             self.along(axis).maximum(values, patience_s)
         return values
 
-    def rows(self, values: Tensor, axes: Iterable[str] | None = None) -> Tensor:
-        """The 1-D `values` of all ranks of the axes, by default `of_stage`, as rows; blocks."""
+    def rows(self, values: Tensor, axes: Iterable[str]) -> Tensor:
+        """The 1-D `values` of all ranks of the axes, as rows; blocks."""
         rows = values.unsqueeze(0)
-        for axis in self.live(self.of_stage if axes is None else axes):
+        for axis in self.live(axes):
             rows = self.along(axis).gather_rows(rows).flatten(0, 1)
         return rows
 
@@ -181,14 +181,14 @@ class Axes:
             value = reduce(self.along(axis).gather_rows(value), dim=0)
         return value
 
-    def differing(self, facts: Mapping[str, object], axes: Iterable[str] | None = None) -> list[str]:
-        """Names of the facts that are not the same on all ranks of the axes, by default those of the stage; blocks.
+    def differing(self, facts: Mapping[str, object], axes: Iterable[str]) -> list[str]:
+        """Names of the facts that are not the same on all ranks of the axes; blocks.
 
         Args:
             facts: under the same names on every rank. A number that is on a device is an int64 tensor of one element;
                 anything else is what JSON can hold, or `str` can tell apart.
         """
-        live = self.live(self.of_stage if axes is None else axes)
+        live = self.live(axes)
         if not facts or not live:
             return []
         checksums = torch.stack(

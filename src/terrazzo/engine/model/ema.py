@@ -23,8 +23,9 @@ class EMA:
     weights are when it is made: the values are those of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)` whose first `update_parameters` was called then.
 
-    Checkpoints with the optimizer's state have the average, too. Its memory, which the memory bill does not count, is
-    that of the master weights on a rank: on the device, or in host memory where the optimizer's state is off it.
+    Checkpoints with the optimizer's state have the average, too. Its memory is that of the
+    master weights on a rank: on the device, `average_bytes` of the memory bill from now on, or in host memory where the
+    optimizer's state is off it.
 
     Args:
         model: sharded, with one average at most. Frozen weights and buffers are not averaged.
@@ -55,7 +56,7 @@ class EMA:
         self._average.compare(engine.axes)
         engine.have_masters()
         self._average.begin(engine.trainable())
-        engine.average = self._average
+        engine.keep_average(self._average)
 
     @property
     def decay(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -142,6 +142,10 @@ class Engine:
         self.settle()
         self.drivers.retire()
 
+    def keep_average(self, average: Average) -> None:
+        """Have an average of the trained weights from now on, in the bill too."""
+        self.average, self.promise = average, replace(self.promise, averages=True)
+
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:
         """Averages of each bucket's master weights; empty where there are none."""
@@ -232,9 +236,11 @@ class Engine:
         return self.tally.ledger.peak_bytes
 
     def state_bytes(self) -> int:
-        """Weights, master weights, optimizer state and residuals of codes on the device, measured."""
+        """Weights, master weights and their averages, optimizer state and residuals on the device, measured."""
         resting = (each for bucket in self.buckets() for each in bucket.measured_at_rest())
         of_buckets = sum(each.nbytes for each in resting if each.tier == "device")
+        on_device = [average for bucket, average in self.averages.items() if bucket.spec.tiers.optim == "device"]
+        of_buckets += sum(average.nbytes for average in on_device)
         return of_buckets + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:

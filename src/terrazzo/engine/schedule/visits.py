@@ -39,8 +39,8 @@ def merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
         for before, after in itertools.pairwise(chain):
             followers[before].add(after)
     waiting = Counter(after for afters in followers.values() for after in afters)
-    rank_of = {step: (position, rank) for rank, chain in enumerate(chains) for position, step in enumerate(chain)}
-    ready = [(rank, step) for step, rank in rank_of.items() if not waiting[step]]
+    turn_of = {step: (position, rank) for rank, chain in enumerate(chains) for position, step in enumerate(chain)}
+    ready = [(turn, step) for step, turn in turn_of.items() if not waiting[step]]
     heapq.heapify(ready)
     merged: list[_Step] = []
     while ready:
@@ -49,8 +49,8 @@ def merge(ranks: Sequence[Sequence[Visit]]) -> list[Visit] | None:
         for after in followers[step]:
             waiting[after] -= 1
             if not waiting[after]:
-                heapq.heappush(ready, (rank_of[after], after))
-    if len(merged) < len(rank_of):
+                heapq.heappush(ready, (turn_of[after], after))
+    if len(merged) < len(turn_of):
         return None
     events = {step: max(chain[step] for chain in chains if step in chain) for step in merged}
     return [(unit, event) for (unit, _, _), event in events.items()]

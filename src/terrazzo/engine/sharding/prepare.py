@@ -139,8 +139,8 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     of_stage: dict[str, object] = {"parameters": model_facts(arguments.specs), "compiled units": compiled}
     of_stage["buffers"] = buffer_facts(model)
     of_stage["optimizer state"] = [state_facts(each) for each in arguments.optimizers]
-    check_alike(axes, {**facts, **of_stage})
-    check_alike(axes, facts, along=axes.stages)
+    check_alike(axes, {**facts, **of_stage}, axes.with_replicas)
+    check_alike(axes, facts, axes.stages)
     check_parts([member for spec in arguments.specs for member in spec.members], axes)
     replica = axes if options.diloco is None else axes.with_replicas_apart()
     sharding = ShardingSpec(replica, arguments.plan, arguments.precision, diloco=options.diloco)

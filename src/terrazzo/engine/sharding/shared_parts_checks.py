@@ -127,7 +127,7 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             numels = axes.total(torch.tensor([m.parameter.numel() for m in cut], device=axes.device), along).tolist()
             halves = zip(cut, numels, strict=True)
             wrong += [member.name for member, numel in halves if numel != torch.Size(member.shape).numel()]
-    if axes.maximum(torch.tensor([len(wrong)], device=HOST), axes.with_stages).item():
+    if axes.maximum(torch.tensor([len(wrong)], device=HOST), axes.everyone).item():
         raise BadInput(
             f"{listed(wrong) or 'Parameters of other ranks'}: the ranks along which they are cut do not have the whole "
             "of it between them. Pass tz.shard the mesh that tz.parallelize was given, and leave parameters "

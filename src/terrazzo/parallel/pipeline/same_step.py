@@ -111,7 +111,7 @@ def check_as_many(model: nn.Module, engine: Engine, read: Callable[[], StepArgum
     except Exception as error:
         problem = error
     numbers = [count, -count, 0 if problem is None else dist.get_rank() + 1]
-    most, least, refusing = engine.axes.maximum(torch.tensor(numbers, device=HOST)).tolist()
+    most, least, refusing = engine.axes.maximum(torch.tensor(numbers, device=HOST), engine.axes.of_stage).tolist()
     if problem is not None:
         raise problem
     if refusing:

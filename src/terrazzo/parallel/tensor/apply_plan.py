@@ -43,7 +43,7 @@ def _replace_parameters(cuts: TensorCuts) -> None:
     """Leave the records on modules, and replace cut parameters by this rank's parts. Ties are kept."""
     real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
     if real:
-        synchronize(real, cuts.ranks.axes)
+        synchronize(real, cuts.ranks.axes, cuts.ranks.axes.of_stage)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (name, attribute), record in cuts.records.items():
         module = cuts.model.get_submodule(name)
