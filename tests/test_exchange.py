@@ -33,6 +33,54 @@ def test_an_error_is_of_its_own_kind_on_every_rank(kind: type[TerrazzoError]) ->
     assert run_in_threads(2, body) == [(kind, "what happened")] * 2
 
 
+FOREIGN: list[tuple[Exception, type[TerrazzoError], type[TerrazzoError]]] = [
+    (KeyError("chat"), tz.BadInput, TerrazzoError),
+    (ConnectionResetError("by peer"), tz.BadInput, TerrazzoError),
+    (TimeoutError("no answer"), tz.Misuse, TerrazzoError),
+    (PermissionError("not yours"), tz.BadInput, tz.BadInput),
+    (ConnectionResetError("by peer"), tz.SaveFailed, tz.SaveFailed),
+]
+
+
+@pytest.mark.parametrize("work_of", [together, patiently])
+@pytest.mark.parametrize(
+    ("error", "failed", "raised"), FOREIGN, ids=[f"{type(e).__name__}-{f.__name__}" for e, f, _ in FOREIGN]
+)
+def test_only_what_the_system_refuses_is_bad_input_and_a_bug_is_shown_as_one(
+    work_of: Any, error: Exception, failed: type[TerrazzoError], raised: type[TerrazzoError]
+) -> None:
+    """A bug has its traceback on all ranks, the exit code of a failure, and may be started again; as a connection."""
+
+    def fail(rank: int) -> None:
+        if rank == 1:
+            raise error
+
+    def body(rank: int) -> str:
+        with pytest.raises(TerrazzoError) as caught:
+            work_of(lambda: fail(rank), failed)
+        assert caught.type is raised
+        assert caught.value.__cause__ is (error if rank == 1 else None)
+        return str(caught.value)
+
+    other, own = run_in_threads(2, body)
+    assert own == f"rank 1: {type(error).__name__}: {error}"
+    assert other.startswith(own)
+    assert ("raise error" in other) == (raised is TerrazzoError)
+    assert not TerrazzoError.lasts
+
+
+def test_an_error_of_a_kind_below_the_tree_is_of_the_nearest_kind_in_it() -> None:
+    class Damaged(tz.Misuse):
+        """Of the name of another."""
+
+    def body(rank: int) -> type[BaseException]:
+        with pytest.raises(TerrazzoError) as caught:
+            on_first(lambda: (_ for _ in ()).throw(Damaged("what happened")))
+        return caught.type
+
+    assert run_in_threads(2, body) == [tz.Misuse] * 2
+
+
 @pytest.mark.parametrize(
     ("config", "device"),
     [
@@ -61,8 +109,8 @@ def test_what_the_first_rank_does_all_ranks_hear_of(said: object) -> None:
     def body(rank: int) -> object:
         try:
             return on_first(work, tz.Misuse)
-        except tz.Misuse as error:
-            return str(error)
+        except TerrazzoError as error:
+            return str(error).partition("\n")[0]
 
     untold = "rank 0: TypeError: Object of type object is not JSON serializable"
     assert run_in_threads(2, body) == [said if type(said) is not object else untold] * 2

@@ -5,6 +5,39 @@
     model, optimizer = tz.shard(model, optimizer, plan="zero3", precision="bf16")
 
 Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`. What a run takes is known before: `tz.plan`.
+
+Packages and modules, from the ground up; each imports from its own line and those above:
+
+    errors           the error tree, and what messages are made of
+    exit_codes       with which code a process ends, and what that means
+    words            words that configurations and code share
+    given_numbers    what counts as a number among arguments
+    shell_command    how users start this package
+    lazy             names that are imported when they are first asked for
+    marks            attributes on objects of others
+    tether           processes that end with their parent
+    socket_server    a server for processes of one user
+
+    files            files replaced as a whole, and file systems behind URLs
+    untrusted_files  files of strangers
+    ending           finalizers, threads, exit and forks
+    documents        YAML, JSON and TOML, read strictly
+    nn, optim        losses, 8-bit linear layers, optimizers
+
+    engine           shards a model and its optimizer, and runs their step
+    exchange, hosts  plain values that ranks exchange, and ranks of one host
+    parallel         tensor, pipeline, context and expert parallelism
+    config           the configuration of `terrazzo train`
+
+    checkpoint       saving, loading, verifying, converting
+    planner          memory, traffic and time, before anything runs
+    dialects         configurations of other libraries
+    telemetry        where the time of a step goes, and what ranks do
+
+    launch           starts ranks, looks after them, starts them again
+    train            trains what a configuration describes
+    integrations     Trainer, Accelerate, Lightning, DeepSpeed's and FSDP2's calls
+    cli              the command line
 """
 
 from terrazzo import tether  # noqa: F401  first: it notes who the parent is, before seconds of imports

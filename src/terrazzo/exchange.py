@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -77,11 +79,13 @@ def together(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
     """Do `work`, which must not talk to other ranks; returns this rank's result once no rank has failed. Collective.
 
     Raises:
-        TerrazzoError: on all ranks, what the first rank that failed has raised; other errors become `failed`.
+        TerrazzoError: on all ranks, of the first rank that has failed: its own kind if it is of the error tree,
+            `failed` for an `OSError` that is not of a connection which may come back, and a plain `TerrazzoError`, with
+            the traceback, for any other, which is a bug.
     """
-    result, problem = _tried(work, failed)
-    _refuse(gather_json(problem))
-    return result  # type: ignore[return-value]
+    attempt = _Attempt.of(work, failed)
+    _refuse(gather_json(attempt.problem), attempt.error)
+    return attempt.result  # type: ignore[return-value]
 
 
 def patiently(work: Callable[[], T], failed: type[TerrazzoError]) -> T:
@@ -109,28 +113,49 @@ def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) ->
     """Do `work` on rank 0 only; returns its result (anything JSON can hold) on every rank. Collective.
 
     Raises:
-        TerrazzoError: on all ranks, what `work` has raised; other errors become `failed`.
+        TerrazzoError: on all ranks, as `together`.
     """
-    text, problem = _tried(lambda: json.dumps(work()), failed) if dist.get_rank() == 0 else (None, None)
-    told, problem = broadcast_json([text, problem])
-    _refuse([problem])
+    attempt = _Attempt.of(lambda: json.dumps(work()), failed) if dist.get_rank() == 0 else _Attempt[str]()
+    told, problem = broadcast_json([attempt.result, attempt.problem])
+    _refuse([problem], attempt.error)
     value: T = json.loads(told)
     return value
 
 
 _ProblemText = list[str]
-"""The name of the error's class, and its message."""
+"""The name of the error's class, its message, and for a bug the traceback, which no other rank could show."""
 
 
-def _tried(work: Callable[[], T], failed: type[TerrazzoError]) -> tuple[T | None, _ProblemText | None]:
-    try:
-        return work(), None
-    except Exception as error:  # whatever it was, the other ranks must not wait for this one
-        known = type(error).__name__ in BY_NAME
-        text = str(error) if known else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        return None, [type(error).__name__ if known else failed.__name__, text]
+@dataclass(frozen=True)
+class _Attempt(Generic[T]):
+    """What has become of work: its result, or what other ranks are told of its error, and the error."""
+
+    result: T | None = None
+    problem: _ProblemText | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, work: Callable[[], T], failed: type[TerrazzoError]) -> _Attempt[T]:
+        """Do `work`."""
+        try:
+            return cls(work())
+        except Exception as error:  # whatever it was, the other ranks must not wait for this one
+            return cls(problem=_told(error, failed), error=error)
 
 
-def _refuse(problems: list[_ProblemText | None]) -> None:
+def _told(error: Exception, failed: type[TerrazzoError]) -> _ProblemText:
+    """What other ranks are told of an error."""
+    if isinstance(error, TerrazzoError):
+        return [next(kind.__name__ for kind in type(error).__mro__ if kind in BY_NAME.values()), str(error), ""]
+    text = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    may_pass = failed.lasts and isinstance(error, ConnectionError | TimeoutError)
+    if isinstance(error, OSError) and not may_pass:
+        return [failed.__name__, text, ""]
+    return [TerrazzoError.__name__, text, "".join(traceback.format_exception(error)).rstrip()]
+
+
+def _refuse(problems: list[_ProblemText | None], own: Exception | None) -> None:
+    """Raise the first problem of all ranks, if there is one, from this rank's `own` error if it has one."""
     if (first := next((problem for problem in problems if problem is not None), None)) is not None:
-        raise BY_NAME[first[0]](first[1])
+        kind, text, trace = first
+        raise BY_NAME[kind](f"{text}\n{trace}" if trace and own is None else text) from own

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 __all__ = [
     "BAD_INPUT",
+    "BROKEN",
     "CORRUPTED",
     "DIVERGED",
     "DONE",
@@ -27,6 +28,8 @@ __all__ = [
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2
+BROKEN = 70  # EX_SOFTWARE of sysexits.h
+"""An error of a verb which by `FAILED` would answer a question, such as whether checkpoints differ."""
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 STALLED = 81
 CORRUPTED = 82

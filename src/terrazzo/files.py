@@ -17,6 +17,7 @@ __all__ = [
     "CHECKPOINTS",
     "GIB",
     "gib_text",
+    "is_url",
     "open_file_system",
     "replace_file",
     "replacing",
@@ -35,6 +36,11 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf"}
 def gib_text(count_bytes: float) -> str:
     """A number of bytes in GiB, for messages."""
     return f"{count_bytes / GIB:,.2f} GiB"
+
+
+def is_url(where: str | os.PathLike[str]) -> bool:
+    """Whether it is behind a URL, and not a local path."""
+    return "://" in str(where)
 
 
 def open_file_system(url: str, what: str) -> tuple[Any, str]:

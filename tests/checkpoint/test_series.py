@@ -331,7 +331,7 @@ def test_a_store_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, monke
     monkeypatch.setattr(LocalStore, "occupied", occupied)
 
     def body(rank: int) -> None:
-        with pytest.raises(tz.Misuse, match="rank 0: RuntimeError: no answer"):
+        with pytest.raises(tz.TerrazzoError, match="rank 0: RuntimeError: no answer"):
             checkpoint.load_newest(tmp_path, *built())
 
     run_in_threads(2, body)

@@ -310,7 +310,9 @@ def test_a_checkpoint_in_one_file_is_looked_at_as_one(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"w": torch.arange(3.0)}, path)
     assert "1 tensors" in run("inspect", path).stdout
-    assert run("verify", path).stdout.startswith(f"not verified: {path}\n")
+    done = run("verify", path)
+    assert done.stdout.startswith(f"not verified: {path}\n")
+    assert done.exit_code == 3, "2 is that of a path where there is nothing"
 
 
 def test_blocks_that_follow_each_other_are_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -16,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from terrazzo import cli
-from terrazzo.errors import BadInput, Diverged, SaveFailed
+from terrazzo.errors import BadInput, Diverged, Misuse, SaveFailed
 from terrazzo.exit_codes import DIVERGED, EXIT_CODES, UNREAD
 from tests.helpers import programs
 
@@ -170,6 +171,30 @@ def test_a_script_and_a_configuration_have_each_a_verb(tmp_path: Path, verb: str
     caught = CliRunner().invoke(cli.app, [verb, str(tmp_path / file)]).exception
     assert isinstance(caught, BadInput)
     assert str(caught).endswith(f" {other} {tmp_path / file}.")
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "code"),
+    [
+        (["checkpoint", "verify", "a"], ZeroDivisionError(), 70),
+        (["checkpoint", "diff", "a", "b"], Misuse("now"), 70),
+        (["config", "check", "a"], BadInput("no file"), 2),
+        (["verdict", "a"], ZeroDivisionError(), 1),
+    ],
+)
+def test_a_bug_is_no_answer_of_a_verb_that_answers_by_its_exit_code(
+    words: list[str], error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["terrazzo", *words])
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(cli, "ending_unread", contextlib.nullcontext)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert ("Traceback" in capsys.readouterr().err) == (code != 2)
 
 
 @pytest.mark.parametrize("words", ["train a.yaml --quite", "run --lr 3 a.py", "init --quite"])

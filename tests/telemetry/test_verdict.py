@@ -42,7 +42,7 @@ def record(step: int, comm: dict[str, dict[str, float]] | None = None, **more: A
     causes["gather"] = sum(row["exposed_s"] - row["late_s"] for row in (comm or {}).values())
     causes["compute"] = 1.0 - sum(causes.values())
     found = {"kind": "step", "step": step, "steps": 10, "step_s": 1.0, "cause_s": causes, "comm": comm or {}}
-    found["phase_s"] = {name: causes.get(name, 0.0) for name in ("evaluate", "save")}
+    found["phase_s"] = {name: causes.get(name, 0.0) for name in ("evaluate", "save", "local_save")}
     if late:
         found["skew"] = {"late_peer_s": late, "compute_s": [1.0 - each for each in late], "input_s": [0.0] * len(late)}
     return found
@@ -101,6 +101,7 @@ def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, floa
     [
         ("input", "data bounds the step", "background"),
         ("save", "saving bounds the step", "checkpoint.background=true"),
+        ("local_save", "saving on each machine bounds the step", "checkpoint.local.every=40"),
         ("evaluate", "evaluation bounds the step", "train.eval_every=40"),
         ("tier", "offload bounds the step", "offload.optim=device"),
     ],

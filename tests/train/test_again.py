@@ -60,6 +60,15 @@ def test_each_restart_goes_on_from_the_newest_checkpoint_and_ranks_hear_of_it(mo
     ]
 
 
+def test_ranks_that_are_started_again_keep_the_environment_of_the_first_start() -> None:
+    told, start = Told(2, 1, 2), LaunchSpec(2, ["words"], {"MINE": "kept"})
+    for _ in range(2):
+        following = told.again.after(start, FAILED)
+        assert following is not None
+        assert following.environment["MINE"] == "kept"
+        start = following
+
+
 def test_no_more_than_that(capsys: pytest.CaptureFixture[str]) -> None:
     told = Told(2, 1, 2, 3)
     assert told.after() is not None and told.after() is not None

@@ -12,7 +12,7 @@ from terrazzo.checkpoint import latest
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.data import load_chat, load_data, load_tokenizer
-from terrazzo.train.preflight.idle_settings import idle_notes
+from terrazzo.train.preflight.idle_keys import idle_notes
 from terrazzo.train.steps import evaluate
 from tests.helpers.chat import CHATML, MARKED, conversations, save_tokenizer, write_records
 from tests.train.test_preferences import folder, lines, train, values_of

@@ -173,6 +173,19 @@ def test_the_cause_is_said_where_reporting_it_fails(
     os.close(unwritable)
 
 
+@pytest.mark.parametrize("kind", [BadInput, OSError])
+def test_control_characters_of_strangers_do_not_reach_the_terminal(
+    temporary: Path, capfd: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    def work() -> int:
+        raise kind("The tensor '\x1b[2Jx' is not there.")
+
+    reap(spawn_rank(0, work))
+    said = capfd.readouterr().err
+    assert r"The tensor '\x1b[2Jx' is not there." in said
+    assert "\x1b" not in said
+
+
 @pytest.mark.parametrize("kind", [SaveFailed, OSError])
 def test_a_password_in_an_error_is_not_shown(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: type[Exception]
@@ -323,7 +336,7 @@ def test_a_path_that_is_no_utf_8_is_noted_and_said(
     assert reap(spawn_rank(0, refuse, tmp_path)) == BAD_INPUT
     assert "is cut short" in capfd.readouterr().err
     note = note_in(tmp_path)
-    assert note is not None and note["cause"] == "Error: 'caf\udce9.jsonl' is cut short."
+    assert note is not None and note["cause"] == r"Error: 'caf\udce9.jsonl' is cut short."
 
 
 def test_a_folder_that_is_not_the_runs_own_has_no_note(attempts: Callable[[int], None], tmp_path: Path) -> None:

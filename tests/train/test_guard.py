@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from terrazzo import files
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.telemetry.log import sinks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import DPO, NextToken, Validation
 from terrazzo.train.report.run_screen import RunScreen
@@ -123,6 +129,33 @@ def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
 
     on_ranks_of_a_run(1, config, moved)
     assert equal(final_state(tmp_path), final_state(other))
+
+
+def test_a_disk_that_is_full_when_the_run_goes_back_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 alone opens the log again. Who watches the run reads files as they were or as they are to be."""
+    spoil(monkeypatch, {12: 100.0})
+    taken, real = list[Path](), files.replacing
+
+    @contextlib.contextmanager
+    def full(path: Path, *, sync: bool) -> Iterator[Path]:
+        if path in taken or path.name == "metrics.jsonl":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with real(path, sync=sync) as beside:
+            yield beside
+        if path.name in ("config.json", "plan.txt"):
+            taken.append(path)
+
+    monkeypatch.setattr(files, "replacing", full)
+    monkeypatch.setattr(sinks, "replacing", full)
+    guard = {"action": "rollback", "spike": 8.0}
+    sections: dict[str, Any] = {"checkpoint": {"every": 5}, "schedule": {"name": "constant"}, "log": {"every": 1}}
+    assert trained(config_in(tmp_path, guard=guard, train={"steps": 13}, **sections)) == 0
+    assert lines(tmp_path, "guard") and metrics(tmp_path)[-1]["step"] == 13
+    said = capfd.readouterr().err
+    for name in ("config.json", "plan.txt", "metrics.jsonl"):
+        assert f"run/{name}' cannot be written (No space left on device): the run goes on" in said
 
 
 def spoil_batches(monkeypatch: pytest.MonkeyPatch, spoilt: set[bytes]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from terrazzo.config import CONFIG_KEYS, config_from_dict, load_config
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.idle_settings import _OF_ONE_RANK, _RULES, idle_notes
+from terrazzo.train.preflight.idle_keys import _OF_ONE_RANK, _RULES, idle_notes
 from terrazzo.train.settings.plan import build_precision, precision_of_run
 
 ROOT = Path(__file__).parents[2]

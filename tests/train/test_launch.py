@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from terrazzo.launch.launcher import local_ranks
 from terrazzo.launch.launcher.local_ranks import LaunchSpec, LocalRank, LocalRanks
 from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
 from terrazzo.launch.launcher.start_ranks import environment_of
-from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
+from terrazzo.launch.launcher_pipe import Failure, Milestone, cause_of, first_failure
 from terrazzo.launch.machine import ranks_to_start, resolve_device, set_threads
 from terrazzo.launch.rank.process_group import _agree_on_device, join
 from terrazzo.telemetry.watchdog.watchdog import Patience
@@ -255,13 +257,39 @@ def test_a_death_and_a_failure_are_both_said_the_first_one_last(
 
 
 def test_the_sentence_behind_a_traceback_has_where_that_rank_was(capsys: pytest.CaptureFixture[str]) -> None:
-    failure = Failure(0, 100 * S, 1, "Traceback (most recent call last):\n  ...\nValueError: no")
+    failure = Failure(0, 100 * S, 1, "Traceback (most recent call last):\n  ...\nValueError: no", "ValueError: no")
     ranks: list[Any] = [
         Ended(0, 1, failure, 101 * S, at=", in phase forward of step 9"),
         Ended(1, -15, ended_by_us=True),
     ]
     report_end(RanksAtEnd(ranks))
     assert capsys.readouterr().err.endswith("\n\nRank 0 failed first, in phase forward of step 9: ValueError: no\n")
+
+
+CUDA_ERROR = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError(CUDA_ERROR), "RuntimeError: CUDA error: out of memory"),
+        (SyntaxError("invalid syntax", ("a.py", 1, 1, "a b", 1, 2)), "SyntaxError: invalid syntax"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_the_cause_of_a_failure_is_the_first_line_of_its_message(
+    error: Exception, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(traceback.format_exception(error)).rstrip()
+    ranks: list[Any] = [Ended(0, 1, Failure(0, 100 * S, 1, text, cause_of(error)), 101 * S)]
+    assert report_end(RanksAtEnd(ranks)).why == f"rank 0 failed: {cause}"
+    assert capsys.readouterr().err.endswith(f"\n\nRank 0 failed first: {cause}\n")
+
+
+def test_a_death_by_a_signal_without_a_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks: list[Any] = [Ended(0, -(signal.SIGRTMIN + 1))]
+    assert report_end(RanksAtEnd(ranks)).code == 1
+    assert "Rank 0 was ended by SIGRTMIN+1;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -372,9 +400,6 @@ def test_ranks_on_gpus_get_segments_that_grow_unless_the_user_has_chosen(monkeyp
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert environment_of(2)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
@@ -386,6 +411,57 @@ def test_threads_of_ranks_do_not_spin_on_cores_that_others_need(monkeypatch: pyt
     assert environment_of(1)["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert "GOMP_SPINCOUNT" not in environment_of(1)
+
+
+ALONE = """
+import os, sys, types
+os.getloadavg = lambda: (1e4, 0.0, 0.0)
+def start_training(*_):
+    names = "GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"
+    print("torch" in sys.modules, *(os.environ.get(name) for name in names))
+    return 0
+sys.modules["terrazzo.train.start_trainer"] = module = types.ModuleType("terrazzo.train.start_trainer")
+module.start_training = start_training
+import terrazzo.train
+sys.argv[1:] = ["train", "a.json"]
+from terrazzo.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}])
+def test_a_lone_rank_has_what_others_are_started_with_before_it_imports_torch(
+    tmp_path: Path, own: dict[str, str]
+) -> None:
+    """It is the process of `terrazzo train` itself: libgomp and the allocator read it once."""
+    (tmp_path / "a.json").write_text('{"train": {"steps": 9}}')
+    names = ("OMP_WAIT_POLICY", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | own
+    words = [sys.executable, "-c", ALONE]
+    said = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    spins, segments = own.values() or ("1000", "expandable_segments:True")
+    assert said.stdout == f"False {spins} {segments} None\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "run", "threads"),
+    [("1", None, 1), ("3,2", None, 3), ("1", "terrazzo", 1), ("1", "none", 2), ("3", "none", 3), ("x", None, 2)],
+    ids=["the user's", "nested", "our launcher's", "torchrun's", "the user's under torchrun", "no number"],
+)
+def test_threads_that_the_user_has_set_are_heeded(
+    monkeypatch: pytest.MonkeyPatch, value: str, run: str | None, threads: int
+) -> None:
+    """That of torchrun is 1 for each of several ranks, whatever the machine has, and nobody's wish."""
+    taken: list[int] = []
+    monkeypatch.setattr(topology, "cpus_of_a_rank", lambda ranks: 2)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if run is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    set_threads(LaunchConfig(), 2)
+    set_threads(LaunchConfig(threads=7), 2)
+    assert taken == [threads, 7]
 
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,6 +484,7 @@ def test_a_rank_takes_its_share_of_the_container_and_not_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, bound: int, container: int, quota: float, ranks: int, threads: int
 ) -> None:
     taken: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(topology, "allowed_cpus", lambda: frozenset(range(bound)))
     monkeypatch.setattr(topology, "container_cpus", lambda root: frozenset(range(container)))

@@ -22,7 +22,9 @@ from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
+from terrazzo.train.report.stop_notices import cut_short_text
 from terrazzo.train.session.build_session import open_session
+from terrazzo.train.settings.run_command import RunCommand
 from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 from tests.train.test_session import ALONE, StopAfter, config_in
@@ -95,6 +97,8 @@ def test_a_run_goes_on_from_what_survives_to_the_same_bits(
     assert names(config) == ["step-00000006"], "one at a time"
     again = restarts_of(config, ["words"])
     assert (again._newest().step, again._newest().path) == (6, f"{local_folder(config)}/step-00000006")
+    lost = f"steps after the newest checkpoint, {local_folder(config)}/step-00000006, are lost"
+    assert lost in cut_short_text(config, RunCommand()), "a second Ctrl-C"
     header(capsys)
     assert trained(config) == 0
     assert f"resumed at step 6, from {local_folder(config)}/step-00000006" in header(capsys)

@@ -27,7 +27,7 @@ from terrazzo.train.model.objectives import CLASSES, DPO, objective_of
 from terrazzo.train.model.reward import build_reward_model, with_score
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.idle_settings import idle_notes
+from terrazzo.train.preflight.idle_keys import idle_notes
 from terrazzo.train.session.build_session import open_session
 from tests.helpers.chat import CHATML, save_tokenizer, turns, write_records
 from tests.helpers.cover import mostly_long
@@ -458,6 +458,17 @@ def test_a_model_whose_score_is_built_otherwise_is_refused(tmp_path: Path, model
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "num_hidden_layers": 1, "n_layer": 1}))
     with pytest.raises(BadInput, match=f"{model_type}.*has other tensors: {tensor}"):
         build_reward_model(tmp_path, torch.device("meta"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_that_is_looked_up_alone_costs_a_reward_model_no_flops(tmp_path: Path, tied: bool) -> None:
+    """Its body has no head, whether the language model would have had one of its own: counted here by hand."""
+    llama = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": tied, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(llama | sizes))
+    model = build_reward_model(tmp_path, torch.device("meta"))
+    matrices, norms, score = 2 * (4 * 32 * 32 + 3 * 32 * 64), (2 * 2 + 1) * 32, 32
+    assert model.num_flops_per_token(16) == 6 * (matrices + norms + score) + 12 * 2 * 32 * 16
 
 
 def test_tensors_have_the_names_of_transformers_and_are_known_to_the_planner(tmp_path: Path) -> None:

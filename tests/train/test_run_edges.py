@@ -375,6 +375,9 @@ def test_what_is_lost_at_a_second_interrupt_is_said_with_the_way_on(tmp_path: Pa
     newest = tmp_path / "run" / "checkpoints" / "step-00000003"
     lost = f"steps after the newest checkpoint, {newest}, are lost"
     assert cut_short_text(config, command) == f"Ended at once, without saving: {lost}. To go on from it: {again}"
+    far = config_in(tmp_path, checkpoint={"folder": "memory://far"})
+    stays = "what was saved before stays in memory://far"
+    assert cut_short_text(far, command).endswith(f" are lost; {stays}. To go on: {again}")
     anew = config_in(tmp_path, checkpoint={"resume": "never", "overwrite": True})
     assert cut_short_text(anew, command).endswith(f"{again} checkpoint.resume=if_exists")
 

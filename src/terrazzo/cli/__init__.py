@@ -25,7 +25,8 @@ How a verb is written:
   `VERB_checkpoint(s)`, `VERB_config(s)`, or `prune_folder`.
 - It raises `BadInput` for wrong arguments, and ends by `typer.Exit(code)`. `main` prints the message of an error that
   `says_all`, and the traceback of any other; the process ends with the error's exit code, one of `terrazzo.exit_codes`.
-  A verb that answers a question, such as `config check`, says in its docstring what its exit codes 1 and 2 mean.
+  A verb that answers a question, such as `config check`, says in its docstring what its exit code 1 means; in these
+  folders a bug ends with `BROKEN`.
 
 To add a verb: write the function, give it a row in `VERBS`, and name it in the list above. `python -m
 tools.reference_pages` writes its page.
@@ -68,7 +69,7 @@ from terrazzo.cli.verdict import verdict
 from terrazzo.cli.watch import watch
 from terrazzo.config import without_passwords
 from terrazzo.errors import TerrazzoError, printable
-from terrazzo.exit_codes import FAILED, exit_codes_text
+from terrazzo.exit_codes import BROKEN, FAILED, exit_codes_text
 
 __all__ = ["VERBS", "VerbRow", "app", "main"]
 
@@ -139,6 +140,10 @@ app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(config, name="config")
 
 
+_ANSWERING = ("checkpoint", "config")
+"""Verbs of which some answer a question by exit code 1."""
+
+
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
@@ -146,10 +151,11 @@ def main() -> None:
     verb = sys.argv[1] if len(sys.argv) > 1 else ""
     outlives_reader = any(row.outlives_reader for row in VERBS if row.function.__name__ == verb)
     with contextlib.nullcontext() if outlives_reader else ending_unread():
-        _run()
+        _run(BROKEN if verb in _ANSWERING else FAILED)
 
 
-def _run() -> None:
+def _run(failed: int) -> None:
+    """Run the command line; `failed`: the exit code of an error that is not the user's."""
     try:
         app()
     except TerrazzoError as error:
@@ -158,10 +164,10 @@ def _run() -> None:
             print(f"Error: {message}", file=sys.stderr)
         else:
             _print_traceback(error)
-        sys.exit(error.exit_code)
+        sys.exit(failed if error.exit_code == FAILED else error.exit_code)
     except Exception as error:
         _print_traceback(error)
-        sys.exit(FAILED)
+        sys.exit(failed)
 
 
 def _print_traceback(error: Exception) -> None:

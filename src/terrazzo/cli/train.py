@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +35,7 @@ def train(
     any more (`| head`), it goes on, and log.folder has them.
     """
     from terrazzo.config import load_config
-    from terrazzo.launch.environment import adopt_slurm, is_rank
+    from terrazzo.launch.environment import adopt_slurm, is_rank, library_settings
 
     if config.suffix == ".py":
         raise BadInput(f"'{config}' is a script, and no configuration: write {terrazzo_command()} run {config}.")
@@ -44,6 +45,7 @@ def train(
 
         train_as_rank(config, overrides or [])  # ends the process
     settings = load_config(config, overrides or [])  # before seconds of imports
+    os.environ.update(library_settings() | os.environ)  # a lone rank is this process: before it imports torch
     if sys.stdout.isatty():
         print(f"checking {printable(str(config))} ...", flush=True)
     from terrazzo.train.start_trainer import start_training

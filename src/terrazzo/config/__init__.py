@@ -21,7 +21,7 @@ To add a key:
    the section's `_disagreements`, and what cannot be in others in a function of `section_rules`. A key that needs a
    switch of its own section is refused there without it.
 2. In `train.settings`, or where the trainer reads the section, what a run makes of it. Where a setting of another
-   section has it do nothing, which may be meant, a rule in `train.preflight.idle_settings`; where both cannot be, a
+   section has it do nothing, which may be meant, a rule in `train.preflight.idle_keys`; where both cannot be, a
    check in `train.preflight`.
 3. In `dialects.formats.terrazzo`, for a neutral setting, a row in `paths`, or code in `read` and `write` where a row
    does not do. Other keys are carried over as they are; `read` has what a conversion to another library says of them.

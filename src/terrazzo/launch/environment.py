@@ -1,6 +1,7 @@
 """Whether this process was started as a rank, and as which one, according to its environment.
 
-Nothing here imports torch, so that a configuration can be refused before torch is imported.
+Nothing here imports torch, so that a configuration can be refused, and what torch and its libraries read of the
+environment be set, before torch is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ import re
 
 from terrazzo.errors import BadInput
 
-__all__ = ["RUN_ID", "adopt_slurm", "first_host", "is_rank", "local_rank", "require_environment", "starter"]
+__all__ = [
+    "RUN_ID",
+    "adopt_slurm",
+    "first_host",
+    "is_rank",
+    "library_settings",
+    "local_rank",
+    "require_environment",
+    "starter",
+    "told_threads",
+]
 
 RUN_ID = "terrazzo"
 """torchrun's id of a run, by which ranks of Terrazzo's launcher are told from torchrun's."""
@@ -35,6 +46,35 @@ def starter() -> str:
     if run is not None:
         return "`terrazzo run`" if run == RUN_ID else "torchrun"
     return "Slurm" if "SLURM_PROCID" in os.environ else "whoever set RANK"
+
+
+def library_settings() -> dict[str, str]:
+    """Default environment variables of processes that train, which the user's own override.
+
+    PYTORCH_ALLOC_CONF: gathered weights of units of several sizes come and go; segments that grow leave no gaps between
+    them (PyTorch, "Memory management" in the notes on CUDA). Without a GPU nothing reads it.
+
+    GOMP_SPINCOUNT: if all cores are busy already, threads of a kernel that wait for each other should sleep soon. By
+    default they spin for 300,000 turns (libgomp) on cores that other threads need.
+    """
+    chosen = {}
+    if os.getloadavg()[0] >= len(os.sched_getaffinity(0)) and "OMP_WAIT_POLICY" not in os.environ:
+        chosen["GOMP_SPINCOUNT"] = "1000"
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+        chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return chosen
+
+
+def told_threads() -> int | None:
+    """The threads of `OMP_NUM_THREADS`; None where it is not set, or torchrun's 1 for any of several ranks."""
+    value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if not value.isdecimal() or int(value) == 0 or (value == "1" and _started_by_torchrun()):
+        return None
+    return int(value)
+
+
+def _started_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_RUN_ID", RUN_ID) != RUN_ID
 
 
 def local_rank() -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-__all__ = ["REPORT", "SIBLING_GRACE_S", "Failure", "LauncherPipe", "Milestone", "Reporter", "first_failure"]
+__all__ = ["REPORT", "SIBLING_GRACE_S", "Failure", "LauncherPipe", "Milestone", "Reporter", "cause_of", "first_failure"]
 
 REPORT = "TERRAZZO_REPORT"
 """The descriptor of the pipe, in the environment of a rank."""
@@ -43,6 +44,7 @@ class Failure:
         time_ns: when, on the monotonic clock that processes of a machine share.
         exit_code: of the rank.
         text: the message, or the traceback.
+        cause: of a traceback the error in a line, see `cause_of`; empty where `text` is the message.
         lasts: whether ranks that are started again would end in the same way.
     """
 
@@ -50,7 +52,19 @@ class Failure:
     time_ns: int
     exit_code: int
     text: str
+    cause: str = ""
     lasts: bool = False
+
+    @property
+    def why(self) -> str:
+        """The error in a line."""
+        return (self.cause or self.text).partition("\n")[0]
+
+
+def cause_of(error: BaseException) -> str:
+    """An error in a line: its class, and the first line of its message, which may have many (CUDA's gives advice)."""
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    return next(line for line in lines if not line.startswith(" "))  # a SyntaxError begins with where it is
 
 
 def first_failure(failures: Iterable[Failure | None]) -> Failure | None:

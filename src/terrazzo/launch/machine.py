@@ -8,6 +8,7 @@ from terrazzo.config import Config, LaunchConfig
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
+from terrazzo.launch.environment import told_threads
 
 __all__ = ["cuda_index", "ranks_here", "ranks_to_start", "resolve_device", "set_threads"]
 
@@ -46,8 +47,11 @@ def cuda_index(local_rank: int) -> int:
 
 
 def set_threads(config: LaunchConfig, ranks: int) -> None:
-    """Set this process's threads to its share of the CPUs that the machine or container allows, for `ranks` ranks."""
-    torch.set_num_threads(config.threads or topology.cpus_of_a_rank(ranks))
+    """Set this process's threads: `launch.threads`, else those of `OMP_NUM_THREADS`, else its share of the CPUs.
+
+    The share is that of one of `ranks` in what the machine or container allows.
+    """
+    torch.set_num_threads(config.threads or told_threads() or topology.cpus_of_a_rank(ranks))
 
 
 def ranks_to_start(config: Config) -> int:

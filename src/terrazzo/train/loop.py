@@ -221,7 +221,7 @@ class TrainingLoop:
         elif due.local_save:
             if self.judge.has_unseen:
                 self.judge.check()
-            with self.phases.during("save"), self.cadence.apart():
+            with self.phases.during("local_save"), self.cadence.apart():
                 copied = session.save_locally()
             if copied is not None:
                 self.report.partner_copy(copied)

@@ -20,7 +20,7 @@ from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.checkpoint.storage.places import is_url, store_and_name
+from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine import (
     ModelState,
@@ -34,6 +34,7 @@ from terrazzo.engine import (
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
+from terrazzo.files import is_url
 
 __all__ = ["check_foreign", "load", "open_source", "own_folder", "restore", "warn_of_notes"]
 

@@ -9,13 +9,9 @@ from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.remote import RemoteStore
 from terrazzo.checkpoint.storage.store import CheckpointStore
 from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.files import is_url
 
-__all__ = ["check_new", "is_url", "open_store", "store_and_name"]
-
-
-def is_url(where: str | os.PathLike[str]) -> bool:
-    """Whether it is behind a URL, and not a local path."""
-    return "://" in str(where)
+__all__ = ["check_new", "open_store", "store_and_name"]
 
 
 def open_store(where: str | os.PathLike[str]) -> CheckpointStore:

@@ -38,7 +38,7 @@ def verify(
 ) -> None:
     """Recompute every digest, and name each file, tensor and range of bytes that is not as it was written.
 
-    Exit code 0: all is whole. 1: something is damaged. 2: nothing is, and something could not be verified: other
+    Exit code 0: all is whole. 1: something is damaged. 3: nothing is, and something could not be verified: other
     formats hold no digests.
     """
     from terrazzo.cli.checkpoint.verify import verify_checkpoints  # imports torch, which --help can do without

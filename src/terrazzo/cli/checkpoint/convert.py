@@ -19,6 +19,7 @@ from terrazzo.cli.checkpoint.options import HuggingFaceOptions, Target
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say
 from terrazzo.errors import BadInput
+from terrazzo.files import is_url
 from terrazzo.words import dtype_named
 
 __all__ = ["convert_checkpoint"]
@@ -52,7 +53,7 @@ def convert_checkpoint(src: str, dst: str, to: Target, options: HuggingFaceOptio
 def _check_target(to: Target, dst: str, flags: list[str]) -> None:
     if flags and to is not Target.HF:
         raise BadInput(f"{flags[0]} is for --to hf, and this is --to {to}: leave it out.")
-    if "://" in dst and to is not Target.TERRAZZO:
+    if is_url(dst) and to is not Target.TERRAZZO:
         raise BadInput(f"'{dst}' is a URL, and --to {to} writes local folders only: give a path.")
     check_new(dst)
 

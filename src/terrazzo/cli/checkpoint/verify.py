@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["verify_checkpoints"]
 
-CODE_OF_STATE = {"whole": 0, "not verified": 2, "damaged": 1}
+CODE_OF_STATE = {"whole": 0, "not verified": 3, "damaged": 1}
 """Exit codes. The last state in this order that a checkpoint has counts."""
 
 

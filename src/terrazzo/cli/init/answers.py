@@ -11,6 +11,7 @@ from terrazzo.cli.init.questions import Question
 from terrazzo.cli.shared.arguments import whole_number
 from terrazzo.config import config_from_dict
 from terrazzo.errors import ALL, BadInput, did_you_mean
+from terrazzo.files import is_url
 from terrazzo.planner import Cluster, ModelShape, model_shape
 from terrazzo.planner.machine.devices import cpu_host, device, this_machine
 from terrazzo.planner.model.loading import preset_name
@@ -98,7 +99,7 @@ def _model(text: str, answers: InitAnswers) -> Model:
 
 def _data(text: str, answers: InitAnswers) -> str:
     """The source, which must exist; a URL is not looked up yet."""
-    if "://" not in text:
+    if not is_url(text):
         find_files(text)
     return text
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from terrazzo.config.section import Section, whole_number
+from terrazzo.files import is_url
 
 __all__ = ["CheckpointConfig"]
 
@@ -29,7 +30,7 @@ class LocalConfig(Section):
     @field_validator("folder")
     @classmethod
     def _on_the_machine(cls, folder: str | None) -> str | None:
-        if folder is not None and "://" in folder:
+        if folder is not None and is_url(folder):
             raise ValueError(
                 f"'{folder}' is to be on the machine: use /dev/shm or a folder on a drive of its own. checkpoint.folder"
                 " may be a URL"

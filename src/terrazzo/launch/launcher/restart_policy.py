@@ -6,7 +6,7 @@ This is for ranks of Terrazzo's own launcher only. torchrun and Slurm restart th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput, counted
@@ -33,7 +33,7 @@ class RestartPolicy:
         newest: returns the newest checkpoint; raises `BadInput` if the run cannot continue from it.
         words: the command of the ranks that continue from a checkpoint.
         say: is called with a line about each restart.
-        places: the slots of the ranks, if these may become fewer or more; default: as many ranks as before.
+        slots: which there are for the ranks, if these may become fewer or more; default: as many ranks as before.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class RestartPolicy:
         newest: Callable[[], RestartPoint],
         words: Callable[[RestartPoint], Sequence[str]],
         say: Callable[[str], object],
-        places: RankSlots | None = None,
+        slots: RankSlots | None = None,
     ) -> None:
-        self._most, self._newest, self._words, self._say, self._places = most, newest, words, say, places
+        self._most, self._newest, self._words, self._say, self._slots = most, newest, words, say, slots
         self._number = 0
+        self._environment: Mapping[str, str] = {}  # of the first start
         # At the failure before: what was saved, and what had failed.
         self._before: tuple[RestartPoint, str] | None = None
 
@@ -67,21 +68,23 @@ class RestartPolicy:
         if self._number == self._most:
             _refuse(f"launch.restarts is {self._most}")
             return None
+        if self._number == 0:
+            self._environment = start.environment
         self._number, self._before = self._number + 1, (saved, end.why)
         restart = Restart(self._number, self._most, end.why)
         where = f"from {saved.path}" if saved.path else "from the beginning: there is no checkpoint yet"
-        ranks, environment = start.ranks, restart.environment
-        if self._places is not None:
-            ranks, environment = self._places.ranks, {**environment, **self._places.environment}
+        ranks, environment = start.ranks, {**self._environment, **restart.environment}
+        if self._slots is not None:
+            ranks, environment = self._slots.ranks, {**environment, **self._slots.environment}
         starting = f"starting {counted(ranks, 'rank')}{'' if changed else ' again'}, {where}"
         self._say(f"restart {restart.number} of {restart.most}: {f'{changed}; ' if changed else ''}{starting}")
         return LaunchSpec(ranks, self._words(saved), environment)
 
     def _changed(self, end: RunEnd) -> str:
         """The slots that were lost or came, in words. A rank that fails at its start again gives up its slot."""
-        if self._places is None:
+        if self._slots is None:
             return ""
-        return self._places.follow(end.rank if end.failed_at_start and self._number else None)
+        return self._slots.follow(end.rank if end.failed_at_start and self._number else None)
 
 
 def _refuse(why: str) -> None:

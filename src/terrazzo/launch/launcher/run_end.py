@@ -7,7 +7,6 @@ the end of a long output. One of the ways is that ranks stood still: why is foun
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALL
 from terrazzo.launch.launcher.local_ranks import LocalRank
 from terrazzo.launch.launcher_pipe import Failure, Milestone, first_failure
 from terrazzo.launch.stopping.notices import Notices, say_now
+from terrazzo.launch.stopping.received_signals import signal_name
 from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.telemetry.watchdog.stall import Stall
 
@@ -55,7 +55,7 @@ class RunEnd(NamedTuple):
     @property
     def note(self) -> ExitNote:
         """The launcher's note of the end."""
-        cause = self.why or (f"ended by {signal.Signals(self.code - 128).name}" if self.code > 128 else "unknown")
+        cause = self.why or (f"ended by {signal_name(self.code - 128)}" if self.code > 128 else "unknown")
         reason = self.reason or reason_of(self.code)
         return ExitNote(self.code, reason, str(without_passwords(cause)), self.rank, self.step)
 
@@ -136,7 +136,7 @@ def _stopped_as_asked(end: RanksAtEnd) -> RunEnd | None:
         return None
     if all(rank.code is not None and rank.code >= 0 and rank.failure is None for rank in end.ranks):
         return RunEnd(max(rank.code or 0 for rank in end.ranks))
-    _say(f"Stopped by {signal.Signals(end.stop_signal).name}; all ranks have ended.")
+    _say(f"Stopped by {signal_name(end.stop_signal)}; all ranks have ended.")
     return RunEnd(128 + end.stop_signal)
 
 
@@ -170,10 +170,9 @@ def _failed_first(end: RanksAtEnd) -> RunEnd | None:
     stopped = [rank for rank in end.ranks if rank.stopped]
     for rank in stopped:
         _say(f"\n{_of_stopped(rank)}")
-    *trace, why = first.text.splitlines()
-    if trace and not stopped:
-        _say(f"\nRank {first.rank} failed first{end.ranks[first.rank].at}: {why}")
-    return end.ended_by_failure(first, f"rank {first.rank} failed: {why}")
+    if first.cause and not stopped:
+        _say(f"\nRank {first.rank} failed first{end.ranks[first.rank].at}: {first.why}")
+    return end.ended_by_failure(first, f"rank {first.rank} failed: {first.why}")
 
 
 ENDINGS: Sequence[Callable[[RanksAtEnd], RunEnd | None]] = (
@@ -212,7 +211,7 @@ def _unreported(rank: LocalRank, stop_signal: int | None, oom_kills: int | None)
         return Failure(rank.rank, (rank.ended_ns or 0) - _SEEN_LATE_NS, rank.code, text)
     if stop_signal is not None and rank.code == -stop_signal:
         return None
-    name = signal.Signals(-rank.code).name
+    name = signal_name(-rank.code)
     hint = _who_kills(oom_kills) if name == "SIGKILL" else ""
     text = f"Rank {rank.rank} was ended by {name}{hint}{rank.at}{_OTHERS_STOPPED}"
     late_ns = _KILL_SEEN_LATE_NS if name == "SIGKILL" else _SEEN_LATE_NS

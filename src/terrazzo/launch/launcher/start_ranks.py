@@ -6,12 +6,11 @@ one way only.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 
-from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.topology import cpus_of_a_rank
 from terrazzo.exit_codes import PREEMPTED, STALLED
+from terrazzo.launch.environment import library_settings
 from terrazzo.launch.launcher.local_ranks import LaunchSpec, LocalRanks
 from terrazzo.launch.launcher.restart_policy import RestartPolicy
 from terrazzo.launch.launcher.run_end import RanksAtEnd, RunEnd, report_end
@@ -25,21 +24,8 @@ __all__ = ["environment_of", "launch_ranks"]
 
 
 def environment_of(ranks: int) -> dict[str, str]:
-    """Default environment variables of ranks, which the user's own override.
-
-    PYTORCH_ALLOC_CONF: gathered weights of units of several sizes come and go; segments that grow leave no gaps between
-    them (PyTorch, "Memory management" in the notes on CUDA).
-
-    GOMP_SPINCOUNT: if all cores are busy already, threads of a kernel that wait for each other should sleep soon. By
-    default they spin for 300,000 turns (libgomp) on cores that other threads need.
-    """
-    cpus = cpus_of_a_rank(1)
-    chosen = {"OMP_NUM_THREADS": str(max(1, cpus // ranks))}
-    if os.getloadavg()[0] >= cpus and "OMP_WAIT_POLICY" not in os.environ:
-        chosen["GOMP_SPINCOUNT"] = "1000"
-    if devices.count() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
-        chosen["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return chosen
+    """Default environment variables of ranks, which the user's own override."""
+    return {"OMP_NUM_THREADS": str(max(1, cpus_of_a_rank(1) // ranks)), **library_settings()}
 
 
 def launch_ranks(

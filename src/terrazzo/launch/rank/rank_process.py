@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import TerrazzoError
+from terrazzo.errors import TerrazzoError, printable
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
-from terrazzo.launch.launcher_pipe import Failure, Milestone, Reporter
+from terrazzo.launch.launcher_pipe import Failure, Milestone, Reporter, cause_of
 from terrazzo.launch.rank.failure_reporters import reporter_of, says_all
 from terrazzo.launch.stopping.preemption import leave_note
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, note_of_code
@@ -81,9 +81,9 @@ class RankProcess:
 
     def _fail(self, error: BaseException, code: int) -> None:
         """Note and report the failure, on screen if reporting fails."""
-        failure = Failure(self._rank, time.monotonic_ns(), code, _text(error), _lasts(error))
-        cause = _cause(error)
-        self._note_exit(lambda step: ExitNote(code, reason_of(code), cause, self._rank, step))
+        now, cause = time.monotonic_ns(), "" if _shows_message(error) else _shown(cause_of(error))
+        failure = Failure(self._rank, now, code, _text(error), cause, _lasts(error))
+        self._note_exit(lambda step: ExitNote(code, reason_of(code), cause or failure.text, self._rank, step))
         try:
             self._reporter.fail(failure, error)
         except BaseException:
@@ -110,13 +110,16 @@ def _lasts(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """The message of an error that says all, the traceback of any other; without passwords."""
+    """The message of an error that says all, the traceback of any other."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted."
-    text = f"Error: {error}" if says_all(error) else "".join(traceback.format_exception(error)).rstrip()
-    return str(without_passwords(text))
+    return _shown(f"Error: {error}" if says_all(error) else "".join(traceback.format_exception(error)).rstrip())
 
 
-def _cause(error: BaseException) -> str:
-    """The error in a line, without a traceback."""
-    return _text(error) if says_all(error) else _text(error).splitlines()[-1]
+def _shows_message(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) or says_all(error)
+
+
+def _shown(text: str) -> str:
+    """`text` for a terminal: without passwords, and with control characters escaped, which may be a stranger's."""
+    return printable(str(without_passwords(text)))

@@ -15,7 +15,7 @@ from types import TracebackType
 from terrazzo import tether
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
-from terrazzo.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone
+from terrazzo.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone, cause_of
 from terrazzo.tether import become
 
 __all__ = ["own_frames"]
@@ -54,7 +54,7 @@ class _Ending:
             return
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
         code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
-        self._launcher.fail(Failure(self._rank, now, code, text), error)
+        self._launcher.fail(Failure(self._rank, now, code, text, cause_of(error)), error)
 
     def leave(self, leaving: SystemExit) -> None:
         """Report an end by `sys.exit`, for which Python has no hook."""

@@ -129,5 +129,12 @@ BOUNDS: dict[str, BoundRow] = {
         "torch.distributed.checkpoint.async_save in the place of torch.save",
         "#5d6b7a",
     ),
+    "local_save": BoundRow(
+        "between",
+        "saving on each machine",
+        "goes to local checkpoints",
+        "Saving on the machine less often would help",
+        color="#a3adb8",
+    ),
 }
 """The bounds by name. Pictures stack their parts of a step in this order."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -56,8 +58,9 @@ def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
         "exchange": lambda all_: _shorter(all_, axis),
         "tier": _nearer,
         "update": lambda all_: ["plan.name=zero1"] if all_["plan"]["name"] == "zero0" else [],
-        "evaluate": lambda all_: _rarer(all_, "train", "eval_every"),
+        "evaluate": lambda all_: _rarer(all_, "eval_every", "train"),
         "save": _saving,
+        "local_save": lambda all_: _rarer(all_, "every", "checkpoint", "local"),
     }
     return by_cause[cause](settings) if cause in by_cause else []
 
@@ -105,13 +108,14 @@ _NEAR = (None, "device")
 
 def _saving(settings: ConfigValues) -> list[str]:
     edits = [] if settings["checkpoint"]["background"] else ["checkpoint.background=true"]
-    return edits + _rarer(settings, "checkpoint", "every")
+    return edits + _rarer(settings, "every", "checkpoint")
 
 
-def _rarer(settings: ConfigValues, section: str, key: str) -> list[str]:
+def _rarer(settings: ConfigValues, key: str, *sections: str) -> list[str]:
     """A quarter as often, at least once a run; nothing if the run chooses the interval itself (`auto`)."""
-    every, steps = settings[section][key], settings["train"]["steps"]
+    every = functools.reduce(operator.getitem, sections, settings)[key]
+    steps = settings["train"]["steps"]
     if every == "auto":
         return []
     rarer = min(4 * every, steps) if every and steps else 4 * (every or 0)
-    return [f"{section}.{key}={rarer}"] if every and rarer > every else []
+    return [f"{'.'.join(sections)}.{key}={rarer}"] if every and rarer > every else []

@@ -44,15 +44,26 @@ class Sink(ABC):
 
     @contextlib.contextmanager
     def _unfailing(self) -> Iterator[None]:
-        try:
+        with saying_unwritable(self.path, again=not self._failed) as seen:
             yield
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                why = error.strerror or error
-                warn_on_stderr(
-                    f"'{self.path}' cannot be written ({why}): the run goes on, and what it measures may be missing."
-                )
+        self._failed = self._failed or bool(seen)
+
+
+@contextlib.contextmanager
+def saying_unwritable(path: Path, *, again: bool = True) -> Iterator[list[OSError]]:
+    """Within this context an `OSError` is said on stderr and ends no run; `again=False` says it no more.
+
+    Returns:
+        a list that has the error afterwards.
+    """
+    seen: list[OSError] = []
+    try:
+        yield seen
+    except OSError as error:
+        seen.append(error)
+        if again:
+            why = error.strerror or error
+            warn_on_stderr(f"'{path}' cannot be written ({why}): the run goes on, and what it measures may be missing.")
 
 
 def warn_on_stderr(text: str) -> None:
@@ -73,7 +84,8 @@ class JsonLines(Sink):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _cut_back(path, first_step)
+            with self._unfailing():  # a full disk: lines of steps that come again stay, the newest count
+                _cut_back(path, first_step)
         self._file = path.open("ab", buffering=0)
 
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:

@@ -23,14 +23,14 @@ __all__ = [
     "time_fields",
 ]
 
-PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "other")
+PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "local_save", "other")
 """The phases of a step, in order. Each moment belongs to exactly one."""
 
-TIME_CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", "update", "input", "evaluate", "save")
-"""What the host did, or waited for. Each moment belongs to exactly one."""
-
-_APART = ("update", "input", "evaluate", "save")
+_APART = ("update", "input", "evaluate", "save", "local_save")
 """Phases that are causes themselves, except for what the host waited in them."""
+
+TIME_CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", *_APART)
+"""What the host did, or waited for. Each moment belongs to exactly one."""
 
 CAUSE_OF_KIND = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
 CAUSE_OF_KIND |= {"update": "tier", "control": "late_peer"}

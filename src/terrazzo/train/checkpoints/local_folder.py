@@ -21,7 +21,7 @@ from terrazzo import checkpoint
 from terrazzo.config import Config
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput, TerrazzoError
-from terrazzo.files import replace_file
+from terrazzo.files import is_url, replace_file
 
 __all__ = [
     "ONE_HOST",
@@ -77,7 +77,7 @@ def label(config: Config) -> str:
 
 def _own_name(config: Config) -> str:
     durable = config.checkpoint_folder
-    where = durable if "://" in durable else os.path.realpath(durable)
+    where = durable if is_url(durable) else os.path.realpath(durable)
     return f"terrazzo-{os.getuid()}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
 
 
@@ -116,7 +116,7 @@ def forget_run(config: Config) -> None:
 
 def _note(config: Config) -> Path | None:
     """The path of the note; None if the durable checkpoints are behind a URL."""
-    return None if "://" in config.checkpoint_folder else Path(config.checkpoint_folder) / ".run"
+    return None if is_url(config.checkpoint_folder) else Path(config.checkpoint_folder) / ".run"
 
 
 def make_private(folder: str) -> None:

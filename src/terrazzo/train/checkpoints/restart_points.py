@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from terrazzo.checkpoint import latest, open_source, step_of
 from terrazzo.config import Config, without_passwords
 from terrazzo.errors import BadInput, TerrazzoError
@@ -10,7 +12,7 @@ from terrazzo.launch.launcher.restart_policy import RestartPoint, RestartPolicy
 from terrazzo.telemetry import RunConsole
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, noted_run
 
-__all__ = ["restarts_of"]
+__all__ = ["newest_of", "restarts_of"]
 
 
 def restarts_of(config: Config, words: list[str]) -> RestartPolicy:
@@ -45,7 +47,7 @@ class _RestartPoints:
             BadInput: the one that it began from is gone.
         """
         durable = self._durable()
-        path = next(reversed(self._local(durable)), durable)
+        path = newest_of(durable, self._local(durable))
         return RestartPoint() if path is None else RestartPoint(step_of(path) or 0, str(without_passwords(path)))
 
     def _durable(self) -> str | None:
@@ -61,6 +63,11 @@ class _RestartPoints:
         if durable is None and self.begins_anew and noted_run(self._config) == self._run_before:
             return []
         return local_checkpoints(self._config, durable)
+
+
+def newest_of(durable: str | None, local: Sequence[str]) -> str | None:
+    """What a run goes on from: the last of the `local` checkpoints that are newer than the `durable` one, or that."""
+    return local[-1] if local else durable
 
 
 def _identity(path: str | None) -> str:

@@ -70,7 +70,7 @@ class RunCheckpoints:
     def find_local(self) -> Mapping[str, CheckpointFolder]:
         """Folders to read local checkpoints from that are newer than the durable ones, by path; oldest first.
 
-        Collective. The next `resume` takes these.
+        Collective. The next `restore` takes these.
         """
         self._local_folders = self._local.find(on_first(lambda: checkpoint.latest(self.folder), BadInput))
         return self._local_folders
@@ -84,7 +84,7 @@ class RunCheckpoints:
         local = (self._local_folders or {}).get(path)
         return checkpoint.open_source(path).extra if local is None else TerrazzoCheckpoint(local).extra
 
-    def resume(self, model: nn.Module, optimizer: Any, needed: Collection[str]) -> Resumed:
+    def restore(self, model: nn.Module, optimizer: Any, needed: Collection[str]) -> Resumed:
         """Restore model and optimizer from the newest complete checkpoint. Collective.
 
         Args:

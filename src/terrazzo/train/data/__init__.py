@@ -21,7 +21,7 @@ In the order in which data go through them, which `load` brings together:
 Example:
     config = load_config("examples/quickstart.yaml")
     data = load_data(config)
-    loader = Loader(data.train, config, rank=0, world_size=2)
+    loader = Loader(data.train, config, reader=0, readers=2)
     step = loader.next_step()          # step.micro_batches: this rank's; step.valid_tokens: of all ranks
 """
 
@@ -34,7 +34,7 @@ from terrazzo.train.data.loader import (
     Loader,
     evaluated,
     evaluation_batches,
-    rounds,
+    micro_batches_of,
 )
 from terrazzo.train.data.pairs import PairDataset
 from terrazzo.train.data.sequences import IGNORED, Batch, Indices, SequenceDataset
@@ -60,5 +60,5 @@ __all__ = [
     "load_chat",
     "load_data",
     "load_tokenizer",
-    "rounds",
+    "micro_batches_of",
 ]

@@ -22,7 +22,7 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, Indices, SequenceDataset
 
-__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches", "rounds"]
+__all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches", "micro_batches_of"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class GlobalBatch:
     """One step's data: this rank's micro-batches, and over all ranks the targets, and the samples of the mean loss.
 
     Attributes:
-        learnt: of these samples, those that gradients are summed over: of the rank's own replica where each
-            trains by itself.
+        learnt: of these samples, those that gradients are summed over: of the own group where each trains by itself.
     """
 
     micro_batches: tuple[Batch, ...]
@@ -85,8 +84,8 @@ _SAME = "Resume with the data, tokenizer, sequence_length, split, seed and numpy
 class Loader:
     """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
 
-    Sizes are those of section `batch`; `rank` says whose share is read, and `train.seed` draws the order. Ranks that
-    share sequences count as one here, and `part` gives each its own part of a micro-batch.
+    Sizes are those of section `batch`; `reader`, one of `readers`, says whose share is read, and `train.seed` draws the
+    order. Ranks that share sequences are one reader, and `part` gives each its own part of a micro-batch.
 
     Raises:
         BadInput: the dataset holds fewer sequences than one global batch.
@@ -96,8 +95,8 @@ class Loader:
         self,
         dataset: SequenceDataset,
         config: Config,
-        rank: int = 0,
-        world_size: int = 1,
+        reader: int = 0,
+        readers: int = 1,
         part: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         if len(dataset) < config.batch.global_batch:
@@ -106,10 +105,10 @@ class Loader:
                 f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.batch.global_batch}. "
                 "Give more data, a shorter sequence_length, or a smaller global batch."
             )
-        self.dataset, self.batch, self.rank, self.world_size = dataset, config.batch, rank, world_size
+        self.dataset, self.batch, self.reader, self.readers = dataset, config.batch, reader, readers
         self.part = part
         mesh = config.plan.mesh
-        self.replicas = mesh.groups(world_size * mesh.ranks_per_batch) if config.plan.sync_every is not None else 1
+        self.groups = mesh.groups(readers * mesh.ranks_per_batch) if config.plan.sync_every is not None else 1
         self.order = GlobalOrder(len(dataset), config.train.seed)
         self.cursor = Cursor()
         self.thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="terrazzo-data")
@@ -126,27 +125,27 @@ class Loader:
     def read(self, cursor: Cursor) -> tuple[GlobalBatch, Cursor]:
         """The step at `cursor`, and the cursor after it."""
         indices, following = self.order.take(cursor, self.batch.global_batch)
-        micro_batches = tuple(self.part(self.dataset.batch(one)) for one in self._share(indices, self.rank))
+        micro_batches = tuple(self.part(self.dataset.batch(one)) for one in self._share(indices, self.reader))
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
         return GlobalBatch(micro_batches, *totals, self._learnt(indices, totals[1])), following
 
     def _learnt(self, indices: Indices, samples: int) -> int:
-        """How many of a step's `samples` this rank's replica learns from."""
-        if self.replicas == 1:
+        """How many of a step's `samples` this reader's group learns from."""
+        if self.groups == 1:
             return samples
-        of_replicas = filled(indices, self.batch.micro_batch * self.world_size).reshape(self.replicas, -1)
-        rows = of_replicas[self.rank * self.replicas // self.world_size]
+        of_groups = filled(indices, self.batch.micro_batch * self.readers).reshape(self.groups, -1)
+        rows = of_groups[self.reader * self.groups // self.readers]
         return self.dataset.samples(rows[rows != NO_SEQUENCE])
 
-    def first_of(self, rank: int, cursor: Cursor | None = None) -> Batch:
-        """The first micro-batch that another rank reads of the step at a cursor, or at this one; this rank's part."""
+    def first_of(self, reader: int, cursor: Cursor | None = None) -> Batch:
+        """The first micro-batch that another reader has of the step at a cursor, or at this one; this rank's part."""
         indices, _ = self.order.take(self.cursor if cursor is None else cursor, self.batch.global_batch)
-        return self.part(self.dataset.batch(self._share(indices, rank)[0]))
+        return self.part(self.dataset.batch(self._share(indices, reader)[0]))
 
-    def _share(self, indices: Indices, rank: int) -> Indices:
-        """The sequences of a step that a rank reads, `[micro_batches, micro_batch]`."""
-        share = filled(indices, self.batch.micro_batch * self.world_size)
-        own: Indices = share.reshape(self.world_size, -1, self.batch.micro_batch)[rank]
+    def _share(self, indices: Indices, reader: int) -> Indices:
+        """The sequences of a step that are one reader's, `[micro_batches, micro_batch]`."""
+        share = filled(indices, self.batch.micro_batch * self.readers)
+        own: Indices = share.reshape(self.readers, -1, self.batch.micro_batch)[reader]
         return own
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,8 +212,8 @@ def evaluated(dataset: SequenceDataset, max_sequences: int | None = None) -> npt
 def evaluation_batches(
     dataset: SequenceDataset,
     micro_batch: int,
-    rank: int = 0,
-    world_size: int = 1,
+    reader: int = 0,
+    readers: int = 1,
     max_sequences: int | None = None,
 ) -> Iterator[Batch]:
     """This rank's micro-batches of one pass over `dataset`, or over `max_sequences` evenly spaced sequences of it.
@@ -223,13 +222,13 @@ def evaluation_batches(
     collectives; what is left over is filled with rows in which every target is ignored. Summed over ranks,
     each sequence comes once.
     """
-    for indices in rounds(evaluated(dataset, max_sequences), micro_batch, rank, world_size):
+    for indices in micro_batches_of(evaluated(dataset, max_sequences), micro_batch, reader, readers):
         yield dataset.batch(indices)
 
 
-def rounds(chosen: Indices, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator[Indices]:
-    """This rank's share of the `chosen` sequences, as many micro-batches on every rank; `NO_SEQUENCE` fills them."""
-    yield from filled(chosen, micro_batch * world_size).reshape(-1, world_size, micro_batch)[:, rank]
+def micro_batches_of(chosen: Indices, micro_batch: int, reader: int = 0, readers: int = 1) -> Iterator[Indices]:
+    """This reader's share of the `chosen` sequences, as many micro-batches on each; `NO_SEQUENCE` fills them."""
+    yield from filled(chosen, micro_batch * readers).reshape(-1, readers, micro_batch)[:, reader]
 
 
 def filled(chosen: Indices, multiple: int) -> Indices:

@@ -21,7 +21,6 @@ __all__ = [
     "COMPRESSIONS",
     "SourceFile",
     "folder_files",
-    "is_url",
     "is_visible",
     "plain_part",
     "reading",
@@ -102,11 +101,6 @@ def reading(what: str) -> Iterator[None]:
             f"{what} cannot be read ({type(error).__name__}: {str(error)[:300]}). Check that it is whole, and that this"
             " machine reaches it and may read it."
         ) from error
-
-
-def is_url(source: str) -> bool:
-    """Whether a source is read by fsspec."""
-    return "://" in source
 
 
 def stored_files(url: str) -> list[SourceFile]:

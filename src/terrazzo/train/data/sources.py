@@ -23,6 +23,7 @@ from pathlib import Path
 
 from terrazzo.config import DataConfig
 from terrazzo.errors import BadInput, listed
+from terrazzo.files import is_url
 from terrazzo.train.data.datasets_folder import dataset_of, read_dataset
 from terrazzo.train.data.records import (
     Document,
@@ -35,7 +36,7 @@ from terrazzo.train.data.records import (
     read_jsonl,
     read_parquet,
 )
-from terrazzo.train.data.source_file import SourceFile, folder_files, is_url, plain_part, reading, stored_files
+from terrazzo.train.data.source_file import SourceFile, folder_files, plain_part, reading, stored_files
 
 __all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents", "without_records"]
 

@@ -30,6 +30,7 @@ __all__ = [
     "Router",
     "auxiliary_loss",
     "balance_experts",
+    "forget_load",
     "routers_of",
 ]
 

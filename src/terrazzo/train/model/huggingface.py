@@ -211,11 +211,14 @@ def _reset_of(model: weakref.ref[nn.Module], module: weakref.ref[nn.Module]) -> 
     return reset_parameters
 
 
-def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
+def num_flops_per_token(model: nn.Module, sequence_length: int, *, scores_tokens: bool = True) -> int:
     """An estimate of training FLOPs per token after PaLM's appendix B (see `Decoder.num_flops_per_token`).
 
-    Every parameter counts as a matrix element except an untied input embedding; of a mixture's experts the
-    routed share counts. 0 when the config does not tell layers and width.
+    Every parameter counts as a matrix element except an input embedding that is not the head as well; of a mixture's
+    experts the routed share counts. 0 when the config does not tell layers and width.
+
+    Args:
+        scores_tokens: whether the model has a head for the vocabulary, tied or not.
     """
     config: Any = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
@@ -223,10 +226,11 @@ def num_flops_per_token(model: nn.Module, sequence_length: int) -> int:
         return 0
     head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     attention: int = 12 * layers * config.num_attention_heads * head_dim * sequence_length
-    return int(_matmul_flops(model, config)) + attention
+    tied = scores_tokens and getattr(config, "tie_word_embeddings", True)
+    return int(_matmul_flops(model, config, tied)) + attention
 
 
-def _matmul_flops(model: nn.Module, config: Any) -> float:
+def _matmul_flops(model: nn.Module, config: Any, tied: bool) -> float:
     """FLOPs of a token in the matrices that it meets: 6 per element, 4 per frozen one, which gets no gradient."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     share = getattr(config, "num_experts_per_tok", None) or experts
@@ -235,7 +239,7 @@ def _matmul_flops(model: nn.Module, config: Any) -> float:
         frozen = frozen or not parameter.requires_grad
         each = 6 if parameter.requires_grad else 4
         flops += each * parameter.numel() * (share / experts if ".experts." in name else 1.0)
-    if not getattr(config, "tie_word_embeddings", True):
+    if not tied:
         flops -= (4 if frozen else 6) * config.vocab_size * config.hidden_size  # as the rest of a base is
     return flops
 

@@ -59,7 +59,7 @@ class RewardModel(nn.Module):
         if isinstance(body, Decoder):
             config = body.config
             return body.num_flops_per_token(sequence_length) - 6 * config.vocab_size * config.dim
-        return huggingface.num_flops_per_token(self, sequence_length)
+        return huggingface.num_flops_per_token(self, sequence_length, scores_tokens=False)
 
 
 def build_reward_model(spec: DecoderConfig | Path, device: torch.device) -> RewardModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config, setting_texts
+from terrazzo.engine import find_units
 from terrazzo.errors import BadInput, counted, listed
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.model.transformers import harmless
@@ -16,18 +17,17 @@ from terrazzo.train.model.huggingface import check_cuts_attention, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import ModelOnPaper, decoder_config
 from terrazzo.train.preflight.device_memory import check_plan
-from terrazzo.train.preflight.idle_settings import idle_notes
-from terrazzo.train.preflight.local_checkpoint_settings import check_local
-from terrazzo.train.preflight.names_in_model import check_named
+from terrazzo.train.preflight.idle_keys import idle_notes
+from terrazzo.train.preflight.local_room import check_local
 from terrazzo.train.preflight.offload_room import check_folders
-from terrazzo.train.preflight.replica_settings import check_samples_of_groups
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.preflight.written_folders import check_written
-from terrazzo.train.settings.plan import filling_note, mesh_shape, micro_batches_per_rank
+from terrazzo.train.settings.optimizer import check_names
+from terrazzo.train.settings.plan import empty_rows, filling_note, mesh_shape, micro_batches_per_rank
 from terrazzo.train.settings.refusals import refusals
 from terrazzo.words import FILL_IN
 
-__all__ = ["check", "check_fewer"]
+__all__ = ["check", "check_fewer", "check_samples_of_groups"]
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -52,7 +52,7 @@ def check(config: Config, world_size: int) -> list[str]:
         _ = whole.model  # refuses one that cannot do without logits
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     _check_model(config, tokenizer)
-    check_named(config, whole)
+    _check_named(config, whole)
     _check_data(config)
     check_written(config)
     local = check_local(config, world_size)
@@ -71,6 +71,20 @@ def check_fewer(config: Config, ranks: int) -> None:
             raise BadInput(
                 f"launch.ranks is {config.launch.ranks}, and of {counted(number, 'rank')} it would be refused: {error}"
             ) from None
+
+
+def check_samples_of_groups(config: Config, world_size: int) -> None:
+    """Raise `BadInput` if a group would have no sample in any step, whose weights would count in the mean."""
+    if config.plan.sync_every is None:
+        return
+    batch, mesh = config.batch, config.plan.mesh
+    groups, rows = mesh.groups(world_size), batch.global_batch + empty_rows(batch, world_size, mesh)
+    if idle := groups - -(-batch.global_batch * groups // rows):
+        raise BadInput(
+            f"batch.global_batch {batch.global_batch} is {rows // groups} samples for each of the first groups, and"
+            f" leaves none to {idle} of the {groups} groups that train by themselves (plan.sync_every): set"
+            f" batch.global_batch={rows}, or start fewer groups (plan.mesh.dp_replicate)."
+        )
 
 
 def _check_filled_in(config: Config) -> None:
@@ -103,6 +117,29 @@ def _check_model(config: Config, tokenizer: Tokenizer) -> None:
     if config.model.weights == "pretrained":
         weight_files(config.model.path)
     check_lora(config)
+
+
+def _check_named(config: Config, whole: ModelOnPaper) -> None:
+    """Look names up in the whole model, which is built only if there are any.
+
+    Raises:
+        BadInput: the model has nothing of a name.
+    """
+    plan, train = config.plan, config.train
+    if not (
+        plan.units
+        or config.optimizer.no_decay
+        or config.optimizer.muon.matrices
+        or config.optimizer.muon.others
+        or train.activation_checkpointing_ops
+        or config.objective.loss == "chunked"
+    ):
+        return
+    try:
+        find_units(whole.model, plan.units)
+    except BadInput as error:
+        raise BadInput(f"plan.{error}" if str(error).startswith("units") else str(error)) from None
+    check_names(config.optimizer, [name for name, _ in whole.model.named_parameters()])
 
 
 def _check_data(config: Config) -> None:

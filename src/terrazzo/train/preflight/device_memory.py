@@ -23,7 +23,7 @@ from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.planning.as_setup import setup_of
-from terrazzo.train.preflight.local_checkpoint_settings import local_room
+from terrazzo.train.preflight.local_room import local_room
 from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
 
 __all__ = ["AvailableMemory", "available", "check_plan"]

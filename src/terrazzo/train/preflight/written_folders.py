@@ -10,11 +10,12 @@ from pathlib import Path
 
 from terrazzo.config import Config, DataConfig, without_passwords
 from terrazzo.errors import BadInput
+from terrazzo.files import is_url
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.checkpoints.local_folder import noted_run
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.data.datasets_folder import folder_of_source
-from terrazzo.train.data.source_file import is_url, is_visible, plain_part
+from terrazzo.train.data.source_file import is_visible, plain_part
 from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 
 __all__ = ["check_written"]
@@ -31,7 +32,7 @@ FILES = {
 def check_written(config: Config) -> None:
     """Raise `BadInput` if checkpoints or logs would be mixed with the data, or with those of another run."""
     folders = {"log.folder": config.log.folder}
-    if "://" not in config.checkpoint_folder:
+    if not is_url(config.checkpoint_folder):
         folders["checkpoint.folder"] = Path(config.checkpoint_folder)
     for key, folder in folders.items():
         if str(folder).startswith("~"):

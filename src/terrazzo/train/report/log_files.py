@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from terrazzo.config import without_passwords
 from terrazzo.engine import engine_of
+from terrazzo.files import replace_file
 from terrazzo.telemetry import JsonLines, ReportPage, Sink, TensorBoard, lines_of
 from terrazzo.telemetry.log.run_folder import RunFolder
+from terrazzo.telemetry.log.sinks import saying_unwritable
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.report.summary import summary_lines
 from terrazzo.train.session.session import Session
@@ -35,16 +38,17 @@ class LogFiles:
         log, folder = session.config.log, RunFolder(session.config.log.folder)
         config = without_passwords(session.config.model_dump(mode="json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
-        folder.config.write_text(text + "\n", encoding="utf-8")
+        _write(folder.config, text)
         bill = engine.promise.memory(session.micro_batches)
         plan = without_passwords(f"{engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
-        folder.plan.write_text(plan + "\n", encoding="utf-8")
+        _write(folder.plan, plan)
         self._metrics = JsonLines(folder.metrics, session.step)
         details = {"Plan": plan, "Configuration": text}
         page = ReportPage(folder.page, self._metrics.path, self._title, details, summary_lines)
         self._sinks += [self._metrics, page]
         if log.tensorboard:
-            self._sinks.append(TensorBoard(folder.tensorboard, session.step))
+            with saying_unwritable(folder.tensorboard):
+                self._sinks.append(TensorBoard(folder.tensorboard, session.step))
 
     def __bool__(self) -> bool:
         return bool(self._sinks)
@@ -80,3 +84,9 @@ class LogFiles:
         """Close all files."""
         for sink in self._sinks:
             sink.close()
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file as a whole, for those who watch the run; where that fails, the run goes on."""
+    with saying_unwritable(path):
+        replace_file(path, text + "\n", sync=False)

@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 from terrazzo.checkpoint import latest
 from terrazzo.config import Config, without_passwords
+from terrazzo.files import is_url
 from terrazzo.launch.stopping.notices import Notices
 from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
+from terrazzo.train.checkpoints.local_folder import local_checkpoints
+from terrazzo.train.checkpoints.restart_points import newest_of
 from terrazzo.train.settings.run_command import RunCommand
 
 __all__ = ["cut_short_text", "launcher_notices", "rank_notices"]
@@ -45,8 +48,16 @@ def rank_notices(
 def cut_short_text(config: Config, command: RunCommand) -> str:
     """What is lost when a run is ended at once, what is left, and the command that continues from there."""
     folder, again = config.checkpoint_folder, command.going_on(config, finished=False)
-    newest = folder if "://" in folder else latest(folder)  # nothing is asked of a network now
-    lost, how = "there is no checkpoint, and all steps are lost.", "To begin anew"
-    if newest is not None:
+    if is_url(folder):  # nothing is asked of a network now
+        lost, how = f"steps after the newest checkpoint are lost; what was saved before stays in {folder}.", "To go on"
+    elif (newest := _newest(config)) is not None:
         lost, how = f"steps after the newest checkpoint, {newest}, are lost.", "To go on from it"
+    else:
+        lost, how = "there is no checkpoint, and all steps are lost.", "To begin anew"
     return str(without_passwords(f"Ended at once, without saving: {lost} {how}: {again}"))
+
+
+def _newest(config: Config) -> str | None:
+    """The newest checkpoint on this machine, local ones included."""
+    durable = latest(config.checkpoint_folder)
+    return newest_of(durable, local_checkpoints(config, durable))

@@ -266,7 +266,7 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
 
 
 def _saved_with_reference(checkpoints: RunCheckpoints, path: str) -> dict[str, Any]:
-    """A checkpoint's extra values; empty if it has no reference, or cannot be read, which `resume` will report."""
+    """A checkpoint's extra values; empty if it has no reference, or cannot be read, which `restore` will report."""
     try:
         extra = checkpoints.extra_of(path)
     except TerrazzoError:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from terrazzo.config import Config, setting_texts
 from terrazzo.errors import BadInput
-from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
+from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, micro_batches_of
 from terrazzo.train.model.objectives import completion_log_probs, inputs_of
 from terrazzo.train.session.data_share import DataShare
 
@@ -112,7 +112,7 @@ def compute_reference(
     model.eval()
     for dataset, pairs in due:
         table = torch.zeros(len(dataset), 2, device=device)
-        for indices in rounds(pairs, config.batch.micro_batch, parts.reader, parts.readers):
+        for indices in micro_batches_of(pairs, config.batch.micro_batch, parts.reader, parts.readers):
             batch = dataset.batch(indices)
             log_probs = completion_log_probs(model, model(**inputs_of(model, batch, device)), batch)[: batch.samples]
             table[torch.from_numpy(indices[: batch.samples]).to(device)] = log_probs

@@ -152,7 +152,7 @@ class Session:
 
     def restore(self) -> RestoreOutcome:
         """Restore model, optimizer, schedule, data and progress from the newest whole checkpoint. Collective."""
-        config, resumed = self.config, self.checkpoints.resume(self.model, self.optimizer, EXTRA)
+        config, resumed = self.config, self.checkpoints.restore(self.model, self.optimizer, EXTRA)
         extra = resumed.extra
         self.progress.take_up(extra, same_evaluation=extra["evaluation"] == self.evaluation)
         rate = self.optimizer.param_groups[0]["lr"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
+from terrazzo.files import is_url
 from terrazzo.train.settings.plan import build_offload, build_plan
 
 __all__ = ["absent_folders", "is_own", "make_log_folder", "make_swap_folders", "remove_empty", "swap_folders"]
@@ -31,7 +32,7 @@ def make_log_folder(config: Config) -> None:
 def absent_folders(config: Config) -> list[Path]:
     """The run's folders, and folders above them, that do not exist yet; the deepest first."""
     saved = config.checkpoint_folder
-    wanted = [config.log.folder, *([] if "://" in saved else [Path(saved)])]
+    wanted = [config.log.folder, *([] if is_url(saved) else [Path(saved)])]
     absent = {each for folder in wanted for each in (folder, *folder.parents) if not each.exists()}
     return sorted(absent, key=lambda each: len(each.parts), reverse=True)
 
