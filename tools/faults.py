@@ -331,8 +331,8 @@ MUTATIONS = [
     Mutation(
         "positions run on over the documents in a sequence",
         "train/data/sequences.py",
-        "places - np.maximum(self.offsets[document], start)",
-        "places - start",
+        "tokens - np.maximum(self.offsets[document], start)",
+        "tokens - start",
         "train/test_documents_apart.py",
     ),
     Mutation(
@@ -345,8 +345,8 @@ MUTATIONS = [
     Mutation(
         "ranks share out a step's samples by micro-batch first",
         "train/data/loader.py",
-        "share.reshape(self.world_size, -1, self.batch.micro_batch)[rank]",
-        "share.reshape(-1, self.world_size, self.batch.micro_batch)[:, rank]",
+        "share.reshape(self.readers, -1, self.batch.micro_batch)[reader]",
+        "share.reshape(-1, self.readers, self.batch.micro_batch)[:, reader]",
         "train/test_data_loader.py",
     ),
     Mutation(

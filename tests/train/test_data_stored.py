@@ -16,7 +16,7 @@ import pytest
 
 from terrazzo.checkpoint import latest
 from terrazzo.config import config_from_dict, without_passwords
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import load as load_module
 from terrazzo.train.data import load_data
@@ -145,15 +145,22 @@ def test_a_store_whose_package_is_absent(protocol: str, package: str, extra: str
         latest(f"{protocol}://bucket/runs/a")
 
 
-def test_a_store_that_fails_on_the_way(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "lasts"), [(RuntimeError, True), (ConnectionResetError, False)])
+def test_a_store_that_fails_on_the_way(
+    bucket: Any, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], lasts: bool
+) -> None:
+    """After a connection that was reset, a new start may succeed: launch.restarts tries it."""
     files = find_files("memory://bucket/a.txt")
 
     def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("connection reset")
+        raise kind("connection reset")
 
     monkeypatch.setattr(type(bucket), "_open", fail)
-    with pytest.raises(BadInput, match=r"memory://.*a\.txt' cannot be read \(RuntimeError: connection reset\)"):
+    with pytest.raises(
+        TerrazzoError, match=rf"memory://.*a\.txt' cannot be read.* \({kind.__name__}: connection reset\)"
+    ) as caught:
         list(read_documents(files, TextRecords(), None, Skipped()))
+    assert isinstance(caught.value, BadInput) == caught.value.lasts == lasts
 
 
 def test_tokens_of_a_url_are_cached_until_an_object_changes(

@@ -105,6 +105,8 @@ def test_a_run_goes_on_from_what_survives_to_the_same_bits(
     assert losses(tmp_path / "crashed") == losses(tmp_path / "whole")
     assert state(tmp_path / "crashed") == state(tmp_path / "whole")
     assert names(config) == [] and not os.path.exists(str(local_folder(config))), "the run has ended"
+    lines = map(json.loads, (tmp_path / "crashed" / "run" / "metrics.jsonl").read_text().splitlines())
+    assert sum(line["phase_s"]["local_save"] for line in lines if line["kind"] == "step") > 0, "apart from saving"
 
 
 def test_a_local_one_that_a_run_goes_on_from_does_not_count_as_durable(

@@ -73,14 +73,13 @@ class Division:
         """Names of parameters of two dims or more that go to AdamW since nobody has said what they are."""
         return [name for name, reason in self.reasons.items() if reason is Reason.UNKNOWN]
 
-    @property
-    def unknown_note(self) -> str:
-        """A warning about the unknown parameters, with the edit."""
+    def unknown_note(self, muon: str = "`muon`", adamw: str = "`adamw`") -> str:
+        """A warning about the unknown parameters, with the edit: where names of the ones and the others are given."""
         count = len(self.unknown)
         return (
             f"{counted(count, 'parameter')} of two dims or more {'are' if count > 1 else 'is'} in no module that is "
             f"known to multiply with {'them' if count > 1 else 'it'}, and AdamW steps {'them' if count > 1 else 'it'}: "
-            f"{listed(self.unknown, 8)}. Name those that are matrices in `muon`, the others in `adamw`."
+            f"{listed(self.unknown, 8)}. Name those that are matrices in {muon}, the others in {adamw}."
         )
 
     def lines(self) -> list[str]:
@@ -129,7 +128,7 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequen
     """
     division = divided(model, adamw, muon)
     if division.unknown:
-        warn(f"hidden_matrices: {division.unknown_note}")
+        warn(f"hidden_matrices: {division.unknown_note()}")
     return division
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,7 +235,7 @@ def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) ->
     train = " ".join([f"{start} train {shlex.quote(str(path))}", *(f"{key}=..." for key in left)])
     if arguments.emit is not None:
         return [TextLine(f"\nwritten: {path}. To run it: {train}", copied=True)]
-    command = shlex.join([*sys.argv[1:], "--emit", str(path)])
+    command = shlex.join(["plan", *arguments.question, "--emit", str(path)])
     return [TextLine(f"\nTo run it: {terrazzo_command()} {command} && {train}", copied=True)]
 
 

@@ -43,6 +43,12 @@ class PlanOption(CommandOption):
         """The option's value in the unit of the field: GB in bytes."""
         return value if value is None or self.unit is None else value * self.unit
 
+    def words(self, value: Any) -> list[str]:
+        """What gives the option this value on a command line."""
+        if self.kind is bool:
+            return [self.flag if value else self.names[0].rpartition("/")[2]]
+        return [self.flag, str(value).removesuffix(".0") if self.is_number else str(value)]
+
 
 def _option(panel: str, usage: str, words: str, name: str = "", **more: Any) -> Any:
     return option_field(PlanOption(usage, words, panel, field=name, **more))
@@ -284,6 +290,15 @@ class PlanArguments:
     def request_fields(self) -> dict[str, Any]:
         """The fields of the planner's `Request` that options set, in the fields' units."""
         return {row.field: row.in_unit(getattr(self, row.argument)) for row in OPTION_ROWS if row.field}
+
+    @property
+    def question(self) -> list[str]:
+        """The options that were given, as words of a command line, without those that say how the answer is shown."""
+        asked = [row for row in OPTION_ROWS if row.argument in self.written - _SHOWING]
+        return [word for row in asked for word in row.words(getattr(self, row.argument))]
+
+
+_SHOWING = {"json", "explain", "emit", "picture", "html"}
 
 
 OPTION_ROWS: list[PlanOption] = rows_of(PlanArguments)

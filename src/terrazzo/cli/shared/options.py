@@ -98,9 +98,9 @@ def with_options(rows: Iterable[CommandOption], before: str = "") -> Callable[[C
 
     def decorate(function: Command) -> Command:
         own = [each for each in signature(function, eval_str=True).parameters.values() if each.kind != each.VAR_KEYWORD]
-        place = next((place for place, each in enumerate(own) if each.name == before), len(own))
+        index = next((index for index, each in enumerate(own) if each.name == before), len(own))
         options = [row.parameter for row in rows]
-        every = [each.replace(kind=each.KEYWORD_ONLY) for each in [*own[:place], *options, *own[place:]]]
+        every = [each.replace(kind=each.KEYWORD_ONLY) for each in [*own[:index], *options, *own[index:]]]
         vars(function)["__signature__"] = Signature(every)
         function.__annotations__ = {each.name: each.annotation for each in every}
         return function

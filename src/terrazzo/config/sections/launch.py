@@ -47,7 +47,9 @@ class LaunchConfig(Section):
         gt=0,
         description="seconds in which nothing happens, and five times a phase's longest, after which a run hangs",
     )
-    threads: int | None = Field(None, gt=0, description="CPU threads per rank; null: cores divided by ranks")
+    threads: int | None = Field(
+        None, gt=0, description="CPU threads per rank; null: OMP_NUM_THREADS, else cores divided by ranks"
+    )
     ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
 
     @field_validator("ranks", mode="before")

@@ -24,24 +24,25 @@ MIN_UNIT_NUMEL = 1_000_000
 """Elements. Where no block repeats, a module becomes a unit once it holds this many parameters of its own."""
 
 
-def find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:
+def find_units(model: nn.Module, units: Units | None, named: str = "units") -> tuple[list[str], str]:
     """Names of the modules that become units, in registration order, and why these.
 
     Args:
         units: what the user asked for. None: a Hugging Face model's own list of blocks; else the class of the most
             repeated block in a `ModuleList` or `Sequential`, where a container stands for the blocks inside; else each
             module with a million parameters of its own. Containers have no forward and are never units.
+        named: what the user knows `units` by, for errors.
 
     Raises:
         BadInput: a class or glob matches nothing, or containers alone.
     """
     with absent_in_place(model):
-        return _find_units(model, units)
+        return _find_units(model, units, named)
 
 
-def _find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:
+def _find_units(model: nn.Module, units: Units | None, named: str) -> tuple[list[str], str]:
     if units is not None:
-        return _asked_for(model, units), "as asked"
+        return _asked_for(model, units, named), "as asked"
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     if no_split:
         names = [name for name, module in _children(model) if type(module).__name__ in no_split and _runs(module)]
@@ -54,38 +55,43 @@ def _children(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if name]
 
 
-def _asked_for(model: nn.Module, units: Units) -> list[str]:
+def _asked_for(model: nn.Module, units: Units, named: str) -> list[str]:
     children = _children(model)
     finds, running = _finder(children), {name: module for name, module in children if _runs(module)}
     names = {id(module): name for name, module in children}
     chosen: set[str] = set()
     for unit in units if isinstance(units, Iterable) and not isinstance(units, type | str) else [units]:
         if not isinstance(unit, type | str):
-            raise BadInput(f"units has a {type(unit).__name__}: give module classes or names, as Block or 'layers.*'.")
+            raise BadInput(
+                f"{named} has a {type(unit).__name__}: give module classes or names, as Block or 'layers.*'."
+            )
         matches = finds(unit)
         if not any(name in running for name in matches):
             label = unit if isinstance(unit, str) else unit.__name__
             containers = [name for name, _ in children if name in matches]
-            raise _nothing_found(model, label, containers, sorted({type(each).__name__ for each in running.values()}))
+            known = sorted({type(each).__name__ for each in running.values()})
+            raise _nothing_found(model, f"{named}: {label!r}", label, containers, known)
         for name in matches:  # a container that comes with others stands for the blocks inside
             blocks = [] if name in running else _blocks_of(model.get_submodule(name))
             chosen.update([name, *(names[id(block)] for block in blocks)])
     return [name for name, module in running.items() if name in chosen and _has_parameters(module)]
 
 
-def _nothing_found(model: nn.Module, label: str, containers: Sequence[str], classes: Sequence[str]) -> BadInput:
+def _nothing_found(
+    model: nn.Module, found: str, label: str, containers: Sequence[str], classes: Sequence[str]
+) -> BadInput:
     known = f"Classes here: {', '.join(classes)}."
     if containers:
         name, container = containers[0], model.get_submodule(containers[0])
         inside = next((inner for inner, module in container.named_modules() if inner and _runs(module)), None)
         edit = "Name the module around it" if inside is None else f"Name what is inside: '{name}{_level_of(inside)}'"
         return BadInput(
-            f"units: {label!r} means {name!r}, a {type(container).__name__}, which has no forward: nothing would tell "
+            f"{found} means {name!r}, a {type(container).__name__}, which has no forward: nothing would tell "
             f"when its weights are needed. {edit}. Units are module classes, their names, names of modules or globs "
             f"over these. {known}"
         )
     return BadInput(
-        f"units: {label!r} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a module "
+        f"{found} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a module "
         f"class, or a glob over module names such as 'layers.*'. {known}"
     )
 

@@ -45,8 +45,8 @@ class OneHost:
     def find(self, run: str, since: int) -> Mapping[str, CheckpointFolder]:
         """`PartnerHosts.find`, by what the first rank sees, without reading files."""
         paths = on_first(lambda: local_folder.newer_checkpoints(self._folder, run, since), BadInput)
-        places = {path: store_and_name(path) for path in paths}
-        return {path: store.folder(name) for path, (store, name) in places.items()}
+        stores = {path: store_and_name(path) for path in paths}
+        return {path: store.folder(name) for path, (store, name) in stores.items()}
 
     def save(self, path: str, model: nn.Module, optimizer: Any, extra: dict[str, Any], run: str) -> None:
         checkpoint.save(path, model, optimizer, extra, run=run)

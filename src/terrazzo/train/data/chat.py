@@ -314,11 +314,11 @@ class _Conversation:
         tokens = self.tokens_of(self.text)
         return tokens, [(0, len(tokens))] if loss_on == "all" else self.turns(tokens)
 
-    def marked(self, text: str, places: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of `text`, and the ranges of those that have characters in `places`, as transformers counts."""
+    def marked(self, text: str, ranges: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of `text`, and the ranges of those that have characters in `ranges`, as transformers counts."""
         encoded = self.chat.tokenizer(text, add_special_tokens=False)
         mask = [0] * len(encoded["input_ids"])
-        for start, stop in places:
+        for start, stop in ranges:
             first, last = encoded.char_to_token(0, start), encoded.char_to_token(0, stop - 1)
             if first is None:
                 break
@@ -339,14 +339,16 @@ class _Conversation:
                     self.ambiguous(index, "nothing comes before it, so where its own text begins cannot be told")
                 before = self.render(self.messages[:index], prompt=True)
                 through = self.render(self.messages[: index + 1])
-                spans.append((self.place(before, tokens, index), self.place(through, tokens, index)))
+                spans.append((self.token_count_of(before, tokens, index), self.token_count_of(through, tokens, index)))
         return spans
 
     def completion(self, tokens: list[int], prompt_length: int) -> tuple[int, int]:
         """What follows the prompt, which ends where the assistant begins to write."""
-        return self.place(self.render(self.messages[:prompt_length], prompt=True), tokens, prompt_length), len(tokens)
+        return self.token_count_of(self.render(self.messages[:prompt_length], prompt=True), tokens, prompt_length), len(
+            tokens
+        )
 
-    def place(self, beginning: str, tokens: list[int], index: int) -> int:
+    def token_count_of(self, beginning: str, tokens: list[int], index: int) -> int:
         """How many of `tokens` the text `beginning` is."""
         if not self.text.startswith(beginning):
             self.ambiguous(index, "the template writes what comes before its end differently when more follows")

@@ -312,7 +312,7 @@ def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None
     parts = [f"{(header.pairs or header.conversations) + header.unlearnt:,} {kind}"]
     parts += [f"{count:,} {what}" for what, count in counts.items() if count]
     for name, dataset in used.items():
-        places = dataset.rows_numel * dataset.sequence_length
+        positions = dataset.rows_numel * dataset.sequence_length
         share = f"{dataset.targets_numel:,} tokens learnt in {dataset.rows_numel:,} sequences"
-        parts.append(f"{name}: {share} ({dataset.targets_numel / max(1, places):.0%} of their length)")
+        parts.append(f"{name}: {share} ({dataset.targets_numel / max(1, positions):.0%} of their length)")
     return ("; ".join(parts),)

@@ -34,7 +34,7 @@ IGNORED = -100
 NO_SEQUENCE = -1
 
 Indices = npt.NDArray[np.integer[Any]]
-"""Numbers of samples, or places in a stream."""
+"""Numbers of samples, or positions in a stream."""
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,19 @@ class _Spans:
         self.before = np.concatenate(([0], np.cumsum(stops - starts)))
 
     def between(self, starts: Indices, stops: Indices) -> int:
-        """How many of the places in the ranges `[starts[i], stops[i])`, none of them reversed, are in spans."""
+        """How many of the positions in the ranges `[starts[i], stops[i])`, none of them reversed, are in spans."""
         return int((self.ahead_of(stops) - self.ahead_of(np.minimum(starts, stops))).sum())
 
-    def ahead_of(self, places: Indices) -> Indices:
-        """How many places before each of `places` are in spans."""
+    def ahead_of(self, positions: Indices) -> Indices:
+        """How many positions before each of `positions` are in spans."""
         if not len(self.starts):
-            return np.zeros_like(places)
-        span = np.searchsorted(self.starts, places, side="right")
-        inside = np.where(span > 0, places - self.stops[span - 1], 0)  # less than 0 within a span
+            return np.zeros_like(positions)
+        span = np.searchsorted(self.starts, positions, side="right")
+        inside = np.where(span > 0, positions - self.stops[span - 1], 0)  # less than 0 within a span
         return self.before[span] + np.minimum(inside, 0)
 
     def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of the places `[start, stop)` are in spans."""
+        """Which of the positions `[start, stop)` are in spans."""
         mask = np.zeros(max(0, stop - start), dtype=bool)
         first = int(np.searchsorted(self.stops, start, side="right"))
         last = int(np.searchsorted(self.starts, stop, side="left"))
@@ -217,8 +217,8 @@ class SequenceDataset:
             return None if not first else _Spans(self.offsets[:-1] + first, self.offsets[1:])
         begins, ends = self.cache.spans.T
         order = np.argsort(self.starts, kind="stable")
-        place = np.searchsorted(self.stops[order], begins, side="right")
-        begins, ends, piece = begins[place < len(order)], ends[place < len(order)], order[place[place < len(order)]]
+        index = np.searchsorted(self.stops[order], begins, side="right")
+        begins, ends, piece = begins[index < len(order)], ends[index < len(order)], order[index[index < len(order)]]
         begins, ends = np.maximum(begins, self.starts[piece] + first), np.minimum(ends, self.stops[piece])
         shift = self.offsets[piece] - self.starts[piece]
         inside = begins < ends
@@ -296,10 +296,10 @@ class SequenceDataset:
         """The position of each token in its document, or in the fill, for sequences at `bounds` `[B, 2]`: `[B, T]`."""
         positions = np.tile(np.arange(self.sequence_length), (len(bounds), 1))
         for row, (start, stop) in enumerate(bounds):
-            places = np.arange(start, min(stop, start + self.sequence_length))
-            document = np.searchsorted(self.offsets, places, side="right") - 1
-            positions[row, : len(places)] = places - np.maximum(self.offsets[document], start)
-            positions[row, len(places) :] -= len(places)
+            tokens = np.arange(start, min(stop, start + self.sequence_length))
+            document = np.searchsorted(self.offsets, tokens, side="right") - 1
+            positions[row, : len(tokens)] = tokens - np.maximum(self.offsets[document], start)
+            positions[row, len(tokens) :] -= len(tokens)
         return positions
 
     def read(self, start: int, numel: int) -> TokenArray:
@@ -320,9 +320,9 @@ def _prefixes(targets: Indices, positions: Indices | None) -> Indices:
 
     No learnt target is among these inputs: that of the last is the token behind them.
     """
-    places = np.arange(targets.shape[1])
-    starts = np.zeros_like(targets) if positions is None else places - positions
-    learnt = np.where(targets != IGNORED, places, targets.shape[1])
+    columns = np.arange(targets.shape[1])
+    starts = np.zeros_like(targets) if positions is None else columns - positions
+    learnt = np.where(targets != IGNORED, columns, targets.shape[1])
     next_learnt = np.minimum.accumulate(learnt[:, ::-1], axis=1)[:, ::-1]
     first = np.take_along_axis(next_learnt, starts, axis=1)
     inside = np.minimum(first, targets.shape[1] - 1)

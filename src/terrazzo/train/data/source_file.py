@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from fsspec.implementations.local import LocalFileSystem
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.files import open_file_system
 
 __all__ = [
@@ -75,9 +75,9 @@ class SourceFile:
     @property
     def key(self) -> tuple[str, str, bool, int | None, int | str]:
         """A key that is equal for equal content, as far as can be told without reading it."""
-        place = os.path.abspath(self.path) if self.is_local else self.where
-        place = place if self.split is None else f"{place}#{self.split}"
-        return place, self.name, self.required, self.size_bytes, self.stamp
+        where = os.path.abspath(self.path) if self.is_local else self.where
+        where = where if self.split is None else f"{where}#{self.split}"
+        return where, self.name, self.required, self.size_bytes, self.stamp
 
     def open(self, compression: str | None = None) -> BinaryIO:
         """Open the file, decompressed if a `compression` is given. Raises `ImportError`: `zstd` is read by pyarrow."""
@@ -91,11 +91,13 @@ class SourceFile:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turns whatever a store or a compressed file raises into `BadInput`."""
+    """Turns whatever a store or a compressed file raises into `BadInput`, but for connections, which may come back."""
     try:
         yield
     except BadInput:
         raise
+    except (ConnectionError, TimeoutError) as error:
+        raise TerrazzoError(f"{what} cannot be read now ({type(error).__name__}: {error}). Start again.") from error
     except Exception as error:  # each library of a store has kinds of its own
         raise BadInput(
             f"{what} cannot be read ({type(error).__name__}: {str(error)[:300]}). Check that it is whole, and that this"

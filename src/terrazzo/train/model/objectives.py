@@ -250,5 +250,5 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _last(batch: Batch) -> Tensor:
     """The position of each sequence's last token in the inputs, int64 `[B]`; 0 for rows that only fill the batch."""
-    places = torch.arange(1, batch.targets.shape[1] + 1).expand_as(batch.targets)
-    return torch.where(batch.targets != IGNORED, places, 0).amax(dim=1).clamp(max=batch.targets.shape[1] - 1)
+    positions = torch.arange(1, batch.targets.shape[1] + 1).expand_as(batch.targets)
+    return torch.where(batch.targets != IGNORED, positions, 0).amax(dim=1).clamp(max=batch.targets.shape[1] - 1)

@@ -135,10 +135,7 @@ def _check_named(config: Config, whole: ModelOnPaper) -> None:
         or config.objective.loss == "chunked"
     ):
         return
-    try:
-        find_units(whole.model, plan.units)
-    except BadInput as error:
-        raise BadInput(f"plan.{error}" if str(error).startswith("units") else str(error)) from None
+    find_units(whole.model, plan.units, named="plan.units")
     check_names(config.optimizer, [name for name, _ in whole.model.named_parameters()])
 
 

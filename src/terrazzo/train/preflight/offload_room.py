@@ -65,7 +65,7 @@ def _existing(config: Config, folder: Path) -> Path:
     """The folder, or if the run is to make it, the existing folder in which it will be made."""
     if not is_own(config, folder):
         return folder
-    return next(place for place in (folder, *folder.resolve().parents) if place.exists())
+    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
 
 
 def _too_much_on_host(memory: MemoryFigures, world_size: int) -> str | None:
@@ -85,14 +85,14 @@ def _too_much_on_disk(config: Config, folders: Sequence[Path], needed_bytes: flo
 
     Files that dead runs have left count as free: they are removed when the run makes its own.
     """
-    places = {folder: _existing(config, folder) for folder in folders}
-    disks = {folder: os.stat(place).st_dev for folder, place in places.items()}
-    for folder, place in places.items():
+    existing = {folder: _existing(config, folder) for folder in folders}
+    disks = {folder: os.stat(path).st_dev for folder, path in existing.items()}
+    for folder, path in existing.items():
         share = sum(disks[one] == disks[folder] for one in folders) / len(folders)
-        wanted, free = needed_bytes * share, free_bytes(place)
-        if is_memory(place):
+        wanted, free = needed_bytes * share, free_bytes(path)
+        if is_memory(path):
             free = min(free, available_host_bytes() or free)
-        free += sum(left_behind_bytes(one) for one in places if disks[one] == disks[folder])
+        free += sum(left_behind_bytes(one) for one in existing if disks[one] == disks[folder])
         if wanted > free:
             return (
                 f"Swap files of this machine's ranks would take {gib_text(wanted)} on the disk of '{folder}'"

@@ -59,13 +59,13 @@ def check_written(config: Config) -> None:
 
 def _check_apart(key: str, folder: Path, data: DataConfig) -> None:
     """Raise `BadInput` if a folder to write to is the data, or if the next start would read files in it as data."""
-    place = folder.resolve()
+    resolved = folder.resolve()
     local = [source for source in named_sources(data) if source != PYTHON_STDLIB and not is_url(source)]
     read = {path: Path(plain_part(str(path))).resolve() for path in (folder_of_source(source)[0] for source in local)}
-    if place in read.values() or place == Path(place.anchor):
+    if resolved in read.values() or resolved == Path(resolved.anchor):
         raise BadInput(f"{key} is '{folder}', which is the data itself or the root: use a folder of its own.")
     for path, around in read.items():
-        if place.is_relative_to(around) and _is_read(place.relative_to(around), FILES[key], path):
+        if resolved.is_relative_to(around) and _is_read(resolved.relative_to(around), FILES[key], path):
             raise BadInput(
                 f"{key} is '{folder}', which is inside the data, '{around}': the next start would read what this one"
                 " writes as data. Use a folder beside it."

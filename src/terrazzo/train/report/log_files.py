@@ -63,7 +63,7 @@ class LogFiles:
         if self._metrics is None or not self._session.origin.same_evaluation:
             return None
         lines = lines_of(self._metrics.path)
-        anew = max((place for place, line in enumerate(lines) if not line.get("same_evaluation", True)), default=0)
+        anew = max((index for index, line in enumerate(lines) if not line.get("same_evaluation", True)), default=0)
         line = next((line for line in lines[anew:] if line["kind"] == "validation"), None)
         return None if line is None else (line["step"], Validation.from_dict(line))
 

@@ -196,7 +196,7 @@ def _pace_line(summary: Mapping[str, Any]) -> str:
         promised = f"n/a ({summary['no_promise'] or 'not known'})"
     share = summary["learnt_share"]
     if share is not None and share < WHOLE:
-        measured += f" (tokens learnt; {share:.0%} of the places in sequences, which the promise counts)"
+        measured += f" (tokens learnt; {share:.0%} of the positions in sequences, which the promise counts)"
     return f"pace: promised {promised}, measured {measured}"
 
 

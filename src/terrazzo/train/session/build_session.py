@@ -230,9 +230,7 @@ def _division_notes(config: Config, model: nn.Module) -> list[str]:
     if not steps_matrices(config.optimizer):
         return []
     division = division_of(config.optimizer, model)
-    edit = division.unknown_note.replace("`muon`", "optimizer.muon.matrices").replace(
-        "`adamw`", "optimizer.muon.others"
-    )
+    edit = division.unknown_note("optimizer.muon.matrices", "optimizer.muon.others")
     stage = "optimizer, of the first stage: " if config.plan.mesh.pp > 1 else "optimizer: "
     lines = [*division.lines(), *([edit] if division.unknown else [])]
     rate, of_matrices = config.optimizer.lr, config.optimizer.muon.lr

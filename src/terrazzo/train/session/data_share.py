@@ -58,7 +58,7 @@ class DataShare:
 def share_of(config: Config, ranks: Ranks, context: Context | None = None) -> DataShare:
     """What this rank reads, by its place in the mesh."""
     mesh = config.plan.mesh
-    drawer, place = divmod(ranks.rank, mesh.tp)
+    drawer, tp_rank = divmod(ranks.rank, mesh.tp)
     readers = mesh.readers(ranks.world_size)
     stage, reader = divmod(ranks.rank // mesh.ranks_per_batch, readers)
-    return DataShare(reader, readers, context, drawer, counts=place == 0 and stage == mesh.pp - 1)
+    return DataShare(reader, readers, context, drawer, counts=tp_rank == 0 and stage == mesh.pp - 1)

@@ -30,7 +30,7 @@ class RunCommand:
         keys = [word.partition("=")[0] for word in self.overrides]
         unchanged = [
             word
-            for place, (key, word) in enumerate(zip(keys, self.overrides, strict=True))
-            if key not in settings and key not in keys[place + 1 :]  # of one key, the last counts
+            for index, (key, word) in enumerate(zip(keys, self.overrides, strict=True))
+            if key not in settings and key not in keys[index + 1 :]  # of one key, the last counts
         ]
         return " ".join([terrazzo_command(), "train", *map(shlex.quote, [str(self.path), *unchanged, *changed])])

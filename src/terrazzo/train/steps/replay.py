@@ -100,12 +100,12 @@ class Replay:
         """A key of the micro-batch, equal for ranks with the same part of it, and the digests by unit. Collective."""
         session, mesh = self._session, self._session.config.plan.mesh
         reader = (session.share.reader - offset) % session.share.readers
-        place = session.ranks.rank % mesh.ranks_per_batch
-        torch.manual_seed(session.seed_from(session.step, drawer=1_009 * reader + place // mesh.tp))
+        part = session.ranks.rank % mesh.ranks_per_batch
+        torch.manual_seed(session.seed_from(session.step, drawer=1_009 * reader + part // mesh.tp))
         batch = session.loader.first_of(reader, self._from)
         with unused_gradients(engine_of(session.model)) as unused:
             train_on(session, [batch], denominator=1.0)
-        return [reader, place], unused.digests()
+        return [reader, part], unused.digests()
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
