@@ -51,7 +51,7 @@ def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admit
 
 
 def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
-    by_cause = {
+    by_cause: dict[str, Callable[[ConfigValues], list[str]]] = {
         "compute": _computing,
         "gather": _gathering,
         "reduce": _reducing,
