@@ -289,7 +289,8 @@ def test_a_section_by_its_name_alone_survives(section: str) -> None:
     by_name = {section: {"name": document[section]}}
     kinds = [convert_reading(OURS, OURS.read(each), TORCHTITAN, ReadingContext()) for each in (document, by_name)]
     assert [each.kind for each in kinds[0].verdicts] == [each.kind for each in kinds[1].verdicts]
-    assert [verdict.kind for verdict in OURS.read({section: "nonesuch"}).verdicts] == ["refused"]
+    unknown = "applied" if section == "optimizer" else "refused"  # which classes there are is the trainer's to say
+    assert [verdict.kind for verdict in OURS.read({section: "nonesuch"}).verdicts] == [unknown]
 
 
 def test_all_keys_at_once_survive() -> None:
