@@ -162,6 +162,11 @@ def sharded_states(name: str) -> None:
     placements = (Replicate(), Shard(0)) if name == "replicas" else (Shard(0),)
     for key, parameter in model.named_parameters():
         assert parameter.placements == placements, key
+    within = nn.ModuleDict({"net": model}).state_dict()
+    assert {f"net.{key}": value.placements for key, value in model.state_dict().items()} == {
+        key: value.placements for key, value in within.items()
+    }
+    assert "net.layers.1" in within._metadata
     for flat in (False, True):
         weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
         for key, value in weights.items():
@@ -178,8 +183,8 @@ def sharded_states(name: str) -> None:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         set_state_dict(again, other, model_state_dict=weights, optim_state_dict=states, options=options)
         assert {id(each) for each in other.param_groups[0]["params"]} == {id(each) for each in again.parameters()}
-        block = model.layers[1].state_dict()
-        assert torch.equal(block["up.bias"].full_tensor(), full["layers.1.up.bias"])
+        block = model.layers[1].state_dict(prefix="x.")
+        assert torch.equal(block["x.up.bias"].full_tensor(), full["layers.1.up.bias"])
         assert steps(again, other, 2, 4) == steps(model, optimizer, 2, 4) or flat
         full = tz.full_state_dict(model, keep=True)
 

@@ -66,7 +66,7 @@ class Case:
     checkpointing: Any = "none"
     every: int = 1
     precision: str = "fp32"
-    llama: bool = False
+    family: str = ""
     experts: int = 0
 
     @property
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        config = LLAMA if self.llama else OURS if not self.experts else OURS | MIXTURE
+        config = LLAMA | {"model_type": self.family} if self.family else OURS if not self.experts else OURS | MIXTURE
         ranks = self.mesh.world_size
         return Setup(
             model_shape(config),
@@ -93,7 +93,7 @@ class Case:
 
     @property
     def base(self) -> nn.Module:
-        return base(self.llama, self.experts)
+        return base(self.family, self.experts)
 
 
 OURS = {name: each for name, each in asdict(SIZES).items() if name != "experts"} | {"model_type": "terrazzo"}
@@ -113,7 +113,8 @@ CASES = [
     Case((("cp", 4),), "zero2", "ring", checkpointing="full", every=2, precision="bf16"),
     Case(BOTH, "shard_grad_op", "ring"),
     Case(BOTH, "zero3", "ulysses", precision="bf16"),
-    Case(BOTH, "zero3", llama=True, checkpointing="full"),
+    Case(BOTH, "zero3", family="llama", checkpointing="full"),
+    Case(BOTH, "zero3", family="phi3"),  # ranks along tp compute the whole attention
     Case(TP, "zero1", checkpointing="full", experts=4),
     Case((*TP, ("ep", 2)), experts=4),
     Case((*TP4, ("ep", 2)), "zero2", precision="bf16", experts=4),  # experts are split, and nothing else
@@ -129,9 +130,9 @@ CASES = [
 
 
 @cache
-def base(llama: bool, experts: int) -> nn.Module:
-    if llama:
-        return build_model(LLAMA)
+def base(family: str, experts: int) -> nn.Module:
+    if family:
+        return build_model(LLAMA | {"model_type": family, "pad_token_id": 0})
     model = Decoder(replace(SIZES, experts=MixtureConfig(experts, 2, 24, 1) if experts else None))
     for _, router in routers_of(model):
         router.__class__ = EvenRouter
@@ -150,7 +151,7 @@ class EvenRouter(Router):
 def run(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int], int]:
     """What a step has sent, by name; what the bill says; and the bytes of states that are held."""
     model: Any = copy.deepcopy(case.base)
-    blocks = [type(model.model.layers[0])] if case.llama else [Block]
+    blocks = [type(model.model.layers[0])] if case.family else [Block]
     checkpoint_activations(model, case.checkpointing, units=blocks, every=case.every)
     mesh = tz.mesh(**dict(case.axes))
     tz.parallelize(model, mesh, context=case.mode, sequence=case.sequence)
@@ -162,7 +163,7 @@ def run(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int], int]:
         engine_of(model).traffic.reset()
         given = context.split(tokens, positions) if context else (tokens, positions)
         output = model(given[0], position_ids=given[1])
-        (output.logits if case.llama else output).float().sum().backward()
+        (output.logits if case.family else output).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(model)
@@ -201,7 +202,7 @@ def promised_traffic(setup: Setup) -> dict[str, int]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
     """To the byte; of uneven parts those of the last rank along `tp`, and of those the first along data axes."""
-    if case.llama:
+    if case.family:
         pytest.importorskip("transformers", reason="needs terrazzo[hf]")
     check(case.setup)
     case.base  # noqa: B018 before there are threads

@@ -100,6 +100,8 @@ IMPOSSIBLE = [
     ({"compile": "no"}, "compile is 'no'; give True or False"),
     ({"sequence_parallel": "no"}, "sequence_parallel is 'no'; give True or False"),
     ({"accumulate_locally": 1}, "accumulate_locally is 1; give True or False"),
+    ({"freeze": 5}, "freeze is 5; give a glob, or a list of globs"),
+    ({"freeze": [5]}, "freeze is [5]; give a glob, or a list of globs"),
     ({"precision": 3}, "precision is 3; give a name"),
     ({"gpu": 7}, "gpu is 7; give a name or a Device"),
     ({"strategy": 3}, "strategy is 3; give a name or a Plan"),
@@ -365,6 +367,13 @@ def test_a_wrong_key_of_a_precision_is_named(name: str, said: str) -> None:
 def test_formats_of_matrices_mean_nothing_to_a_number_of_parameters() -> None:
     with pytest.raises(BadInput, match="of matrices, which a number of parameters has not"):
         setup_of(7e9, precision="bf16,gather=int8")
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_micro_batches_do_before_the_last_is_refused_of_one(local: bool) -> None:
+    with pytest.raises(BadInput, match=f"accumulate_locally={local}: that is of micro-batches before the last"):
+        plan("llama3-8b", 8, strategy="zero3", accumulate_locally=local)
+    assert plan("llama3-8b", 8, strategy="zero3", accumulate_locally=local, micro_batches=2).setup.micro_batches == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

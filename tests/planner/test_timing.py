@@ -749,6 +749,18 @@ def test_sustained_rates() -> None:
     assert math.isclose(matmul_rate(device("H20"), "bf16") or 0, 148e12 * 0.8)
 
 
+def test_what_is_launched_again_follows_how_many_blocks_are_checkpointed() -> None:
+    """In proportion: a third of a block's kernels for each that is, and nothing for the others."""
+    asked = Request("llama3-8b", 8, "h100", "zero3", sequence=256)
+    launches = {}
+    for mode in ("none", "every_8", "every_2", "full"):
+        terms = timed(build_setup(replace(asked, checkpointing=mode))).terms
+        launches[mode] = next(term.value for term in terms if term.formula == "time.launch")
+    none, full = launches["none"], launches["full"]
+    assert none < launches["every_8"] < launches["every_2"] < full
+    assert launches["every_2"] == pytest.approx((none + full) / 2, rel=0.05)
+
+
 # -- ranks on the CPUs of one host -----------------------------------------------------------------------------
 
 

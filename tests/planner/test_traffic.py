@@ -22,7 +22,9 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.adapters import with_ends, with_frozen
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.build_setup import build_setup
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
+from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, traffic_of
 from tests.engine.toys import EVERY_PLAN, TABLE_1D, TABLE_2D, Net, adamw, batch, loss_of
@@ -218,6 +220,16 @@ def test_context_parallel_ring_sends_keys_and_values() -> None:
     found = traffic_of(llama_setup("zero1", Mesh(cp=4)))
     once = 3 / 4 * 8192 * (2 * 8 * 128) * 2
     assert of(found, "keys and values") == pytest.approx(32 * 3 * once)
+
+
+def test_ranks_that_compute_the_whole_attention_send_all_keys_and_values() -> None:
+    """Of Phi-3, whose queries, keys and values come from one matrix, ranks along tp put the results together."""
+    for mode in ("gather", "ring", "ulysses"):
+        sent = set()
+        for tp in (1, 2, 4):
+            setup = build_setup(Request("phi3-mini", 2 * tp, "h100", "zero3", cp=2, tp=tp, context=mode))  # type: ignore[arg-type]
+            sent.add(round(sum(t.value for t in traffic_of(setup).collectives if t.purpose == "context")))
+        assert len(sent) == 1, mode
 
 
 def test_what_checkpointing_repeats_is_repeated_in_one_block_of_n() -> None:

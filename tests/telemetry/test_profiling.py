@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from terrazzo.telemetry import advice_for, steps_of, verdict_of
 from terrazzo.telemetry.profiling import command, probe
 from terrazzo.telemetry.profiling.command import profile
 from terrazzo.telemetry.profiling.merging import StepMerger
+from terrazzo.telemetry.profiling.probe import ScriptProbe
 from tests.helpers import programs
 from tests.helpers.cover import mostly_long
 
@@ -175,6 +177,59 @@ def test_a_late_rank_is_told_from_bytes_by_when_all_were_there(tmp_path: Path) -
     assert record["cause_s"]["late_peer"] == pytest.approx(0.04)
     assert record["cause_s"]["reduce"] == pytest.approx(0.01)
     assert record["skew"]["late_peer_s"] == pytest.approx([0.04, 0.0])
+
+
+def begin_of(rank: int, **more: Any) -> dict[str, Any]:
+    return {"begins": {"rank": rank, "world": 2, "here": 2, "boot": "one", "on_cuda": False, **more}}
+
+
+def step_of(number: int, seconds: float = 1.0, waits: Sequence[Any] = ()) -> dict[str, Any]:
+    spent = {"forward": int(seconds * 1e9)}
+    return {"step": number, "end": 0, "seconds": spent, "waited": {}, "waits": waits, "memory": {"peak": 1}}
+
+
+def merged(folder: Path, *ranks: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    for rank, lines in enumerate(ranks):
+        (folder / f"rank-{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return list(StepMerger(folder).new(at_end=True))
+
+
+def test_sums_are_paired_whatever_ranks_send_to_each_other_on_the_same_group(tmp_path: Path) -> None:
+    """Rank 0 of three sends twice and rank 1 once, then all sum: rank 1 comes 10 s late."""
+    scripted = ScriptProbe(tmp_path / "unused")
+    ranks = []
+    for rank, (sends, came) in enumerate(((2, 0), (1, 10), (1, 0))):
+        scripted.begin()
+        waits = [[*scripted.begun(None, "send", 0), 0, 10**9] for _ in range(sends)]
+        waits.append([*scripted.begun(None, "all_reduce", came * 10**9), came * 10**9, 11 * 10**9])
+        waits = [[group, ordinal, kind, 3, *times] for group, ordinal, kind, _, *times in waits]
+        ranks.append([begin_of(rank), step_of(1, waits=waits)])
+    ((_, record),) = merged(tmp_path, *ranks)
+    assert record["skew"]["late_peer_s"] == pytest.approx([10, 0, 10])
+
+
+def test_after_a_restart_ranks_are_compared_at_the_same_steps(tmp_path: Path) -> None:
+    """Rank 0 had finished 14 steps and rank 1 12, of which one was in its files by half, as the script was killed.
+
+    The second start ends before rank 1 has done a step; in the third, rank 1 takes as many seconds as a step's number.
+    """
+    first = [
+        [begin_of(rank), *(step_of(number) for number in range(1, last + 1))] for rank, last in enumerate((14, 12))
+    ]
+    third = [[begin_of(rank, restart=2), *(step_of(n, n if rank else 1) for n in range(1, 13))] for rank in range(2)]
+    second = [[begin_of(0, restart=1), step_of(1, 99.0)], []]
+    records = merged(tmp_path, *([*a, *b, *c] for a, b, c in zip(first, second, third, strict=True)))
+    assert [step for step, _ in records] == [1, 11, 12, 13, 23, 24]
+    assert [record["steps"] for _, record in records] == [1, 10, 1, 1, 10, 1]
+    assert [record["skew"]["step_s"][1] for _, record in records[3:]] == pytest.approx([1, 6.5, 12])
+    assert max(record["skew"]["step_s"][0] for _, record in records) == 1
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "rank-00000.jsonl"
+    begins = json.dumps({"begins": begin_of(0)["begins"] | {"here": 1}})
+    file.write_text(f'{begins}\n{json.dumps(step_of(1))}\n{{"step": 2, "en\n{begins}\n{json.dumps(step_of(1))}\n')
+    assert [step for step, _ in StepMerger(tmp_path).new(at_end=True)] == [1, 2]
 
 
 ALONE = """

@@ -119,6 +119,11 @@ def _one(request: Request) -> Estimate:
             "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
         )
     only = _estimate_here(build_setup(request))
+    if only.setup.micro_batches == 1 and (ignored := _named_options(request, ["accumulate_locally"])):
+        raise BadInput(
+            f"{ignored[0]}: that is of micro-batches before the last, and a step has one. Leave it out, or give a "
+            "global batch or a number of micro-batches."
+        )
     notes = (*assumptions(request, only.setup), *only.notes)
     if only.memory.fits is not False:
         return replace(only, notes=notes)

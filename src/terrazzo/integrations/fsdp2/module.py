@@ -77,15 +77,18 @@ class FSDPModule(TorchFSDPModule):
         self._root()._apply(*args, **kwargs)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Each parameter as a DTensor, a copy of what this rank has of its rows; collective once the model is sharded.
 
-        Trained weights are the master weights. Memory: this rank's rows, and one unit on its device.
+        Trained weights are the master weights. Memory: this rank's rows, and one unit on its device. With `keep_vars`
+        it lists the module's own parameters, as they are, of which some may be at rest.
         """
-        if args or kwargs or not dist.is_initialized():
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        if keep_vars or not dist.is_initialized():
+            options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+            return super().state_dict(**options)  # type: ignore[misc]
         root = self._mark.root() if self._mark.root is not None else None
-        return self._mark.rows(self).of_module(self, root)  # type: ignore[arg-type]
+        rows: RowPlacements = self._mark.rows(self)
+        return rows.of_module(self, root, destination, prefix)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load into a model that is not sharded yet: full tensors, or DTensors, which are gathered one by one."""
@@ -180,11 +183,11 @@ class FSDPModule(TorchFSDPModule):
 class FSDPRoot(nn.Module):
     """Mixed into the class of a model of `fully_shard` once it is sharded, before what any sharded model has."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As of any of its modules."""
-        if args or kwargs:
-            return super().state_dict(*args, **kwargs)
-        return FSDPModule.state_dict(self)  # type: ignore[arg-type]
+        if keep_vars:
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        return FSDPModule.state_dict(self, destination=destination, prefix=prefix)  # type: ignore[arg-type]
 
 
 WITHOUT_EFFECT = {

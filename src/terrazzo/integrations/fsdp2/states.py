@@ -31,19 +31,31 @@ class RowPlacements:
             local.clone(), self.mesh, self.placements, run_check=False, shape=values.shape, stride=values.stride()
         )
 
-    def of_module(self, module: nn.Module, sharded: nn.Module | None) -> dict[str, Any]:
+    def of_module(
+        self,
+        module: nn.Module,
+        sharded: nn.Module | None,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+    ) -> dict[str, Any]:
         """What `state_dict()` of a module lists, its parameters split by rows: master weights where there are any.
 
         Args:
             sharded: the model that it is a part of; None for one that is not sharded yet.
+            destination, prefix: as torch has them.
         """
-        state: dict[str, Any] = nn.Module.state_dict(module, keep_vars=True)
+        state: Any = nn.Module.state_dict(module, prefix=prefix, keep_vars=True)
         own = {id(each): each for each in module.parameters()}
         shown: dict[int, DTensor] = {}
         for key, values in _whole(own, sharded):
             dtype = values.dtype if own[key].requires_grad else torch.promote_types(values.dtype, own[key].dtype)
             shown[key] = self.split(values.to(dtype))
-        return {name: shown[id(value)] if id(value) in shown else _detached(value) for name, value in state.items()}
+        found = {name: shown[id(value)] if id(value) in shown else _detached(value) for name, value in state.items()}
+        if destination is None:
+            return found
+        getattr(destination, "_metadata", {}).update(state._metadata)  # versions of modules, where a parent keeps them
+        destination.update(found)
+        return destination
 
 
 def _whole(own: Mapping[int, nn.Parameter], sharded: nn.Module | None) -> Iterator[tuple[int, Tensor]]:

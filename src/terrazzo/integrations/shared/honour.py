@@ -21,7 +21,7 @@ __all__ = ["RequestedSettings", "check_compiler", "honour", "lost", "refuse"]
 
 _OF_PLAN_AND_MESH = ("sharding.", "offload.weight", "offload.grad", "offload.optim", "mesh.", "parallel.")
 _OF_THE_LIBRARY = ("optimizer.", "schedule.", "batch.", "loading.", "saving.", "training.", "precision.saved")
-"""RequestedSettings that the library whose configuration it is carries out."""
+"""Settings that the library whose configuration it is carries out."""
 
 
 def honour(name: str, document: ConfigDocument, context: ReadingContext, who: str) -> Description:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from terrazzo.engine import Plan
@@ -39,8 +39,11 @@ CHOICES: Mapping[str, Any] = {
     "context": Mode,
     "tensor_overlap": TpOverlap,
 }
-"""Fields by what they hold: whole numbers, numbers, how small these may be if not only above 0, yes or no, names, and
-one of a few words."""
+GLOBS = ("freeze",)
+"""Fields by what they hold: whole numbers, numbers, how small these may be if not only above 0, yes or no, names, one
+of a few words, and patterns of names."""
+
+KINDS = frozenset({"model", "gpus", *COUNTS, *AMOUNTS, *FLAGS, *NAMES, *CHOICES, *GLOBS})
 
 ALSO_CALLED = {
     "attention": {"sdpa": "flash", "eager": "math", "flash2": "flash", "flash_attention_2": "flash",
@@ -78,6 +81,7 @@ def checked(fields: Mapping[str, Any], optional: Collection[str]) -> dict[str, A
 
 
 def _checked(name: str, value: Any) -> Any:
+    assert name in KINDS, f"what {name} may hold is said nowhere"
     if name == "gpus":
         return _read_gpus(value)
     if name in COUNTS or name in AMOUNTS:
@@ -89,7 +93,15 @@ def _checked(name: str, value: Any) -> Any:
         _check_name(name, value)
     if name in CHOICES:
         _check_choice(name, value, get_args(CHOICES[name]))
+    if name in GLOBS and not _is_text(value):
+        raise BadInput(f"{name} is {value!r}; give a glob, or a list of globs, such as '*.embed_tokens.*'.")
     return value
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is text, or a row of texts."""
+    row = [value] if isinstance(value, str) else value
+    return isinstance(row, Sequence) and all(isinstance(each, str) for each in row)
 
 
 def _check_name(name: str, value: object) -> None:

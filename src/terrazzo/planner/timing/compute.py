@@ -168,7 +168,7 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
         seconds, launch = seconds.forward_alone, launch / 3
     else:
         seconds, decoding = replace(seconds, recompute=_recompute_s(setup, seconds)), 2 * decoding
-        launch *= 4 / 3 if seconds.recompute else 1
+        launch *= 1 + setup.checkpointed_share / 3  # all of forward is run again; what is kept is looked up
     seconds = replace(seconds, memory=seconds.memory + decoding)
     return replace(seconds, launch=_gaps(device, launch, seconds.total))
 

@@ -198,9 +198,9 @@ class _KeyHeads:
 
     def __init__(self, setup: Setup, block: BlockShape) -> None:
         tp, both = setup.mesh.tp, block.head_dim + block.value_dim
-        kv_heads = max(1, block.kv_heads // tp)
+        kv_heads = int(block.key_heads(tp))
         self.channels = block.kv_latent or kv_heads * both
-        self.queries = block.heads // tp * both
+        self.queries = block.heads // block.attention_parts(tp) * both
         self.repeats = math.lcm(kv_heads, setup.mesh.cp) // kv_heads
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,10 +37,13 @@ class StepMerger:
         self._folder = folder
         self._ranks: dict[int, _Rank] = {}
         self.made = 0
+        self._number = self._done = 0
         self.facts: dict[str, Any] = {}
 
     def new(self, at_end: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
         """New records, each with the number of its last step.
+
+        Where the script was started again its steps count on, after the last one that all ranks had finished before.
 
         Args:
             at_end: the script has ended, so that the steps that are left become a record too.
@@ -47,33 +51,52 @@ class StepMerger:
         for path in sorted(self._folder.glob("rank-*.jsonl")):
             self._ranks.setdefault(int(path.stem.removeprefix("rank-")), _Rank(path)).read()
         ranks = [self._ranks[number] for number in sorted(self._ranks)]
-        if not ranks or (len(ranks) < max(rank.about.get("here", 1) for rank in ranks) and not at_end):
+        if not ranks or (len(ranks) < max(rank.here for rank in ranks) and not at_end):
             return
         self.facts = ranks[0].facts
-        while (last := self._next(ranks, at_end)) is not None:
-            lines = [[rank.steps.pop(step) for step in range(self.made + 1, last + 1)] for rank in ranks]
-            self.made = last
-            record = _of_sharded(lines) if "seconds" not in lines[0][0] else _of_script(ranks, lines)
-            if record is not None:
-                yield last, record
+        numbers = sorted({number for rank in ranks for number in rank.starts})
+        for number in [each for each in numbers if each >= self._number]:
+            if number != self._number:
+                self._number, self._done = number, 0
+            starts = [rank.starts[number] for rank in ranks if number in rank.starts]
+            if len(starts) == len(ranks):  # else a rank has not ended its first step
+                yield from self._of_start(starts, at_end or number != numbers[-1])
 
-    def _next(self, ranks: Sequence[_Rank], at_end: bool) -> int | None:
+    def _of_start(self, starts: Sequence[_Start], is_over: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        while (last := self._next(starts, is_over)) is not None:
+            lines = [[start.steps.pop(step) for step in range(self._done + 1, last + 1)] for start in starts]
+            self.made += last - self._done
+            self._done = last
+            record = _of_sharded(lines) if "seconds" not in lines[0][0] else _of_script(starts, lines)
+            if record is not None:
+                yield self.made, record
+
+    def _next(self, starts: Sequence[_Start], is_over: bool) -> int | None:
         """The last step of the next record: the first step, and every `EVERY` steps after it; None if not done yet."""
-        done = min(rank.last for rank in ranks)
-        last = 1 if self.made == 0 else self.made + EVERY
-        last = min(last, done) if at_end else last
-        return last if self.made < last <= done else None
+        done = min(start.last for start in starts)
+        last = 1 if self._done == 0 else self._done + EVERY
+        last = min(last, done) if is_over else last
+        return last if self._done < last <= done else None
+
+
+class _Start:
+    """Steps of one rank from one start of the script to the next, counted from 1 on."""
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        self.about = about
+        self.steps: dict[int, TraceLine] = {}
+        self.last = 0
 
 
 class _Rank:
-    """What has been read of one rank's file."""
+    """What has been read of one rank's file: starts by their number, which are those of the other ranks."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
-        self.about: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
-        self.steps: dict[int, TraceLine] = {}
-        self.last = self._before = 0
+        self.starts: dict[int, _Start] = {}
+        self.here = 1
+        self._newest = -1
 
     def read(self) -> None:
         with self._path.open("rb") as file:
@@ -82,16 +105,22 @@ class _Rank:
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
         for text in whole.splitlines():
-            self._take(json.loads(text))
+            with suppress(json.JSONDecodeError):  # the last line of a process that was killed while it wrote
+                self._take(json.loads(text))
 
     def _take(self, line: TraceLine) -> None:
-        if "begins" in line:  # the script was started again: its steps count on
-            self.about, self._before = line["begins"], self.last
+        if "begins" in line:
+            about = line["begins"]
+            self.here = about.get("here", 1)
+            # torchrun counts its restarts; a rank that ended no step of one has no line of it
+            self._newest = max(self._newest + 1, about.get("restart", 0))
+            self.starts[self._newest] = _Start(about)
         elif "facts" in line:
             self.facts = line["facts"]
         else:
-            self.last = self._before + line["step"]
-            self.steps[self.last] = line
+            start = self.starts[self._newest]
+            start.last = line["step"]
+            start.steps[start.last] = line
 
 
 def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
@@ -103,11 +132,11 @@ def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
     return {**ends[0]["record"], "skew": {name: [line["skew"][name][0] for line in ends] for name in names}}
 
 
-def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any]:
+def _of_script(starts: Sequence[_Start], lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any]:
     """The mean of these steps on rank 0, and the times of all ranks to compare."""
-    arrived = _arrivals(lines, _clocks(ranks, lines))
+    arrived = _arrivals(lines, _clocks(starts, lines))
     spent = [_step_times(own, arrived[index]) for index, own in enumerate(lines)]
-    steps, on_cuda = len(lines[0]), bool(ranks[0].about["on_cuda"])
+    steps, on_cuda = len(lines[0]), bool(starts[0].about["on_cuda"])
     record = time_fields(spent[0], steps, on_cuda)
     if on_cuda:
         looks = sum(line["looks"] for line in lines[0])
@@ -121,30 +150,38 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> 
     return record
 
 
-def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> list[float]:
+def _clocks(starts: Sequence[_Start], lines: Sequence[Sequence[TraceLine]]) -> list[float]:
     """What to add to the times of each rank: nothing on rank 0's machine; elsewhere such that steps end together."""
     return [
         0.0
-        if rank.about["boot"] == ranks[0].about["boot"]
+        if start.about["boot"] == starts[0].about["boot"]
         else median(first["end"] - line["end"] for first, line in zip(lines[0], own, strict=True))
-        for rank, own in zip(ranks, lines, strict=True)
+        for start, own in zip(starts, lines, strict=True)
     ]
 
 
-def _arrivals(lines: Sequence[Sequence[TraceLine]], clocks: Sequence[float]) -> list[dict[tuple[str, int], float]]:
-    """When the last rank came to each exchange, by each rank's own clock; only exchanges that all ranks have noted."""
-    came: dict[tuple[str, int], list[float]] = defaultdict(list)
+_ExchangeKey = tuple[str, str, int]
+"""A group, a kind, and the ordinal among the group's exchanges of that kind: the same on all ranks of the group."""
+
+
+def _arrivals(lines: Sequence[Sequence[TraceLine]], clocks: Sequence[float]) -> list[dict[_ExchangeKey, float]]:
+    """When the last rank came to each exchange, by each rank's own clock; only exchanges that all ranks have noted.
+
+    Not of `send`, in which two ranks of a group meet, each by an ordinal of its own.
+    """
+    came: dict[_ExchangeKey, list[float]] = defaultdict(list)
     sizes = {}
     for own, clock in zip(lines, clocks, strict=True):
         for line in own:
-            for group, ordinal, _, size, issued, *_ in line["waits"]:
-                came[group, ordinal].append(issued + clock)
-                sizes[group, ordinal] = size
+            for group, ordinal, kind, size, issued, *_ in line["waits"]:
+                if kind != "send":
+                    came[group, kind, ordinal].append(issued + clock)
+                    sizes[group, kind, ordinal] = size
     known = {key: max(times) for key, times in came.items() if len(times) == sizes[key] > 1}
     return [{key: there - clock for key, there in known.items()} for clock in clocks]
 
 
-def _step_times(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], float]) -> StepTimes:
+def _step_times(own: Sequence[TraceLine], arrived: Mapping[_ExchangeKey, float]) -> StepTimes:
     seconds, waited = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     data: dict[tuple[str, str], Times] = defaultdict(Times)
     for line in own:
@@ -156,7 +193,7 @@ def _step_times(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], floa
             times.count += 1
             times.total_s += (end - issued) / 1e9
             times.exposed_s += (end - start) / 1e9
-            there = arrived.get((group, ordinal), end if kind == "control" else start)
+            there = arrived.get((group, kind, ordinal), end if kind == "control" else start)
             times.late_s += max(0.0, min(end, there) - start) / 1e9
     return StepTimes(seconds, waited, data, {})
 

@@ -55,7 +55,7 @@ class ScriptProbe:
         self._seconds, self._waited = defaultdict[str, int](int), defaultdict[str, int](int)
         self._waits: list[list[Any]] = []
         self._works: dict[int, list[Any]] = {}
-        self._ordinals = defaultdict[str, int](int)
+        self._ordinals = defaultdict[tuple[str, str], int](int)
         self._step, self._looks, self._empty, self._backwards = 0, 0, 0, 0
         self._first: int | None = None
         self._written_facts: dict[str, Any] = {}
@@ -151,10 +151,10 @@ class ScriptProbe:
         return result
 
     def begun(self, group: Any, kind: str, start: int) -> list[Any]:
-        """A new exchange as a list: group, ordinal in it, kind, ranks, when it was issued. A wait adds two times."""
+        """A new exchange as a list: group, ordinal there by kind, kind, ranks, when issued. A wait adds two times."""
         name, size = _named(group)
-        self._ordinals[name] += 1
-        return [name, self._ordinals[name], kind, size, start]
+        self._ordinals[name, kind] += 1  # by kind: ranks of a group send to each other unequally often
+        return [name, self._ordinals[name, kind], kind, size, start]
 
     def waited(self, wait: list[Any], start: int, end: int | None = None) -> None:
         """The script has waited for an exchange from `start` to `end`, by default until now."""
@@ -235,12 +235,15 @@ class ScriptProbe:
             rank, world = _place()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = (self._folder / f"rank-{rank:05}.jsonl").open("a", buffering=1 << 16)
+            if self._file.tell():  # the script was started again, perhaps in the middle of a line
+                self._file.write("\n")
             boot = Path("/proc/sys/kernel/random/boot_id")
             about: dict[str, Any] = {
                 "rank": rank,
                 "world": world,
                 "here": int(os.environ.get("LOCAL_WORLD_SIZE", world)),
             }
+            about["restart"] = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
             about |= {"pid": os.getpid(), "host": socket.gethostname(), "on_cuda": self.on_cuda}
             about["boot"] = boot.read_text().strip() if boot.exists() else socket.gethostname()
             self._put({"begins": about})
