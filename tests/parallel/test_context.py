@@ -372,6 +372,12 @@ def test_ulysses_gathers_on_all_ranks_what_one_rank_was_given_anew() -> None:
         assert found.begins.tolist() == [[0] * 10 + [10] * 6]
         assert context.mask(own if rank == 0 else changed, 8) is found
 
+        sent = context.traffic.bytes["all_gather"]
+        windowed = context.mask(own if rank == 0 else changed, 8, window=3)
+        assert windowed.begins is not None
+        assert windowed.begins.tolist() == found.begins.tolist()
+        assert context.traffic.bytes["all_gather"] == sent > 0  # once for layers of all windows
+
     run_in_threads(2, on_rank)
 
 

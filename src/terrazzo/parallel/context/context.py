@@ -25,6 +25,7 @@ from terrazzo.given_numbers import is_count
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention
 from terrazzo.parallel.context.chunks import BALANCES, Balance, Chunks, TokenRun
+from terrazzo.parallel.context.given_positions import check_begins, check_prefix, places_of
 from terrazzo.parallel.context.tensor_memo import TensorMemo
 from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
@@ -73,6 +74,7 @@ class Context:
         self.rank, self.size, self._tp = self.ranks.rank, self.ranks.size, tp
         self._is_split, self.compare = True, self.ranks.compare
         self._masks = TensorMemo[dict[tuple[object, ...], AttentionMask]]()  # of the last positions
+        self._whole_begins = TensorMemo[Tensor]()  # under `ulysses`, of the last positions of all ranks
         self._host_begins = TensorMemo[Tensor]()  # of whole sequences, for the positions that `place` gave last
         self._host_prefix = TensorMemo[Tensor]()  # likewise, for the prefix that `place_prefix` gave last
         self._first_inputs: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
@@ -199,10 +201,10 @@ class Context:
             return self._mask(positions, tokens, None, None, prefix)
         key = (tokens, window, stride, self.is_split)
         masks = self._masks_of(positions)
-        kept = masks.get(key)
-        if self._gathers_positions and not self.ranks.agree_on(int(kept is not None)):
-            kept = None
-        masks[key] = self._mask(positions, tokens, window, stride, None) if kept is None else kept
+        if self._gathers_positions and not self.ranks.agree_on(bool(masks) + (key in masks)):
+            masks.clear()
+        if key not in masks:
+            masks[key] = self._mask(positions, tokens, window, stride, None, again=bool(masks))
         return masks[key]
 
     @property
@@ -298,9 +300,16 @@ class Context:
                 f" window of {window} tokens. Use mode 'gather' or 'ulysses'."
             )
 
-    def _mask(
-        self, positions: Tensor | None, tokens: int, window: int | None, stride: int | None, prefix: Tensor | None
+    def _mask(  # structure: what `mask` takes
+        self,
+        positions: Tensor | None,
+        tokens: int,
+        window: int | None,
+        stride: int | None,
+        prefix: Tensor | None,
+        again: bool = False,
     ) -> AttentionMask:
+        """`again`: all ranks have made a mask of these positions before."""
         runs = [TokenRun(0, 0, tokens)]
         if self.is_split:
             self._check_parts(positions, tokens, window)
@@ -317,22 +326,20 @@ class Context:
             assert prefix is not None
             begins, host_begins = torch.zeros_like(prefix), torch.zeros(prefix.shape, dtype=prefix.dtype)
         else:
-            begins = _places(runs, positions.device) - positions
+            begins = places_of(runs, positions.device) - positions
         if self._gathers_positions:
             runs = [TokenRun(0, 0, tokens * self.size)]
-            begins, prefix = self._gathered(begins, prefix)
+            whole = self._whole_begins.of(positions) if again and positions is not None else None
+            begins, prefix = self._gathered(begins, prefix) if whole is None else (whole, None)
+            if positions is not None and prefix is None:
+                self._whole_begins.keep(positions, begins)
         host_begins = begins.cpu() if host_begins is None else host_begins
-        if bool(((host_begins < 0) | (host_begins > _places(runs))).any()):
-            raise Misuse(
-                "Positions run ahead of the places of their tokens in the sequence, so they are not those of these"
-                " tokens: they count from 0 in each document. Split tokens and positions with one call of"
-                " context.split(...)."
-            )
+        check_begins(runs, host_begins)
         mask = AttentionMask.of(runs, begins, host_begins, window, stride)
         if prefix is None:
             return mask
         host_ends = host_begins + (prefix.cpu() if host_prefix is None else host_prefix)
-        _check_prefix(runs, host_begins, host_ends, tokens * (self.size if self.is_split else 1))
+        check_prefix(runs, host_begins, host_ends, tokens * (self.size if self.is_split else 1))
         return mask.with_prefixes(begins + prefix, host_ends)
 
     def _gathered(self, begins: Tensor, prefix: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -361,26 +368,6 @@ class Context:
         if placed is None or (whole := memo.of(placed)) is None:
             return None
         return whole if self.mode == "ulysses" or not self.is_split else self.chunks.split(whole, self.rank)
-
-
-def _check_prefix(runs: list[TokenRun], begins: Tensor, ends: Tensor, length: int) -> None:
-    """Refuse prefixes that differ within a document, or end behind it, as far as neighbouring tokens tell."""
-    wrong = bool(((ends < begins) | (ends > length)).any())
-    for run in runs:
-        its_begins, its_ends = (each[:, run.offset : run.offset + run.length] for each in (begins, ends))
-        apart = its_begins[:, 1:] != its_begins[:, :-1]
-        last = torch.where(apart, its_begins[:, 1:], its_ends[:, 1:])
-        wrong |= bool(torch.where(apart, its_ends[:, :-1] > last, its_ends[:, :-1] != last).any())
-    if wrong:
-        raise Misuse(
-            "Prefix lengths are not those of these tokens: all tokens of a document have the same, from 0 up to its"
-            " length. Split tokens, positions and lengths with one call of context.split(...)."
-        )
-
-
-def _places(runs: list[TokenRun], device: torch.device | None = None) -> Tensor:
-    """The places in the sequence of the tokens of runs, int64 `[1, tokens]`."""
-    return torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
 
 
 def check_names(mode: str | None, balance: str) -> None:
