@@ -624,7 +624,18 @@ def test_what_does_not_fit_is_not_said_how_to_run() -> None:
 def test_a_printed_command_starts_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a shell that has no `terrazzo` on its path."""
     monkeypatch.setattr(planning, "terrazzo_command", lambda: "my/terrazzo")
-    small = [*EIGHT, "--strategy", "zero3", "--memory-gb", "80", "--seq", "2048", "--micro-batches", "2", "--reduce-each"]
+    small = [
+        *EIGHT,
+        "--strategy",
+        "zero3",
+        "--memory-gb",
+        "80",
+        "--seq",
+        "2048",
+        "--micro-batches",
+        "2",
+        "--reduce-each",
+    ]
     data = "data.source=... data.tokenizer=..."
     asked = "--memory-gb 80 --seq 2048 --micro-batches 2 --strategy zero3 --reduce-each"
     emitted = " ".join(EIGHT) + f" {asked} --emit plan.yaml && my/terrazzo train plan.yaml {data}"

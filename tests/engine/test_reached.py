@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
+from terrazzo.engine import engine_of
 from tests.engine.toys import Net, batch, follows_one_process, loss_of, on_ranks, plain_loop, sharded, step
 
 Uses = Callable[["Odd", Tensor], Tensor]
@@ -69,6 +70,35 @@ def only_here(net: Odd, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("uses", [unrolled, by_a_sibling, penalised, recomputed, only_here])
 def test_they_are_gathered_as_they_are_reached(uses: Uses, plan: str) -> None:
     follows_one_process(Odd(uses), plain_loop, plan, 4 if plan == "hpz" else 2)
+
+
+def looked_at(net: Odd, x: Tensor) -> Tensor:
+    """A weight is read without a gradient, outside of its unit's forward."""
+    with torch.no_grad():
+        net.blocks[2].up.weight.sum()
+    return in_turn(net, x)
+
+
+def in_turn(net: Odd, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return x
+
+
+def test_a_weight_that_is_only_read_makes_no_step_stray() -> None:
+    bases = [Odd(looked_at), Odd(in_turn)]
+
+    def body(rank: int) -> list[int]:
+        sums = []
+        for base in bases:
+            model, optimizer = sharded(base, "zero3")
+            for _ in range(3):
+                step(model, optimizer, loss_of(model, batch()))
+            sums.append(engine_of(model).traffic.count["reduce_scatter"])
+        return sums
+
+    for read, plain in on_ranks(2, body):
+        assert read == plain > 0
 
 
 def test_evaluation_gathers_them_and_gives_them_back() -> None:

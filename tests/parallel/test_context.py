@@ -381,6 +381,26 @@ def test_ulysses_gathers_on_all_ranks_what_one_rank_was_given_anew() -> None:
     run_in_threads(2, on_rank)
 
 
+def test_lengths_of_prefixes_may_be_int32() -> None:
+    lengths = torch.full((1, 16), 3, dtype=torch.int32)
+
+    def on_rank(rank: int) -> None:
+        context = Context(dist.group.WORLD, "ulysses", "none")
+        own, prefix = context.split(positions_of([[16]]), lengths)
+        ends = context.mask(own, 8, prefix=prefix).prefix_ends
+        assert ends is not None
+        assert ends.tolist() == [[3] * 16]
+
+    run_in_threads(2, on_rank)
+
+
+def test_what_a_loader_writes_later_is_not_in_placed_positions() -> None:
+    given, context = positions_of([[16]]), Context(None)
+    placed = context.place(given, torch.device("cpu"))
+    given.numpy()[:] = 0  # which counts as no change of the tensor
+    assert placed.tolist() == positions_of([[16]]).tolist()
+
+
 def test_a_model_that_cannot_share_is_refused() -> None:
     assert any("use_context(context)" in each for each in refused(2, lambda c: share_sequences(nn.Linear(2, 2), c)))
 

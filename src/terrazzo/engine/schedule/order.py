@@ -41,7 +41,7 @@ class Order:
         closes_last: the units that end only with the backward pass itself.
         agreed: whether the ranks have compared notes.
         leaves: for each position of `forward`, the units whose forward ends between the position before and this one;
-            one entry more for those that end after the last.
+            one entry more for those that end after the last, or of which only a weight was read.
         region_ends: for each position of `backward`, the last one that is gathered at once with it, because both are
             recomputed in one region.
     """
@@ -171,7 +171,8 @@ def _leaves(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
             running[unit] -= 1
             if running[unit] <= 0:
                 since.append(unit)
-    return (*leaves, tuple(since))
+    read = (unit for unit, calls in running.items() if calls > 0)
+    return (*leaves, (*since, *read))
 
 
 def _region_ends(

@@ -132,6 +132,7 @@ class Context:
                 " those of the host's memory, or take context.split(...)."
             )
         own = self.chunks.split(whole, self.rank) if self.is_split else whole
+        own = own.clone() if own is whole else own  # or what a loader writes there later would be of the same memory
         return (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
 
     @contextlib.contextmanager
@@ -344,7 +345,7 @@ class Context:
 
     def _gathered(self, begins: Tensor, prefix: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Both of whole sequences. Neither is as long as 2^31, so that they share a message."""
-        own = begins if prefix is None else begins + (prefix << 32)
+        own = begins if prefix is None else begins + (prefix.long() << 32)
         whole = self.chunks.in_order(self.ranks.labelled(Label()).all_gather(own), dim=1)
         return (whole, None) if prefix is None else (whole & (2**32 - 1), whole >> 32)
 
