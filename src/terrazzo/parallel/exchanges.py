@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.comm.backends import collectives_for
-from terrazzo.engine.comm.collectives import TRAIL, Collectives
+from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.instrumentation.label import RUN_THE_SAME_MODULES, Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
@@ -106,11 +106,9 @@ class AxisRanks:
         largest, smallest = along.maximum(torch.tensor([along.checksum, ~along.checksum], device=HOST)).tolist()
         if largest == ~smallest:
             return
-        own = [-1] * (TRAIL - len(along.trail)) + [*along.trail]
+        own, label = [*along.trail], self._label or Label()
         for rank, theirs in enumerate(along.gather_rows(torch.tensor(own, device=HOST)).tolist()):
-            for mine, other in zip(own, theirs, strict=True):
-                if mine != other and min(mine, other) >= 0:
-                    (self._label or Label()).of_code(mine).check(other, f"rank {rank} of its axis")
+            label.check_trail(own, theirs, f"rank {rank} of its axis")
         raise RanksApart(f"The ranks have not run the same modules some time before {before}. {RUN_THE_SAME_MODULES}")
 
     def _exchanged(self, moves: Moves[T]) -> Transfer[T]:

@@ -28,9 +28,9 @@ from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream,
 from terrazzo.engine.instrumentation.label import moving
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
 
-__all__ = ["TRAIL", "Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
+__all__ = ["Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
 
-TRAIL = 16
+_TRAIL = 16
 """How many of the last exchanges a rank remembers."""
 
 
@@ -65,7 +65,7 @@ class Collectives(ABC):
         self.host_group = group
         self.axis = axis
         self.size, self.rank = group.size(), group.rank()
-        self.trail, self.checksum = deque[int](maxlen=TRAIL), 0
+        self.trail, self.checksum = _new_trail(), 0
         self._process = os.getpid()
         leaves_to_parent(self)
 
@@ -82,7 +82,7 @@ class Collectives(ABC):
     def counted_by(self, traffic: Traffic) -> Self:
         """The same connections, with what goes through them from here counted by `traffic`."""
         other = copy.copy(self)
-        other.traffic, other.trail, other.checksum = traffic, deque[int](maxlen=TRAIL), 0
+        other.traffic, other.trail, other.checksum = traffic, _new_trail(), 0
         return other
 
     def leave_to_parent(self) -> None:
@@ -326,6 +326,11 @@ class NativeCollectives(Collectives):
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NUMBERS = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 """Dtypes that NCCL and gloo both have. torch gives them complex numbers as pairs of these."""
+
+
+def _new_trail() -> deque[int]:
+    """Codes of the last exchanges; -1 where there has been none."""
+    return deque([-1] * _TRAIL, _TRAIL)
 
 
 def _carried(values: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.comm.collectives import TRAIL
 from terrazzo.engine.instrumentation.label import RUN_THE_SAME, Label, moving
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.progress.training_progress import Progress
@@ -126,10 +125,7 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
         found = said.format(name=name, own=own, low=low, high=high, last=progress.last_edit)
         raise RanksApart(f"The ranks have not run the same: before {label}, {found}")
     for axis in axes.with_experts:
-        last = [*axes.along(axis).trail][-TRAIL:]
-        trail = [-1] * (TRAIL - len(last)) + last
+        trail = [*axes.along(axis).trail]
         for theirs in axes.rows(torch.tensor(trail, device=HOST), axes.of_stage).tolist():
-            for mine, other in zip(trail, theirs, strict=True):
-                if mine != other and min(mine, other) >= 0:
-                    label.of_code(mine).check(other, "another rank")
+            label.check_trail(trail, theirs, "another rank")
     raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")

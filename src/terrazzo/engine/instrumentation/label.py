@@ -7,6 +7,7 @@ those have no room for it (NCCL) in a checksum that ranks compare when they meet
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -117,6 +118,16 @@ class Label:
                 f"The ranks have not run the same: here it is the turn of {self}, and on {who} of "
                 f"{self.of_code(code)}. {RUN_THE_SAME_MODULES if self.purpose in _OF_ACTIVATIONS else RUN_THE_SAME}"
             )
+
+    def check_trail(self, own: Iterable[int], theirs: Iterable[int], who: str) -> None:
+        """Refuse the first code of another rank's last exchanges that is not this one's; -1 stands for none.
+
+        Raises:
+            RanksApart: there; it names both, in the words of this label.
+        """
+        for mine, other in zip(own, theirs, strict=True):
+            if mine != other and min(mine, other) >= 0:
+                self.of_code(mine).check(other, who)
 
     def __str__(self) -> str:
         name = self.names[self.unit] if self.unit < len(self.names) else str(self.unit)

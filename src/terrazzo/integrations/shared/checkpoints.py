@@ -89,10 +89,8 @@ def resume(source: Source, model: nn.Module, optimizer: Optimizer | None, *, fil
         files: whether to warn of the checkpoint's further files; False where the library reads them itself.
     """
     restore(source, model, optimizer)
-    of_optimizer, of_files = (
-        (source.optimizer_notes if optimizer is not None else []),
-        source.file_notes if files else [],
-    )
+    of_optimizer = source.optimizer_notes if optimizer is not None else []
+    of_files = source.file_notes if files else []
     warn_of_notes(source, [*source.notes, *of_optimizer, *of_files])
 
 
