@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.parallel.pipeline import pipeline_step
+from terrazzo.parallel.pipeline.messages import Messages
 from tests.helpers.processes import RankFailed, run_in_processes
 from tests.helpers.threads import run_in_threads
 
@@ -122,6 +123,18 @@ def test_the_first_failure_is_named_on_every_rank(
                 f"FailedElsewhere: Rank {failing} (stage {number} of {ranks * pipeline.chunks}) has failed first: "
                 "OutOfLuck: the second is too much"
             )
+
+
+def test_what_is_raised_as_the_last_messages_are_waited_for_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(messages: Messages, patience_s: float | None = None) -> None:
+        raise OutOfLuck("no more messages")
+
+    def body(rank: int) -> str:
+        model, *_ = cut(layers(2), pp=2)
+        return told(lambda: tz.step(model, batches(0), loss_of))
+
+    monkeypatch.setattr(Messages, "finish", fail)
+    assert run_in_threads(2, body) == ["OutOfLuck: no more messages"] * 2
 
 
 class Counting(Layer):

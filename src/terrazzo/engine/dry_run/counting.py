@@ -131,7 +131,8 @@ class CountingUnit:
 
     def add_stages(self) -> None:
         for bucket in self.buckets:
-            bucket.add_stages()
+            if bucket.spec.trainable:
+                bucket.add_stages()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """A dry run forgets nothing."""

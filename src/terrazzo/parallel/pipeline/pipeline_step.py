@@ -148,7 +148,6 @@ class PipelineStep:
                 schedule.turn_to(action.stage // self.stages.ranks, self.stages.is_last(action.stage))
                 self._act(action, values)
                 done += 1
-            self.messages.finish()
         except NothingSent:
             self._finish_without_computing(actions[done:], None)
         except Exception as error:
@@ -158,6 +157,8 @@ class PipelineStep:
             with suppress(RuntimeError, ConnectionError):  # others learn it then from broken connections
                 self._finish_without_computing(actions[done:], self._patience_s)
             return error
+        else:
+            self.messages.finish()
         return None
 
     def _finish_without_computing(self, actions: Sequence[Action], patience_s: float | None) -> None:
