@@ -20,11 +20,10 @@ import torch
 from terrazzo.config import Config, LaunchConfig, config_from_dict
 from terrazzo.engine.runtime import topology
 from terrazzo.errors import BadInput
-from terrazzo.launch.environment import adopt_slurm, first_host, is_rank
+from terrazzo.launch.environment import adopt_slurm, first_host, is_rank, library_settings
 from terrazzo.launch.launcher import local_ranks
 from terrazzo.launch.launcher.local_ranks import LaunchSpec, LocalRank, LocalRanks
 from terrazzo.launch.launcher.run_end import RanksAtEnd, report_end
-from terrazzo.launch.launcher.start_ranks import environment_of
 from terrazzo.launch.launcher_pipe import Failure, Milestone, cause_of, first_failure
 from terrazzo.launch.machine import ranks_to_start, resolve_device, set_threads
 from terrazzo.launch.rank.process_group import _agree_on_device, join
@@ -400,28 +399,29 @@ def test_ranks_on_gpus_get_segments_that_grow_unless_the_user_has_chosen(monkeyp
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
-    assert environment_of(2)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert library_settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    assert set(environment_of(2)) == {"OMP_NUM_THREADS"}
+    assert library_settings() == {}
 
 
 def test_threads_of_ranks_do_not_spin_on_cores_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
-    assert environment_of(1)["GOMP_SPINCOUNT"] == "1000"
+    assert library_settings()["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert "GOMP_SPINCOUNT" not in environment_of(1)
+    assert "GOMP_SPINCOUNT" not in library_settings()
 
 
-ALONE = """
+STARTED = """
 import os, sys, types
 os.getloadavg = lambda: (1e4, 0.0, 0.0)
-def start_training(*_):
+def begin(*_):
     names = "GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"
     print("torch" in sys.modules, *(os.environ.get(name) for name in names))
-    return 0
-sys.modules["terrazzo.train.start_trainer"] = module = types.ModuleType("terrazzo.train.start_trainer")
-module.start_training = start_training
+    sys.exit(0)
+for home, name in (("start_trainer", "start_training"), ("trainer_rank", "train_as_rank")):
+    sys.modules["terrazzo.train." + home] = module = types.ModuleType("terrazzo.train." + home)
+    setattr(module, name, begin)
 import terrazzo.train
 sys.argv[1:] = ["train", "a.json"]
 from terrazzo.cli import main
@@ -429,15 +429,17 @@ main()
 """
 
 
+@pytest.mark.parametrize("started", [{}, {"RANK": "1", "WORLD_SIZE": "2"}], ids=["alone", "by another program"])
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}])
-def test_a_lone_rank_has_what_others_are_started_with_before_it_imports_torch(
-    tmp_path: Path, own: dict[str, str]
+def test_all_that_trains_has_these_settings_before_it_imports_torch_whoever_has_started_it(
+    tmp_path: Path, own: dict[str, str], started: dict[str, str]
 ) -> None:
-    """It is the process of `terrazzo train` itself: libgomp and the allocator read it once."""
+    """The allocator and libgomp read them once, and the same run computes alike under torchrun and without it."""
     (tmp_path / "a.json").write_text('{"train": {"steps": 9}}')
     names = ("OMP_WAIT_POLICY", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF")
-    environment = {name: value for name, value in os.environ.items() if name not in names} | own
-    words = [sys.executable, "-c", ALONE]
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= own | started
+    words = [sys.executable, "-c", STARTED]
     said = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True)
     spins, segments = own.values() or ("1000", "expandable_segments:True")
     assert said.stdout == f"False {spins} {segments} None\n"

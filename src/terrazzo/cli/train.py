@@ -40,12 +40,12 @@ def train(
     if config.suffix == ".py":
         raise BadInput(f"'{config}' is a script, and no configuration: write {terrazzo_command()} run {config}.")
     adopt_slurm()
+    os.environ.update(library_settings() | os.environ)  # whoever starts ranks, and before torch is imported
     if is_rank():  # which says together with the others what is wrong
         from terrazzo.train.trainer_rank import train_as_rank
 
         train_as_rank(config, overrides or [])  # ends the process
     settings = load_config(config, overrides or [])  # before seconds of imports
-    os.environ.update(library_settings() | os.environ)  # a lone rank is this process: before it imports torch
     if sys.stdout.isatty():
         print(f"checking {printable(str(config))} ...", flush=True)
     from terrazzo.train.start_trainer import start_training

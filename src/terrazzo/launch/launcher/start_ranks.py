@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 from terrazzo.engine.runtime.topology import cpus_of_a_rank
 from terrazzo.exit_codes import PREEMPTED, STALLED
-from terrazzo.launch.environment import library_settings
 from terrazzo.launch.launcher.local_ranks import LaunchSpec, LocalRanks
 from terrazzo.launch.launcher.restart_policy import RestartPolicy
 from terrazzo.launch.launcher.run_end import RanksAtEnd, RunEnd, report_end
@@ -24,8 +23,8 @@ __all__ = ["environment_of", "launch_ranks"]
 
 
 def environment_of(ranks: int) -> dict[str, str]:
-    """Default environment variables of ranks, which the user's own override."""
-    return {"OMP_NUM_THREADS": str(max(1, cpus_of_a_rank(1) // ranks)), **library_settings()}
+    """Default environment variables of ranks, which the user's own override; `library_settings` each sets itself."""
+    return {"OMP_NUM_THREADS": str(max(1, cpus_of_a_rank(1) // ranks))}
 
 
 def launch_ranks(
