@@ -27,7 +27,8 @@ from terrazzo.launch.rank.rank_process import RankProcess
 from terrazzo.launch.stopping.notices import Notices
 from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import FlightRecorder
-from terrazzo.train.preflight import check_fewer
+from terrazzo.train.model import prepare
+from terrazzo.train.preflight import check, checks
 from terrazzo.train.settings.run_command import RunCommand
 from terrazzo.train.trainer_rank import _RankOfRun
 from tests.helpers import programs
@@ -106,8 +107,27 @@ def test_fewer_ranks_that_cannot_run_it_are_refused_before_a_start(tmp_path: Pat
         batch={"global_batch": 8},
     )
     with pytest.raises(BadInput, match=r"launch.ranks is 3:4, and of 3 ranks it would be refused: batch: 4 of 12 rows"):
-        check_fewer(config, 4)
-    check_fewer(config, 3)
+        check(config, 4, fewer=[3])
+    check(config, 4)
+
+
+def test_what_does_not_depend_on_the_number_of_ranks_is_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(
+        tmp_path,
+        launch={"ranks": "1:4", "restarts": 1, "device": "cpu"},
+        batch={"global_batch": 12},
+        optimizer={"name": "Muon", "muon": {"matrices": ["blocks.*.weight"]}},  # names, for which modules are built
+    )
+    done: list[str] = []
+    for module, name in ((prepare, "prepare_model"), (checks, "load_tokenizer"), (checks, "check_written")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, name=name, original=original: done.append(name) or original(*args)
+        )
+    check(config, 4, fewer=[1, 2, 3])
+    assert sorted(done) == ["check_written", "load_tokenizer", "prepare_model"]
 
 
 def test_a_start_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

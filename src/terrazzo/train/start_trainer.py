@@ -13,7 +13,7 @@ from terrazzo.launch.machine import ranks_to_start, resolve_device
 from terrazzo.telemetry import RunConsole
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.checkpoints.restart_points import restarts_of
-from terrazzo.train.preflight import check, check_fewer
+from terrazzo.train.preflight import check
 from terrazzo.train.report.stop_notices import launcher_notices
 from terrazzo.train.settings.run_command import RunCommand
 from terrazzo.train.trainer_rank import train_as_rank
@@ -42,8 +42,7 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
     """
     command = RunCommand(path, overrides)
     ranks = ranks_to_start(config)
-    check(config, ranks)
-    check_fewer(config, ranks)
+    check(config, ranks, fewer=[number for number in config.rank_numbers if number < ranks])
     device = resolve_device(config.launch)
     why = " (torch sees no CUDA device)" if (config.launch.device, device) == ("auto", "cpu") else ""
     RunConsole().say(f"starting {counted(ranks, f'{device.upper()} rank')}{why} ...")

@@ -144,10 +144,11 @@ def _unlike_plain(model: nn.Module, head: nn.Module) -> str:
         return ""
     outputs: list[Any] = []
     handle = head.register_forward_hook(lambda module, args, output: outputs.append(output))
-    weights = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), one_sequence_per_row(), _one_block_for_all(model):
+        with torch.no_grad(), one_sequence_per_row(), _one_block_for_all(model) as idle:
+            used = ((name, each) for name, each in model.named_parameters() if not name.startswith(idle))
+            weights = {name: parameter.bfloat16() for name, parameter in used}
             logits = logits_of(functional_call(model, weights, kwargs={"input_ids": tokens}))
     except Exception as error:  # anything: a stranger's forward has been given tensors without values
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -158,14 +159,16 @@ def _unlike_plain(model: nn.Module, head: nn.Module) -> str:
 
 
 @contextmanager
-def _one_block_for_all(model: nn.Module) -> Iterator[None]:
+def _one_block_for_all(model: nn.Module) -> Iterator[tuple[str, ...]]:
     """Within this context the first block of each class in a list computes, and the others return what it has returned.
 
     On meta that has no values, so it is as good; eighty blocks would take seconds, at each start of a run.
+
+    Yields: with what names of parameters of these others begin.
     """
     returned: dict[tuple[str, type[nn.Module]], Any] = {}
     firsts: list[RemovableHandle] = []
-    others: list[nn.Module] = []
+    others: dict[str, nn.Module] = {}
     for name in find_units(model, None)[0]:
         parent, block = name.rpartition(".")[0], model.get_submodule(name)
         if not isinstance(model.get_submodule(parent), nn.ModuleList) or "forward" in vars(block):
@@ -173,16 +176,16 @@ def _one_block_for_all(model: nn.Module) -> Iterator[None]:
         kind = parent, type(block)
         if kind in returned:
             vars(block)["forward"] = lambda *args, kind=kind, **kwargs: returned[kind]
-            others.append(block)
+            others[f"{name}."] = block
         else:
             returned[kind] = None
             firsts.append(block.register_forward_hook(partial(_keep_output, returned, kind)))
     try:
-        yield
+        yield tuple(others)
     finally:
         for first in firsts:
             first.remove()
-        for block in others:
+        for block in others.values():
             del vars(block)["forward"]
 
 

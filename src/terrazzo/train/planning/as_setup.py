@@ -39,12 +39,15 @@ from terrazzo.train.settings.plan import (
 __all__ = ["executed_share", "matmul_format", "setup_of"]
 
 
-def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) -> Setup:
+def setup_of(
+    config: Config, world_size: int, cluster: Cluster | None = None, *, whole: ModelOnPaper | None = None
+) -> Setup:
     """The planner's view of a run with `world_size` ranks.
 
     Args:
         cluster: where it will run, by default the part of this machine that `launch.device` names. A CPU is a whole
             host; its ranks get equal shares of its memory.
+        whole: the configuration's model, if the caller has it.
 
     Raises:
         BadInput: settings do not fit together, or the planner cannot describe the model.
@@ -54,7 +57,8 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     mode, every = config.train.checkpointing
     mesh = _mesh(config, world_size)
     machines = machine_of(config) if cluster is None else cluster
-    shape = _shape_of(config)
+    whole = whole or ModelOnPaper(config)
+    shape = _shape_of(config, whole)
     return Setup(
         model=shape,
         cluster=replace(machines, device=_of_one_rank(machines.device, world_size), count=world_size),
@@ -75,7 +79,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         context=config.parallel.context.mode,
         balance=config.parallel.context.balance,
         sequence_parallel=config.parallel.tensor.sequence,
-        loss=_loss(config, shape, mesh),
+        loss=_loss(config, shape, whole),
         pipeline=config.parallel.pipeline.schedule,
         virtual_stages=config.parallel.pipeline.chunks if mesh.pp > 1 else 1,
         prefetch=config.plan.prefetch,
@@ -93,10 +97,10 @@ def _kernel(options: Mapping[str, Any]) -> UpdateKernel | None:
     return "loop" if named is None and any(options.get(name) is not None for name in chosen) else named
 
 
-def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
+def _loss(config: Config, shape: ModelShape, whole: ModelOnPaper) -> Loss:
     """How the loss is computed: without logits, on parts of the vocabulary, or on all logits."""
     wants = wants_loss_without_logits(config, shape.logits)
-    if wants and (config.model.kind == "decoder" or gives_loss(ModelOnPaper(config).model)):
+    if wants and (config.model.kind == "decoder" or gives_loss(whole.model)):
         return "chunked"
     return "parts" if leaves_logits_apart(config) else "full"
 
@@ -146,7 +150,7 @@ def _of_one_rank(device: Device, world_size: int) -> Device:
     return replace(device, memory_bytes=device.memory_bytes // ranks, per_node=ranks)
 
 
-def _shape_of(config: Config) -> ModelShape:
+def _shape_of(config: Config, whole: ModelOnPaper) -> ModelShape:
     """The model's tensors by the units that the engine finds; `plan.units` is not considered."""
     if config.model.kind == "decoder":
         shape = _decoder_shape(decoder_config(config))
@@ -155,15 +159,15 @@ def _shape_of(config: Config) -> ModelShape:
         shape = with_adapters(model_shape(config.model.path), config.lora)
     if config.objective.kind.against_initial:
         shape = replace(shape, units=tuple(replace(one, block=_with_dropout(one.block, 0.0)) for one in shape.units))
-    return _named_matrices(config, objective_of(config).shape(shape))
+    return _named_matrices(config, objective_of(config).shape(shape), whole)
 
 
-def _named_matrices(config: Config, shape: ModelShape) -> ModelShape:
+def _named_matrices(config: Config, shape: ModelShape, whole: ModelOnPaper) -> ModelShape:
     """The shape with those matrices marked that `optimizer.muon` selects, for which the modules have to be built."""
     muon = config.optimizer.muon
     if not steps_matrices(config.optimizer) or (not muon.matrices and muon.others is None):
         return shape
-    matrices = {name for name, _ in division_of(config.optimizer, ModelOnPaper(config).model).matrices}
+    matrices = {name for name, _ in division_of(config.optimizer, whole.model).matrices}
     units = []
     for unit in shape.units:
         prefix, _, number = unit.name.rpartition(".")

@@ -9,6 +9,6 @@ offload_room     whether host memory and disks have room for what is offloaded
 idle_keys        notes on settings that have no effect
 """
 
-from terrazzo.train.preflight.checks import check, check_fewer
+from terrazzo.train.preflight.checks import check
 
-__all__ = ["check", "check_fewer"]
+__all__ = ["check"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config, setting_texts
 from terrazzo.engine import find_units
@@ -27,11 +29,14 @@ from terrazzo.train.settings.plan import empty_rows, filling_note, mesh_shape, m
 from terrazzo.train.settings.refusals import refusals
 from terrazzo.words import FILL_IN
 
-__all__ = ["check", "check_fewer", "check_samples_of_groups"]
+__all__ = ["check", "check_samples_of_groups"]
 
 
-def check(config: Config, world_size: int) -> list[str]:
+def check(config: Config, world_size: int, fewer: Sequence[int] = ()) -> list[str]:
     """Raise `BadInput` for anything in `config` that cannot work with `world_size` ranks. Changes nothing.
+
+    Args:
+        fewer: numbers of ranks that the run may be started again with, which have to be able to run it too.
 
     Returns:
         Lines for the header of the run: settings without effect, and notes of the planner.
@@ -39,15 +44,33 @@ def check(config: Config, world_size: int) -> list[str]:
     _check_filled_in(config)
     for _, refusal in refusals(config):
         raise refusal
-    mesh_shape(config.plan.mesh, world_size)
+    filling = _check_ranks(config, world_size)
+    whole = ModelOnPaper(config)
+    _check_contents(config, whole)
+    local = check_local(config, world_size)
+    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling, *local]
+    notes += check_plan(config, world_size, whole)
+    for number in fewer:
+        _check_fewer(config, number, whole)
+    return notes
+
+
+def _check_ranks(config: Config, world_size: int) -> list[str]:
+    """The checks that are counting with the number of ranks; returns the note on empty rows, if there are any."""
+    mesh = config.plan.mesh
+    mesh_shape(mesh, world_size)
     check_samples_of_groups(config, world_size)
     filling = _filling_notes(config, world_size)
-    micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
-    whole = ModelOnPaper(config)
-    check_axes(config, whole)
-    if config.plan.mesh.pp > 1:
+    micro_batches = micro_batches_per_rank(config.batch, world_size, mesh)
+    if mesh.pp > 1:
         settings = config.parallel.pipeline
-        actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)
+        actions_of(settings.schedule, mesh.pp, settings.chunks, micro_batches)
+    return filling
+
+
+def _check_contents(config: Config, whole: ModelOnPaper) -> None:
+    """The checks of model, data and folders, which do not depend on the number of ranks."""
+    check_axes(config, whole)
     if wants_loss_without_logits(config, 1) and config.model.kind == "huggingface":
         _ = whole.model  # refuses one that cannot do without logits
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
@@ -55,22 +78,18 @@ def check(config: Config, world_size: int) -> list[str]:
     _check_named(config, whole)
     _check_data(config)
     check_written(config)
-    local = check_local(config, world_size)
-    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling, *local]
-    return [*notes, *check_plan(config, world_size)]
 
 
-def check_fewer(config: Config, ranks: int) -> None:
-    """Raise `BadInput` if `launch.ranks` allows a smaller number of ranks that cannot run this configuration."""
-    for number in config.rank_numbers:
-        if number >= ranks:
-            continue
-        try:
-            check(config, number)
-        except BadInput as error:
-            raise BadInput(
-                f"launch.ranks is {config.launch.ranks}, and of {counted(number, 'rank')} it would be refused: {error}"
-            ) from None
+def _check_fewer(config: Config, number: int, whole: ModelOnPaper) -> None:
+    """Raise `BadInput` if `number` ranks cannot run a configuration that more of them can."""
+    try:
+        _check_ranks(config, number)
+        check_local(config, number)
+        check_plan(config, number, whole)
+    except BadInput as error:
+        raise BadInput(
+            f"launch.ranks is {config.launch.ranks}, and of {counted(number, 'rank')} it would be refused: {error}"
+        ) from None
 
 
 def check_samples_of_groups(config: Config, world_size: int) -> None:

@@ -22,6 +22,7 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
+from terrazzo.train.model.prepare import ModelOnPaper
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight.local_room import local_room
 from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
@@ -39,10 +40,13 @@ WEAR = "states on consumer disks"
 """The rule of the planner's gate about which `offload_notes` says more."""
 
 
-def check_plan(config: Config, world_size: int) -> list[str]:
+def check_plan(config: Config, world_size: int, whole: ModelOnPaper | None = None) -> list[str]:
     """Refuse a run that is known to fail, or that cannot fit on the devices that its ranks have here.
 
     To be called before the model takes memory, which would then be missing from what the machine has free.
+
+    Args:
+        whole: the configuration's model, if the caller has it.
 
     Returns:
         Lines for the header of the run: warnings, memory that is close, or why nothing was checked.
@@ -50,7 +54,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     Raises:
         BadInput: it names the reason, the largest terms of memory, and edits that would help.
     """
-    setup = _setup(config, world_size)
+    setup = _setup(config, world_size, whole)
     if setup is None:
         return ["plan: the architecture is not one that the planner knows, so its memory was not checked"]
     problems = findings(setup)
@@ -106,15 +110,15 @@ def available(config: Config, world_size: int) -> AvailableMemory | None:
     return min(rooms, default=None)
 
 
-def _setup(config: Config, world_size: int) -> Setup | None:
+def _setup(config: Config, world_size: int, whole: ModelOnPaper | None) -> Setup | None:
     """The planner's view of the run; None if it does not know the model, or would have to build it, which is slow."""
     if config.model.kind == "decoder":
-        return setup_of(config, world_size)
+        return setup_of(config, world_size, whole=whole)
     assert config.model.path is not None
     if closed_form(read_model_config(config.model.path)) is None:
         return None
     try:
-        return setup_of(config, world_size)
+        return setup_of(config, world_size, whole=whole)
     except BadInput:  # of its config: all else has been checked by now, and transformers may understand it
         return None
 
