@@ -92,6 +92,27 @@ def test_what_ranks_wait_for_in_an_evaluation_that_is_left_out_is_left_out() -> 
     assert ", leaving out evaluation, too seldom" in str(found)
 
 
+@pytest.mark.parametrize(
+    "waits", [{"late": [0.95, 0.9]}, {"late": [0.0, 0.95, 0.95], "evaluate": 0.8}, {"gathered": 0.9}]
+)
+@pytest.mark.parametrize("records", [1, 3])
+def test_no_wait_is_more_than_the_steps_beside_an_evaluation_that_every_record_has(
+    waits: dict[str, Any], records: int
+) -> None:
+    """Two steps a record, of 0.2 s beside an evaluation of 0.8 s in which ranks wait for each other."""
+    waits = dict(waits)
+    comm = gathered(waits.pop("gathered")) if "gathered" in waits else None
+    lines = [record(step, comm, **waits) | {"steps": 2} for step in range(2, 2 + 2 * records, 2)]
+    for line in lines:
+        line["phase_s"]["evaluate"] = 0.8
+        if "skew" in line:
+            line["skew"]["step_s"] = [1.0] * len(line["skew"]["late_peer_s"])
+    found = of(lines)
+    assert found.step_s == pytest.approx(0.2)
+    assert 0 < found.share <= 1
+    assert ", leaving out evaluation, too seldom" in str(found)
+
+
 def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, float]]:
     return {f"{axis} all_gather": {"n": 8, "sent_bytes": 100, "exposed_s": seconds + 0.02, "late_s": 0.02}}
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.display.edits import Admits, Advice, edit_for
 from terrazzo.telemetry.log.records import mean_of, mean_over_steps, of_these_ranks
-from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND
+from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND, PHASES
 
 __all__ = ["Verdict", "verdict_of"]
 
@@ -121,6 +121,7 @@ def verdict_of(
         causes = _causes(records) if knows_causes else _on_the_host(records)
     else:
         step_s = mean_of(records, "step_s") - sum(cause.seconds for cause in once)
+        causes = [cause._replace(seconds=_outside(cause, once, records)) for cause in causes]
     left_out = {cause.name for cause in once}
     causes = [cause for cause in causes if cause.name not in left_out and cause.seconds >= LEAST_SHARE * step_s]
     causes = [cause for cause in causes if cause.name != "update" or _has_setting(cause, settings, admits)]
@@ -223,6 +224,19 @@ def _comes_again(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> bool:
 def _without(once: Sequence[_Cause], records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records in which none of these causes came."""
     return [record for place, record in enumerate(records) if not any(cause.each[place] for cause in once)]
+
+
+def _outside(cause: _Cause, once: Sequence[_Cause], records: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of a cause that surely are of steps, where every record has what is left out too.
+
+    A phase that is a cause has no part in another. Of waits and exchanges as much may have been there as this rank
+    waited in all, and of waits for late ranks, which all ranks have told, as much as it took.
+    """
+    if cause.name in PHASES:
+        return cause.seconds
+    whole = BOUNDS[cause.name].kind == "late"
+    there = sum(each.seconds - (0.0 if whole else mean_of(records, "cause_s", each.name)) for each in once)
+    return max(0.0, cause.seconds - there)
 
 
 def _has_setting(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) -> bool:
