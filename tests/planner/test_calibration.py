@@ -19,7 +19,7 @@ from terrazzo.engine import PRECISIONS, Offload, Plan, StateFormat, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.figures import TimeFigures
-from terrazzo.planner.machine.devices import Cluster, Device, device
+from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
@@ -49,6 +49,7 @@ from terrazzo.train.calibration.trial import Trial, _with_half
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.run_estimate import estimate_run
 from tests.helpers import programs
+from tests.planner.subjects import llama
 
 
 def lora_of(name: str) -> ModelShape:
@@ -290,6 +291,39 @@ def test_a_fit_gives_back_the_steps_that_it_was_made_of(setup: Setup, seconds_of
     assert sum(seconds(setups[0], record).values()) == pytest.approx(seconds_of[0], rel=1e-6)
     if overhead:
         assert sum(seconds(setups[1], record).values()) == pytest.approx(seconds_of[1], rel=1e-6)
+
+
+ON_TWO_CORES = Setup(
+    llama(4, 256, 512, 4, 4, 512),
+    Cluster(
+        Device(
+            "host", "cpu", {"fp32": 1e11}, memory_bandwidth=1e10, launch_s=1e-3, scaleup_bandwidth=1e18,
+            scaleup_domain=4, per_node=4, measured=MeasuredHost(cores=2),
+        ),
+        4,
+    ),
+    Plan.named("zero1"), Mesh(dp_shard=4), sequence=256, micro_batches=2, precision=PRECISIONS["fp32"],
+)  # fmt: skip
+
+
+def test_ranks_that_take_turns_compute_at_the_pace_that_was_measured() -> None:
+    """On half as many cores as ranks a step takes twice what one would alone, at any pace."""
+    slower = ON_H100.model_copy(update={"pace": 3.0, "overhead_s": 0.0, "run": None})
+    device = replace(ON_TWO_CORES.cluster.device, measured=MeasuredHost(cores=None))
+    alone = replace(ON_TWO_CORES, cluster=replace(ON_TWO_CORES.cluster, device=device))
+    for record in (None, slower):
+        once = sum(seconds(alone, record).values())
+        assert sum(seconds(ON_TWO_CORES, record).values()) == pytest.approx(2 * once)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_fit_on_shared_cores_gives_back_the_step_that_it_was_made_of(waits: bool) -> None:
+    setups = [ON_TWO_CORES, replace(ON_TWO_CORES, sequence=128)]
+    pace, overhead = fitted_pace(setups, (4.0, 2.5), waits)
+    record = ON_H100.model_copy(update={"pace": pace, "overhead_s": overhead, "bandwidth": None if waits else 1e9})
+    for setup, measured in zip(setups, (4.0, 2.5), strict=True):
+        found = seconds(setup, record)
+        assert sum(found.values()) - found.get("communication", 0.0) == pytest.approx(measured, rel=1e-6)
 
 
 def test_the_planner_and_the_command_answer_alike(

@@ -11,6 +11,7 @@ Each is a term in seconds, and the terms add up to the step. Read the modules in
     bubble         idle time of pipeline schedules
     update         how much of an update away from the device is hidden
     pipeline_rank  one rank along pp: all of these as terms
+    core_turns     that rank's terms, and turns of ranks that share a host's cores
     calibration    what was measured on a device, kept between runs
     measured       what a measurement changes in the terms, and how one is fitted
     step           the slowest rank as `TimeFigures`: `time_of`

@@ -16,6 +16,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
+from terrazzo.planner.timing.core_turns import step_terms
 from terrazzo.planner.timing.pipeline_rank import PipelineRank, copy_s, slowest_rank
 
 __all__ = ["computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_rank", "measured_terms"]
@@ -38,8 +39,8 @@ def measured_rank(setup: Setup, record: Calibration) -> PipelineRank:
 
 
 def measured_terms(slowest: PipelineRank, traffic: TrafficFigures, record: Calibration) -> list[Term]:
-    """The terms of a `measured_rank`, and what was measured as a whole."""
-    return [*slowest.terms(), *_waits(traffic, record), *_overhead(record)]
+    """The terms of a step whose slowest rank is a `measured_rank`, and what was measured as a whole."""
+    return [*step_terms(slowest), *_waits(traffic, record), *_overhead(record)]
 
 
 def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> list[Term]:
@@ -104,7 +105,7 @@ def fitted_pace(setups: Sequence[Setup], seconds: Sequence[float], waits: bool) 
     """
 
     def expected(setup: Setup, pace: float) -> float:
-        return sum(term.value for term in slowest_rank(setup, pace, waits).terms())
+        return sum(term.value for term in step_terms(slowest_rank(setup, pace, waits)))
 
     first, last = setups[0], setups[-1]
     less = seconds[0] - seconds[-1]

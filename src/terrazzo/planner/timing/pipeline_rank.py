@@ -108,15 +108,19 @@ class PipelineRank:
     """
 
     def __init__(self, setup: Setup, pp_rank: int, pace: float = 1.0, waits: bool = True) -> None:
-        self._setup, self._pace, self._pp_rank = setup, pace, pp_rank
+        self.setup, self._pace, self._pp_rank, self._waiting = setup, pace, pp_rank, waits
         self._network = Network(setup.cluster.device, free=not waits)
         self._units = placed_units(setup, pp_rank)
         self._roots = [row for row in self._units if row.unit.is_root]
         self._head = head_seconds(setup).at(pace) if pp_rank == setup.mesh.pp - 1 else Seconds()
         self._blocks = [self._cost(*row) for row in self._units if not row.unit.is_root]
 
+    def beside(self, pp_rank: int) -> PipelineRank:
+        """Another rank of the same step, that computes and waits as this one does."""
+        return PipelineRank(self.setup, pp_rank, self._pace, self._waiting)
+
     def _cost(self, unit: UnitShape, count: int, placement: Placement) -> _Blocks:
-        seconds = block_seconds(self._setup, unit).at(self._pace) if unit.block else Seconds()
+        seconds = block_seconds(self.setup, unit).at(self._pace) if unit.block else Seconds()
         return _Blocks(unit, count, placement, seconds, self._waits(unit, seconds))
 
     def _waits(self, unit: UnitShape, seconds: Seconds) -> PassSeconds:
@@ -125,7 +129,7 @@ class PipelineRank:
         Attention hides what goes round a ring, and products what `tensor_overlap` says of exchanges along tp.
         """
         waits, rounds = ({When.FORWARD: 0.0, When.BACKWARD: 0.0} for _ in range(2))
-        for move in model_parallel_moves(self._setup, unit):
+        for move in model_parallel_moves(self.setup, unit):
             spent = self._network.move_s(move)
             if move.purpose == "tensor":
                 spent *= 1 - self._hidden_along_tp(move.when)
@@ -137,7 +141,7 @@ class PipelineRank:
 
     def _hidden_along_tp(self, when: When) -> float:
         """The share of an exchange along tp that products hide."""
-        overlap = self._setup.tensor_overlap
+        overlap = self.setup.tensor_overlap
         if overlap == "async":
             return ASYNC_HIDDEN
         return TENSOR_HIDDEN if overlap == "backward" and when is When.BACKWARD else 0.0
@@ -145,12 +149,12 @@ class PipelineRank:
     @cached_property
     def busy_s(self) -> float:
         """Seconds of all micro-batches, without idle time, data-parallel communication and the update."""
-        return self._setup.micro_batches * sum(each.both for each in self.passes)
+        return self.setup.micro_batches * sum(each.both for each in self.passes)
 
     @cached_property
     def passes(self) -> list[PassSeconds]:
         """Forward and backward of one micro-batch through each of this rank's stages; the head is in the last."""
-        chunks, root = self._setup.virtual_stages, self._root_waits
+        chunks, root = self.setup.virtual_stages, self._root_waits
         forward = sum(part.count * part.passes.forward for part in self._blocks) / chunks
         backward = sum(part.count * part.passes.backward for part in self._blocks) / chunks
         last = PassSeconds(forward + self._head.forward + root.forward, backward + self._head.backward + root.backward)
@@ -165,7 +169,7 @@ class PipelineRank:
     @cached_property
     def _messages(self) -> list[UnitTransfer]:
         """What a rank in the middle sends of each micro-batch: all others wait for it."""
-        return list(pipeline_moves(self._setup, min(1, max(0, self._setup.mesh.pp - 2))))
+        return list(pipeline_moves(self.setup, min(1, max(0, self.setup.mesh.pp - 2))))
 
     @cached_property
     def _root_waits(self) -> PassSeconds:
@@ -177,32 +181,32 @@ class PipelineRank:
         """Data-parallel communication, and copies of weights and gradients from and to the host, of a step."""
         root = Exposure(0.0, 0.0)
         for unit, _, placement in self._roots:
-            root += root_exposure(self._unit_moves(unit, placement), repetitions(self._setup, unit))
+            root += root_exposure(self._unit_moves(unit, placement), repetitions(self.setup, unit))
         rows = []
         for part in self._blocks:
             moves = self._unit_moves(part.unit, part.placement)
-            if self._setup.staged:  # sums over ranks come when all has run
+            if self.setup.staged:  # sums over ranks come when all has run
                 alone = part.count * moves.pop(When.LAST, 0.0)
                 root += Exposure(alone, alone)
             if part.unit.forward_only:  # what comes again, in stages, comes for the forward of other micro-batches
-                alone = part.count * moves.pop(When.BACKWARD, 0.0) * repetitions(self._setup, part.unit)[When.BACKWARD]
+                alone = part.count * moves.pop(When.BACKWARD, 0.0) * repetitions(self.setup, part.unit)[When.BACKWARD]
                 root += Exposure(alone, alone)
             rows.append(BlockRow(part.count, *part.passes, moves, has_backward=not part.unit.forward_only))
-        exchanged = sum(map(self._network.move_s, matrix_moves(self._setup, self._pp_rank)))
-        if (diloco := self._setup.diloco) is not None:
-            exchanged += sum(map(self._network.move_s, outer_moves(self._setup, self._pp_rank))) / diloco.sync_every
+        exchanged = sum(map(self._network.move_s, matrix_moves(self.setup, self._pp_rank)))
+        if (diloco := self.setup.diloco) is not None:
+            exchanged += sum(map(self._network.move_s, outer_moves(self.setup, self._pp_rank))) / diloco.sync_every
         root += Exposure(exchanged, exchanged)
-        beside = self._setup.cluster.device.kind != "cpu"
-        repeats = repetitions(self._setup, self._setup.model.root)
-        return root + block_exposure(rows, repeats, self._setup.prefetch, beside)
+        beside = self.setup.cluster.device.kind != "cpu"
+        repeats = repetitions(self.setup, self.setup.model.root)
+        return root + block_exposure(rows, repeats, self.setup.prefetch, beside)
 
     def _unit_moves(self, unit: UnitShape, placement: Placement) -> dict[When, float]:
         seconds: dict[When, float] = {}
-        for move in unit_moves(self._setup, unit, placement):
+        for move in unit_moves(self.setup, unit, placement):
             seconds[move.when] = seconds.get(move.when, 0.0) + self._network.move_s(move)
         for move in unit_copies(unit, placement):
             if move.when is not When.UPDATE:
-                copied_s = copy_s(self._setup.cluster, self._network.link(move.over), move.sent_bytes)
+                copied_s = copy_s(self.setup.cluster, self._network.link(move.over), move.sent_bytes)
                 seconds[move.when] = seconds.get(move.when, 0.0) + copied_s
         return seconds
 
@@ -220,12 +224,12 @@ class PipelineRank:
 
     def _compute_terms(self) -> list[Term]:
         pace, memory, counts = self._pace, self._sum("memory"), self._counts
-        bandwidth = memory_rate(self._setup.cluster.device)
+        bandwidth = memory_rate(self.setup.cluster.device)
         flops, products = self._sum("matmul_flops"), self._sum("matmul") / pace
         matmul = {"flops": flops, "sustained_flops": flops / products if products else 0.0}  # the head's is another
         moved = {"bytes": memory / pace * bandwidth, "bandwidth": bandwidth}
         repeated, gaps = self._each("recompute") / pace, self._each("launch") / pace
-        launch = {"gap_s": gaps, "launch_s": launch_seconds(self._setup)}
+        launch = {"gap_s": gaps, "launch_s": launch_seconds(self.setup)}
         return [
             _term("matrix products", self._sum("matmul"), "time.matmul", pace=pace, **matmul),
             _term("attention", self._sum("attention"), "time.attention", pace=pace, **self._attention()),
@@ -239,18 +243,18 @@ class PipelineRank:
         for part in self._blocks:
             if part.unit.block is not None:
                 work, moved = (
-                    attention_flops(self._setup, part.unit.block),
-                    attention_bytes(self._setup, part.unit.block),
+                    attention_flops(self.setup, part.unit.block),
+                    attention_bytes(self.setup, part.unit.block),
                 )
-                share = forward_share(self._setup) if part.unit.forward_only else 1
-                times = self._setup.micro_batches * part.count * share
+                share = forward_share(self.setup) if part.unit.forward_only else 1
+                times = self.setup.micro_batches * part.count * share
                 flops, moved_bytes = flops + times * work, moved_bytes + times * moved
-                multiplied_s += times * work / attention_rate(self._setup, part.unit.block)
-        rate, bandwidth = flops / (multiplied_s or 1.0), memory_rate(self._setup.cluster.device)
+                multiplied_s += times * work / attention_rate(self.setup, part.unit.block)
+        rate, bandwidth = flops / (multiplied_s or 1.0), memory_rate(self.setup.cluster.device)
         return {"flops": flops, "attention_flops": rate, "moved_bytes": moved_bytes, "bandwidth": bandwidth}
 
     def _wait_terms(self) -> list[Term]:
-        setup, send, exposure = self._setup, self._send_s, self.exposure
+        setup, send, exposure = self.setup, self._send_s, self.exposure
         busy, hidden, waits, counts = self.busy_s + send, exposure.hidden, self._blocking_s(), self._counts
         each = waits / setup.micro_batches / counts["layers"] if counts["layers"] else 0.0
         sends = {"send_s": self._sent_once_s, "bytes": sum(move.sent_bytes for move in self._messages)}
@@ -268,7 +272,7 @@ class PipelineRank:
         """Seconds of one part of all blocks and the head, in a step."""
         blocks: float = sum(each.count * getattr(each.seconds, part) for each in self._blocks)
         head: float = getattr(self._head, part)
-        return self._setup.micro_batches * (blocks + head)
+        return self.setup.micro_batches * (blocks + head)
 
     def _each(self, part: str) -> float:
         """Seconds of one part for one block and micro-batch, on average, with its share of the head."""
@@ -277,16 +281,16 @@ class PipelineRank:
 
     @property
     def _counts(self) -> dict[str, float]:
-        return {"micro_batches": self._setup.micro_batches, "layers": sum(part.count for part in self._blocks)}
+        return {"micro_batches": self.setup.micro_batches, "layers": sum(part.count for part in self._blocks)}
 
     def _blocking_s(self) -> float:
         waits = sum(part.count * part.waits.both for part in self._blocks)
-        return self._setup.micro_batches * (waits + self._root_waits.both)
+        return self.setup.micro_batches * (waits + self._root_waits.both)
 
     @property
     def _send_s(self) -> float:
         """Seconds of messages between stages, in a step."""
-        return self._setup.micro_batches * self._sent_once_s
+        return self.setup.micro_batches * self._sent_once_s
 
     @cached_property
     def _sent_once_s(self) -> float:
@@ -295,7 +299,7 @@ class PipelineRank:
     def _update_terms(self) -> list[Term]:
         rows = [(unit, count, own, trained_unit(unit, own).optim_numel) for unit, count, own in self._units]
         here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
-        moved, bandwidth = optimizer_bytes(self._setup, here, self._whole), memory_rate(self._setup.cluster.device)
+        moved, bandwidth = optimizer_bytes(self.setup, here, self._whole), memory_rate(self.setup.cluster.device)
         terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
         if flops := self._matrices.flops:
             rate = self._orthogonal_rate
@@ -316,13 +320,13 @@ class PipelineRank:
 
     @cached_property
     def _matrices(self) -> MatrixUpdates:
-        return matrix_updates(self._setup, self._pp_rank)
+        return matrix_updates(self.setup, self._pp_rank)
 
     @property
     def _orthogonal_rate(self) -> float:
         """FLOP/s of products in bf16, in which matrices are made orthogonal; where not known, of those of the model."""
-        device = self._setup.cluster.device
-        return sustained_rate(device, "bf16") or sustained_rate(device, self._setup.matmul) or 1.0
+        device = self.setup.cluster.device
+        return sustained_rate(device, "bf16") or sustained_rate(device, self.setup.matmul) or 1.0
 
     def _update_of(self, unit: UnitShape, placement: Placement, owned: int) -> UnitUpdate:
         """What one unit's update takes away from the device, and its computation that it can hide behind."""
@@ -330,14 +334,14 @@ class PipelineRank:
         for move in unit_copies(unit, placement):
             if move.when is When.UPDATE:
                 link = self._network.link(move.over)
-                copies[link] += copy_s(self._setup.cluster, link, move.sent_bytes)
-        elements = owned * self._setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
+                copies[link] += copy_s(self.setup.cluster, link, move.sent_bytes)
+        elements = owned * self.setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), PassSeconds(0.0, 0.0))
         at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)
         return UnitUpdate(elements / HOST_ADAM, copies[Link.PCIE], copies[Link.DISK], forward, backward, at_once)
 
     def _offloaded_update(self, updates: list[UnitUpdate]) -> Term:
-        total, exposed = sum(each.seconds for each in updates), exposed_s(updates, self._setup.offload.step)
+        total, exposed = sum(each.seconds for each in updates), exposed_s(updates, self.setup.offload.step)
         parts = {
             "elements": sum(each.host_s for each in updates) * HOST_ADAM,
             "rate": HOST_ADAM,

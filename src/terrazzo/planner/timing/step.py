@@ -7,13 +7,13 @@ communication that nothing hides, the pipeline's idle time, the optimizer, and c
 from __future__ import annotations
 
 from terrazzo.planner.figures import Formula, Term, TimeFigures, TrafficFigures
-from terrazzo.planner.layout.placement import stand_ins
 from terrazzo.planner.machine.transfers import Link
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import flops_per_token
+from terrazzo.planner.timing.core_turns import step_terms
 from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_rank, measured_terms
-from terrazzo.planner.timing.pipeline_rank import PipelineRank, slowest_rank
+from terrazzo.planner.timing.pipeline_rank import slowest_rank
 from terrazzo.planner.timing.rates import matmul_rate
 from terrazzo.planner.traffic.volumes import traffic_of
 
@@ -80,10 +80,6 @@ FORMULAS = {
         "one after the other on the rank that has most of them, of each exchange",
         "Jordan et al. 2024; terrazzo/engine/optim/matrices/matrix_owners.py",
     ),
-    "time.turns": Formula(
-        "max(0, work_s / cores - alone_s); work_s of all ranks of a host, what they compute and hand on",
-        "python -m benchmarks.planner.ranking",
-    ),
     "time.offload": Formula(
         "pcie_s + disk_s; bytes / bandwidth, of copies that nothing hides", "ZeRO-Infinity, arXiv 2104.07857"
     ),
@@ -91,18 +87,6 @@ FORMULAS = {
     "time.waited": Formula("bytes / bandwidth; bytes that collectives send", "measured on this device"),
     "time.overhead": Formula("overhead_s; of a step, whatever its number of tokens", "measured on this device"),
 }
-
-
-def _turns(setup: Setup, alone_s: float) -> list[Term]:
-    """What a step takes longer than the `alone_s` of its slowest rank where ranks take turns on a host's cores."""
-    host, ranks = setup.cluster.device.measured, setup.cluster.ranks_per_host
-    if host is None or (cores := host.cores) is None or ranks <= cores:
-        return []
-    made = {pp_rank: PipelineRank(setup, pp_rank) for pp_rank in set(stand_ins(setup))}
-    work_s = sum(made[pp_rank].work_s for pp_rank in stand_ins(setup)) / setup.mesh.pp * ranks
-    value = max(0.0, work_s / cores - alone_s)
-    inputs = {"work_s": work_s, "cores": float(cores), "alone_s": alone_s}
-    return [Term("turns on shared cores", value, value, "time.turns", inputs, "s")] if value else []
 
 
 _BOUNDS = {
@@ -139,8 +123,7 @@ def time_of(
     if why:
         return why
     slowest = slowest_rank(setup) if calibration is None else measured_rank(setup, calibration)
-    terms = slowest.terms() if calibration is None else measured_terms(slowest, traffic, calibration)
-    terms += _turns(setup, sum(term.value for term in terms))
+    terms = step_terms(slowest) if calibration is None else measured_terms(slowest, traffic, calibration)
     return _time(setup, terms, slowest.exposure.hidden, calibration)
 
 
