@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from pathlib import Path
@@ -9,10 +10,21 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("package", ["checkpoint", "config", "telemetry"])
-def test_what_a_package_lists_can_be_had(package: str) -> None:
-    module = importlib.import_module(f"terrazzo.{package}")
+@pytest.mark.parametrize(
+    "package", ["terrazzo", *(f"terrazzo.{name}" for name in ("checkpoint", "config", "documents", "telemetry"))]
+)
+def test_what_a_package_lists_can_be_had_and_is_imported_for_type_checkers(package: str) -> None:
+    """A name that is stated without an import would be `Any` to them, and an editor would show no signature."""
+    module = importlib.import_module(package)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    statements = ast.parse(Path(str(module.__file__)).read_text()).body
+    stated = next(node for node in statements if isinstance(node, ast.If))
+    imports = [node for node in [*statements, *stated.body] if isinstance(node, ast.ImportFrom)]
+    imported = {alias.name: node.module for node in imports for alias in node.names}
+    assert set(module.__all__) - set(imported) <= {"__version__"}
+    for name in set(module.__all__) & set(imported):
+        home = importlib.import_module(str(imported[name]))
+        assert getattr(home, name) is getattr(module, name), name
 
 
 def test_a_name_is_imported_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ Packages and modules, from the ground up; each imports from its own line and tho
 from terrazzo import tether  # noqa: F401  first: it notes who the parent is, before seconds of imports
 
 # isort: split
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from terrazzo import checkpoint, ending  # noqa: F401  how a process ends that has this package
 from terrazzo.errors import (
@@ -61,6 +61,8 @@ from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
     from terrazzo import nn, optim, parallel, telemetry
+    from terrazzo.checkpoint.exporters.full_state import full_state_dict
+    from terrazzo.checkpoint.exporters.pretrained import save_pretrained
     from terrazzo.engine import (
         EMA,
         DiLoCo,
@@ -76,34 +78,13 @@ if TYPE_CHECKING:
         register_forward_method,
         shard,
     )
+    from terrazzo.integrations.deepspeed import initialize
+    from terrazzo.integrations.fsdp2 import fully_shard
     from terrazzo.parallel import Pipeline, parallelize, step
     from terrazzo.parallel.mesh import mesh
     from terrazzo.planner.api import plan
-
-    full_state_dict: Any
-    fully_shard: Any
-    initialize: Any
-    save_pretrained: Any
 else:
-    __getattr__ = lazily(
-        __name__,
-        {
-            "terrazzo.engine": (
-                *("EMA", "DiLoCo", "LossScaling", "Offload", "Place", "Plan", "Precision"),
-                *("accumulate", "attach", "clip_grad_norm_", "gathered", "register_forward_method", "shard"),
-            ),
-            "terrazzo.integrations.deepspeed": ("initialize",),
-            "terrazzo.integrations.fsdp2": ("fully_shard",),
-            "terrazzo.checkpoint.exporters.pretrained": ("save_pretrained",),
-            "terrazzo.checkpoint.exporters.full_state": ("full_state_dict",),
-            "terrazzo.nn": ("nn",),
-            "terrazzo.optim": ("optim",),
-            "terrazzo.parallel": ("Pipeline", "parallel", "parallelize", "step"),
-            "terrazzo.parallel.mesh": ("mesh",),
-            "terrazzo.planner.api": ("plan",),
-            "terrazzo.telemetry": ("telemetry",),
-        },
-    )
+    __getattr__ = lazily(__name__)
 
 __version__ = "0.1.0"
 

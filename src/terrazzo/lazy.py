@@ -7,40 +7,39 @@ one that writes checkpoints, starts faster and is smaller if that does not impor
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["lazily"]
 
 
-def lazily(package: str, homes: Mapping[str, Iterable[str]] | None = None) -> Callable[[str], Any]:
-    """A `__getattr__` for `package`.
+def lazily(package: str) -> Callable[[str], Any]:
+    """A `__getattr__` for `package`, which imports what the package's `__init__` imports under `if TYPE_CHECKING`.
 
-    Args:
-        homes: for each module the names to take from it; its own name stands for the module. None takes what the
-            package's source imports under `if TYPE_CHECKING`, so that each name is written once.
+    So each name is written once, and type checkers, editors and the rules of `tools.lint` see what is imported.
     """
-    home_of = _stated(package) if homes is None else {name: home for home, names in homes.items() for name in names}
 
     def ask(name: str) -> Any:
-        if name not in home_of:
+        home = _homes(package).get(name)
+        if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(home_of[name])
-        value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
+        is_module = home == package
+        value = importlib.import_module(f"{home}.{name}") if is_module else getattr(importlib.import_module(home), name)
         setattr(sys.modules[package], name, value)  # the next one finds it without asking
         return value
 
     return ask
 
 
-def _stated(package: str) -> dict[str, str]:
-    """For each name that the package imports under `if TYPE_CHECKING`, the module that it comes from."""
+@functools.cache
+def _homes(package: str) -> dict[str, str]:
+    """The module that each name comes from, by the statements under the first `if` of the package's source."""
     spec = sys.modules[package].__spec__
     assert spec is not None
     source = spec.loader.get_source(package)  # type: ignore[union-attr]
-    branches = [each for each in ast.parse(source).body if isinstance(each, ast.If)]
-    statements = [line for each in branches if ast.unparse(each.test) == "TYPE_CHECKING" for line in each.body]
-    imports = [line for line in statements if isinstance(line, ast.ImportFrom)]
-    return {alias.name: str(line.module) for line in imports for alias in line.names}
+    stated = next(each for each in ast.parse(source).body if isinstance(each, ast.If))
+    lines = [line for line in stated.body if isinstance(line, ast.ImportFrom)]
+    return {alias.name: str(line.module) for line in lines for alias in line.names}

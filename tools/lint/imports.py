@@ -58,7 +58,6 @@ INNER_LAYERS = {
 OPEN = re.compile(r"Open to other\spackages[^:]*:\n\n((?: {4}.*\n)+)")
 
 NAMES_MODULES = {
-    "terrazzo": "what it loads when asked imports the package; what imports it may need no torch",
     "terrazzo.dialects.registry": "of eight dialects a command needs one or two; what it names counts as imported",
 }
 """Modules that may import modules of their own package by a string, and why."""
@@ -150,7 +149,7 @@ def _check_cycles(modules: dict[str, Module]) -> Iterator[Finding]:
     by_module: dict[str, set[str]] = {name: set() for name in modules}
     by_part: dict[str, set[str]] = {}
     for name, module in modules.items():
-        hidden = named_modules(module, modules) if module.part and name in NAMES_MODULES else ()
+        hidden = named_modules(module, modules) if name in NAMES_MODULES else ()
         for line, target in (*imports_of(module, modules), *hidden):
             if target != name:
                 by_module[name].add(target)

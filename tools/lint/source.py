@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["Finding", "Module", "below", "imports_of", "named_modules", "read_modules"]
 
-BY_NAME = {"import_module", "__import__", "find_spec", "resolve_name", "locate", "run_module", "load_module", "lazily"}
+BY_NAME = {"import_module", "__import__", "find_spec", "resolve_name", "locate", "run_module", "load_module"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,14 @@ def read_modules(root: Path) -> dict[str, Module]:
 
 
 def imports_of(module: Module, known: Mapping[str, Module]) -> Iterator[tuple[int, str]]:
-    """(line, imported module) for every import of a module in `known`, those inside functions included."""
-    for node in ast.walk(module.tree):
+    """(line, imported module) for every import of a module in `known`, those inside functions included.
+
+    What the root's `__init__` imports only when it is asked is left out: it stands in a layer above, and itself imports
+    the root.
+    """
+    asked = () if module.part else (node for node in module.tree.body if isinstance(node, ast.If))
+    left_out = {inner for node in asked for inner in ast.walk(node)}
+    for node in (node for node in ast.walk(module.tree) if node not in left_out):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):

@@ -96,8 +96,6 @@ def find(module: str, name: str) -> Name:
     if _file(f"{module}.{name}") is not None:
         path = f"{module}.{name}"
         return Name(name, path, _module(path), ast.get_docstring(_module(path)) or "")
-    if (origin := _lazy_origin(_module(module), name)) is not None:
-        return find(origin, name)
     statements = list(_statements(_module(module).body))
     for at, node in enumerate(statements):
         match node:
@@ -112,15 +110,6 @@ def find(module: str, name: str) -> Name:
                 if name in map(ast.unparse, targets):
                     return Name(name, f"{module}.{name}", node, _said_below(statements, at))
     raise LookupError(f"{module} has no {name}")
-
-
-def _lazy_origin(tree: ast.Module, name: str) -> str | None:
-    """The module that `lazily` is told to import `name` from."""
-    for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
-        for origin, names in zip(table.keys, table.values, strict=True):
-            if isinstance(origin, ast.Constant) and name in (getattr(one, "value", None) for one in ast.walk(names)):
-                return str(origin.value)
-    return None
 
 
 def signature(named: Name) -> str:
