@@ -8,6 +8,7 @@ import pytest
 
 from terrazzo.planner import Request, build_setup, estimate
 from terrazzo.planner.api import ask
+from terrazzo.planner.choice.edits import narrower_names
 from terrazzo.planner.report.estimates import Edit
 
 H100 = Request("llama3-8b", 8, gpu="h100", strategy="zero3", sequence=8192)
@@ -129,3 +130,28 @@ def test_states_in_fewer_bits_are_offered_where_they_are_the_faster_way() -> Non
     assert states == pytest.approx(8.03e9 * (2 + 2 + 2 * (1 + 4 / 256)), rel=0.01)
     eight = Request("llama3-8b", 8, gpu="h100", strategy="zero3", micro_batch=8)
     assert not any("--precision" in edit.options for edit in ask(eight).best.edits)
+
+
+@pytest.mark.parametrize(
+    ("own", "narrower"),
+    [
+        ("bf16", ["bf16,moments=int8", "bf16-pure,moments=int8,rounding=remainder"]),
+        ("bf16,moments=int8", ["bf16-pure,moments=int8,rounding=remainder"]),
+        ("bf16-pure", ["bf16-pure,moments=int8", "bf16-pure,moments=int8,rounding=remainder"]),
+        ("bf16,moments=fp8", ["bf16-pure,moments=fp8,rounding=remainder"]),
+        ("fp8", ["fp8,moments=int8", "fp8,reduce=bf16,accumulate=bf16,master=bf16,moments=int8,rounding=remainder"]),
+        (
+            "bf16,gather=int8",
+            ["bf16,moments=int8,gather=int8", "bf16-pure,moments=int8,rounding=remainder,gather=int8"],
+        ),
+        ("bf16-pure,moments=int8,rounding=remainder", []),
+        ("fp16", ["fp16,moments=int8"]),
+        ("fp32", []),
+    ],
+)
+def test_states_in_fewer_bits_are_offered_of_every_precision_that_computes_in_16(own: str, narrower: list[str]) -> None:
+    setup = build_setup(Request("llama3-8b", 8, gpu="h100", strategy="zero3", precision=own))
+    names = narrower_names(setup)
+    assert list(names) == narrower
+    for name in names:
+        assert build_setup(Request("llama3-8b", 8, gpu="h100", strategy="zero3", precision=name)).matmul == setup.matmul

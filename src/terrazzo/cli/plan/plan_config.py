@@ -17,6 +17,7 @@ from terrazzo.planner.choice.edits import Changed, Kinds, best_edits, narrower_n
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.build_setup import build_cluster
+from terrazzo.planner.setup.choice_names import LINEARS
 from terrazzo.train.calibration.calibrate import calibrate
 from terrazzo.train.planning.run_estimate import estimate_run
 
@@ -85,9 +86,11 @@ def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
 
 
 def _precision_keys(text: str) -> dict[str, str]:
-    """The keys of the section `precision` that a name such as `bf16,moments=int8` stands for."""
+    """The keys of the section `precision` that a name such as `bf16,moments=int8` stands for. In what linear layers
+    multiply is of the name here, and a key that the configuration has already.
+    """
     name, *keys = text.split(",")
-    return {"name": name, **dict(key.split("=") for key in keys)}
+    return {"name": "bf16" if name in LINEARS.values() else name, **dict(key.split("=") for key in keys)}
 
 
 def _calibrated(source: FromConfig) -> str:

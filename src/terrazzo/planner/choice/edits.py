@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from terrazzo.engine import MOMENTS_NAMES, Plan
+from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, StateFormat
 from terrazzo.errors import BadInput
 from terrazzo.planner.choice.ranking import NOISE
 from terrazzo.planner.report.estimates import Edit, Estimate
@@ -27,10 +27,6 @@ TRIED_SHARES = (0.75, 0.5, 0.25)
 """Shares of states in host memory that are tried where it is too small for all of them."""
 
 TRIED_TIERS = ("cpu", "cpu-all", "nvme", "nvme-all")
-
-NARROWER = ("bf16", "bf16,moments=int8", "bf16-pure,moments=int8,rounding=remainder")
-"""Precisions of fewer and fewer bytes: 8-bit moments, and beside these the 16 bits more that make bf16 weights fp32
-masters, with gradients in bf16."""
 
 
 class Changed(NamedTuple, Generic[T]):
@@ -82,7 +78,7 @@ def best_edits(kinds: Kinds[T], misfit: Estimate, estimate: Callable[[T], Estima
 def no_edit(setup: Setup) -> str:
     """What to do where no edit helps."""
     tried = (
-        "smaller micro-batch, activation checkpointing, chunked loss, offload, 8-bit moments or "
+        "smaller micro-batch, activation checkpointing, chunked loss, offload, states in fewer bits or "
         if setup.model.computes
         else ""
     )
@@ -188,11 +184,25 @@ def _narrower(request: Request, setup: Setup) -> Iterator[Changed[Request]]:
 
 
 def narrower_names(setup: Setup) -> tuple[str, ...]:
-    """The precisions of `NARROWER` behind a setup's own, of an optimizer that keeps moments."""
-    own = precision_text(MatmulPrecision(setup.precision, setup.matmul, setup.recipe))
-    if own not in NARROWER or not setup.optimizer.moments or setup.optimizer.moment_bytes is not None:
+    """Precisions with a setup's states in fewer and fewer bits, of an optimizer that keeps moments: these in 8 bits,
+    and beside them the 16 bits more that make bf16 weights fp32 masters, with gradients in bf16.
+    """
+    own = setup.precision
+    if own.compute.itemsize != 2 or not setup.optimizer.moments or setup.optimizer.moment_bytes is not None:
         return ()
-    return NARROWER[NARROWER.index(own) + 1 :]
+    names = []
+    narrow = {} if isinstance(own.moments, StateFormat) else {"moments": StateFormat.INT8}
+    pure = PRECISIONS["bf16-pure"]
+    halves = {name: getattr(pure, name) for name in ("weight", "reduce", "accumulate", "master")}
+    kept = {**halves, **narrow, "rounding": "remainder"} if own.compute == pure.compute else {}
+    for changes in (narrow, kept):
+        try:
+            states = replace(own, **changes)
+        except BadInput:  # such as wires that go with other dtypes
+            continue
+        if states != own:
+            names.append(precision_text(MatmulPrecision(states, setup.matmul, setup.recipe)))
+    return tuple(names)
 
 
 def _elsewhere(request: Request, setup: Setup) -> Iterator[Changed[Request]]:

@@ -17,6 +17,7 @@ from terrazzo.words import CHECKPOINT_MODES, DTYPE_FIELDS, PRECISION_SPELLINGS, 
 
 __all__ = [
     "CHECKPOINTING",
+    "LINEARS",
     "PRECISION_KEYS",
     "PRECISION_PRESETS",
     "STRATEGIES",
