@@ -27,7 +27,6 @@ from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.blocks import TextBlock, TextLine, show
 from terrazzo.planner.report.explain import explain, explained
 from terrazzo.planner.report.page import save_page
-from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.build_setup import build_cluster
 from terrazzo.planner.setup.framework import TERRAZZO
@@ -191,6 +190,8 @@ def _write(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArgum
         with writing(arguments.emit):
             emit(_best(answer), source.name, arguments.emit)
     if arguments.picture is not None:
+        from terrazzo.planner.report.picture import save_picture  # imports Pillow
+
         with writing(arguments.picture):
             save_picture(answer.chart(), arguments.picture)
     if arguments.html is not None and isinstance(answer, Answer):

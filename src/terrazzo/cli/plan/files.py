@@ -10,7 +10,7 @@ from terrazzo.documents import write_json
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
 from terrazzo.planner.choice.emit import TrainFiles, train_config
-from terrazzo.planner.report.picture import SUFFIXES
+from terrazzo.planner.report.bars import PICTURE_SUFFIXES
 from terrazzo.planner.report.words import parameters_text, verdict
 from terrazzo.words import FILL_IN
 
@@ -21,8 +21,8 @@ EMITTED = (".yaml", ".yml", ".json")
 
 def check_files(emitted: Path | None, picture: Path | None, page: Path | None) -> None:
     """Raise `BadInput` for names that cannot be written."""
-    named = (("--emit", emitted, EMITTED), ("--picture", picture, SUFFIXES), ("--html", page, (".html", ".htm")))
-    for option, path, suffixes in named:
+    pictured, paged = ("--picture", picture, PICTURE_SUFFIXES), ("--html", page, (".html", ".htm"))
+    for option, path, suffixes in (("--emit", emitted, EMITTED), pictured, paged):
         if path is not None:
             check_file(option, path, suffixes)
 

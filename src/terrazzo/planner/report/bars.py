@@ -11,7 +11,7 @@ from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.words import ByteUnit, axes_text, parameters_text, precision_name, units
 from terrazzo.planner.timing.timeline import Timeline, pipeline_step
 
-__all__ = ["KINDS", "Chart", "MemoryBar", "MemoryKind", "chart_of", "parts_of"]
+__all__ = ["KINDS", "PICTURE_SUFFIXES", "Chart", "MemoryBar", "MemoryKind", "chart_of", "parts_of"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ KINDS = (
     OVERHEAD,
 )
 """All kinds, from the left of a bar."""
+
+PICTURE_SUFFIXES = (".png", ".svg")
+"""Of files that a picture may be written to."""
 
 NEAR, CUT = 2.0, 2.0
 """A capacity is shown up to twice the longest bar, and bars are cut at twice the capacity."""

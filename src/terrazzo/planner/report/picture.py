@@ -16,13 +16,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.schedules import ActionKind
-from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
+from terrazzo.planner.report.bars import KINDS, PICTURE_SUFFIXES, Chart, MemoryBar
 from terrazzo.planner.report.words import ByteUnit, bytes_text
 from terrazzo.planner.timing.timeline import Span, Timeline
 
-__all__ = ["SUFFIXES", "png", "save_picture", "svg"]
-
-SUFFIXES = (".png", ".svg")
+__all__ = ["png", "save_picture", "svg"]
 
 WIDTH, MARGIN, BAR, GAP, ROOM = 1000, 28, 26, 14, 190
 INK, GREY, GRID, PAPER, LIMIT = "#23262b", "#6d6f76", "#e4e6ea", "#ffffff", "#c0392b"
@@ -74,8 +72,8 @@ Shape = DrawnBox | Stroke | DrawnText
 
 def save_picture(chart: Chart, path: Path) -> None:
     """Write a chart in the format that the file's name ends with. Raises: `BadInput` where it ends otherwise."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise BadInput(f"A picture's name must end with {' or '.join(SUFFIXES)}: '{path}' does not.")
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise BadInput(f"A picture's name must end with {' or '.join(PICTURE_SUFFIXES)}: '{path}' does not.")
     if path.suffix.lower() == ".svg":
         path.write_text(svg(chart), encoding="utf-8")
     else:
