@@ -464,6 +464,17 @@ def test_a_folder_is_not_a_file(option: str, tmp_path: Path) -> None:
     assert "is a folder" in refusal(*EIGHT, option, str(folder))
 
 
+def test_what_draws_pictures_is_imported_for_one_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Pillow takes 30 ms, of answers of a second."""
+    drawing = "terrazzo.planner.report.picture"
+    monkeypatch.delitem(sys.modules, drawing, raising=False)
+    shown(*EIGHT)
+    answer(*EIGHT)
+    assert drawing not in sys.modules
+    shown(*EIGHT, "--picture", str(tmp_path / "memory.svg"))
+    assert drawing in sys.modules
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture_is_written(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"memory.{suffix}"
@@ -609,6 +620,8 @@ def test_totals_are_explained_too(total: str) -> None:
     (term,) = answer(*EIGHT, "--strategy", "zero3", "--explain", total)["terms"]
     assert term["formula"] == f"memory.{total.removeprefix('memory.')}"
     assert 0 < term["inputs"]["allocated"] < term["value"]
+    amount = "at most: " if total.endswith("upper") else "expected: "
+    assert amount in shown(*EIGHT, "--strategy", "zero3", "--explain", total)
 
 
 @pytest.mark.long

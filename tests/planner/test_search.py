@@ -650,15 +650,23 @@ def test_where_nothing_fits_python_is_told_what_would_run_too() -> None:
     assert str(ask(Request("llama3-8b", 2, gpu="h100", memory_bytes=30e9)).best) == str(found.detailed())
 
 
-def test_on_one_rank_all_strategies_are_one_row() -> None:
-    request = Request("gpt2", 1, gpu="rtx4090")
-    found = search(request)
-    assert {each.setup.plan.name for each in found.leaders} == {"zero0"}
-    assert found.equal_names == ["zero1", "zero2", "zero3", "shard_grad_op"]
-    assert "zero1, zero2, zero3, shard_grad_op equal zero0." in str(found)
-    each = [estimate(build_setup(replace(request, strategy=name))) for name in ("zero0", *found.equal_names)]
+@pytest.mark.parametrize("options", [{}, {"tp": 2, "gpus": 2}])
+def test_with_one_rank_for_all_data_strategies_that_are_one_are_one_row(options: dict[str, Any]) -> None:
+    asked = replace(Request("gpt2", 1, gpu="rtx4090"), **options)
+    found = search(asked)
+    (name,) = {each.setup.plan.name for each in found.ranked}
+    assert not found.refused
+    assert "all strategies are one" in str(found)
+    each = [estimate(build_setup(replace(asked, strategy=own))) for own in (name, *ROWS[:5])]
     assert all((one.memory, one.time) == (each[0].memory, each[0].time) for one in each)
-    assert not search(replace(request, gpus=2)).equal_names
+    assert "all strategies are one" not in str(search(replace(asked, gpus=2 * (asked.tp or 1))))
+
+
+def test_where_one_rank_holds_nothing_the_reason_is_said_once() -> None:
+    too_large = search(Request("llama3-8b", 1, gpu="h100-sxm", sequence=4096))
+    assert [each.strategy for each in too_large.refused] == ["zero0"]
+    names = [each.setup.plan.name for each in search(replace(too_large.request, offload=True)).ranked]
+    assert "zero2@cpu" in names and "zero3@cpu" not in names and "zero3@cpu-all" in names
 
 
 def test_a_reserve_is_taken_off_each_device_once() -> None:

@@ -19,11 +19,11 @@ from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
-    "OFFLOADED",
     "TRIED_SIZES",
     "meshes",
     "model_parallel",
     "modes_and_sizes",
+    "offloaded_strategies",
     "strategies",
     "variants",
 ]
@@ -110,12 +110,24 @@ def strategies(request: Request) -> tuple[Plan, ...]:
     if request.plan is not None:
         return (request.plan,)
     if (request.pp or 1) > 1:
-        return plans(IN_STAGES)
-    return plans(BESIDE_MODEL_PARALLEL if model_parallel(request) else ROWS)
+        return _different(request, IN_STAGES)
+    return _different(request, BESIDE_MODEL_PARALLEL if model_parallel(request) else ROWS)
 
 
-def plans(names: Sequence[str]) -> tuple[Plan, ...]:
-    return tuple(map(Plan.named, names))
+def offloaded_strategies(request: Request) -> tuple[Plan, ...]:
+    """Strategies with states elsewhere to try on one mesh."""
+    return _different(request, OFFLOADED)
+
+
+def _different(request: Request, names: Sequence[str]) -> tuple[Plan, ...]:
+    """The plans of these names. With one rank for all data, which has all of every state, of those that are then the
+    same the first.
+    """
+    assert isinstance(request.gpus, int)
+    named = tuple(map(Plan.named, names))
+    if request.gpus > (request.tp or 1) * (request.pp or 1):
+        return named
+    return tuple({tuple(plan.over(()).places().values()): plan for plan in reversed(named)}.values())[::-1]
 
 
 def model_parallel(request: Request) -> bool:

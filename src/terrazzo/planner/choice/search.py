@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import assemble, memory_under
 from terrazzo.planner.choice.candidates import (
-    OFFLOADED,
     meshes,
     model_parallel,
     modes_and_sizes,
-    plans,
+    offloaded_strategies,
     strategies,
     variants,
 )
@@ -109,8 +107,9 @@ class _Tried:
         if not self.request.offload or self.request.strategy is not None:
             return
         if not any(each.memory.fits_surely is not False for each in self.fitting[before:]):
-            for choice, strategy in product(choices, plans(OFFLOADED)):
-                self.try_strategy(replace(choice, strategy=strategy))
+            for choice in choices:
+                for strategy in offloaded_strategies(choice):
+                    self.try_strategy(replace(choice, strategy=strategy))
 
     def try_strategy(self, choice: Request) -> None:
         """One strategy on one mesh with every checkpointing mode and micro-batch."""

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ON_DEVICE
+from terrazzo.errors import counted
 from terrazzo.files import GIB
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.transfers import Link, When
@@ -65,7 +66,7 @@ class BareAnswer:
         """The answer as people read it."""
         report = self.report()
         bytes_each = ", ".join(f"{value:g} for {name}" for name, value in report.recipe.items())
-        head = f"{count_text(report.parameters)} parameters on {report.world:,} ranks: model states alone"
+        head = f"{count_text(report.parameters)} parameters on {counted(report.world, 'rank')}: model states alone"
         capacity = f", {report.capacity_gib:,.1f} GiB on each" if report.capacity_gib is not None else ""
         lines = [TextLine(head + capacity, "bold"), TextLine(f"bytes per parameter: {bytes_each}")]
         columns = [TableColumn("GB of one rank"), *(TableColumn(name, "right", 5) for name in report.recipe)]
@@ -93,7 +94,7 @@ class BareAnswer:
                 "optimizer": per_rank.optimizer_gb,
             }
             bars.append(MemoryBar(row.strategy, {name: value * GB for name, value in states.items()}))
-        title = f"Model states of {count_text(report.parameters)} parameters on {report.world:,} ranks"
+        title = f"Model states of {count_text(report.parameters)} parameters on {counted(report.world, 'rank')}"
         subtitle = "bytes per parameter: " + ", ".join(f"{name} {value:g}" for name, value in report.recipe.items())
         return Chart(title, subtitle, tuple(bars), self.capacity_bytes, "states of one rank")
 

@@ -76,7 +76,7 @@ def _blocks(term: ExplainedTerm) -> Iterator[TextBlock]:
     width = max((len(name) for name in term.inputs), default=0)
     for name, value in term.inputs.items():
         yield TextLine(f"    {name:<{width}} = {_number(value)}")
-    yield TextLine(f"  expected: {_amount(term.value, term.unit)}")
+    yield TextLine(f"  {'at most' if term.name == 'upper' else 'expected'}: {_amount(term.value, term.unit)}")
     if term.upper != term.value:
         yield TextLine(f"  at most: {_amount(term.upper, term.unit)}")
     yield TextLine(f"  source: {term.source}\n")

@@ -23,6 +23,7 @@ NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strate
 FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cost": "the cheapest token"}
 """What stands first, by `request.rank`."""
 UNTIMED = "what computes least twice, and then sends the fewest bytes per token,"
+ONE_RANK = "With one rank for all data nothing is split: all strategies are one, and stand as the first of them."
 SHOWN_ROWS = 12
 """Rows of a table on screen; the JSON has all."""
 
@@ -84,25 +85,15 @@ class Frontier:
 
     @property
     def leaders(self) -> list[Estimate]:
-        """The first of each strategy and mesh, and all that nothing else beats, in order of rank.
-
-        Strategies that split nothing on their ranks are one: the first of them, `equal_names` has the others.
-        """
+        """The first of each strategy and mesh, and all that nothing else beats, in order of rank."""
         seen, leaders = set(), []
         for each in self.ranked:
             setup = each.setup
-            key = (setup.plan.name if setup.splits_states else "", setup.mesh, setup.cluster.count)
+            key = (setup.plan.name, setup.mesh, setup.cluster.count)
             if key not in seen or each in self.pareto:
                 leaders.append(each)
             seen.add(key)
         return leaders
-
-    @property
-    def equal_names(self) -> list[str]:
-        """Strategies that are left out of `leaders`: with nothing to split they are the same as one that is there."""
-        shown = [each.setup.plan.name for each in self.leaders]
-        same = (each.setup.plan.name for each in self.ranked if not each.setup.splits_states)
-        return [name for name in dict.fromkeys(same) if name not in shown]
 
     def __str__(self) -> str:
         """The report that `terrazzo plan` prints, but for the bars."""
@@ -152,9 +143,8 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
         )
         simple = ", of what is as fast within 3 % the simplest" if timed else ""
         blocks.append(TextLine(f"among these {first} is first{simple}. {AT_MOST}", "dim"))
-        if equal := frontier.equal_names:
-            shown = next(each.setup.plan.name for each in leaders if not each.setup.splits_states)
-            blocks.append(TextLine(f"With one rank for all data nothing is split: {', '.join(equal)} equal {shown}."))
+        if frontier.request.plan is None and any(not each.setup.splits_states for each in leaders):
+            blocks.append(TextLine(ONE_RANK))
     return blocks + _refusals(frontier)
 
 

@@ -69,8 +69,8 @@ def _fullest(memory: MemoryFigures) -> list[TextBlock]:
     """Which rank is fullest, and what the others along pp hold."""
     lines = [TextLine(f"fullest: {memory.limiting_rank}. {AT_MOST}")]
     if len(memory.per_pp_rank) > 1:
-        stages = ", ".join(f"{value / GIB:,.1f}" for value in memory.per_pp_rank)
-        lines.append(TextLine(f"GiB by stage: {stages}"))
+        ranks = ", ".join(f"{value / GIB:,.1f}" for value in memory.per_pp_rank)
+        lines.append(TextLine(f"GiB by rank along pp: {ranks}"))
     return list(lines)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.memory.overheads import MOVING_UPPER, RESTING_UPPER
 from terrazzo.planner.memory.states import STATE_OF
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.choice_names import MatmulPrecision, precision_text
@@ -54,8 +55,11 @@ HOSTS = {"host": "memory", "disk": "disks"}
 """What of a host its ranks share, by the name of a `Room`."""
 
 
-AT_MOST = "At most is a bound: `--explain upper`."
-"""What a column of that heading holds."""
+AT_MOST = (
+    f"At most: the worst that was measured of allocators and libraries, as states x {1 + RESTING_UPPER:g} and all else "
+    f"x {1 + MOVING_UPPER:g} (`--explain upper`)."
+)
+"""What a column of that heading holds, and what it rests on."""
 
 GB = 1e9
 
