@@ -198,6 +198,7 @@ class PlanArguments:
     freeze: str | None = _training(
         "--freeze PATTERNS", "globs over names of parameters that are not trained, with commas", "freeze"
     )
+    ema: bool = _training("--ema", "a moving average of the weights is kept, as with tz.EMA", "ema")
     compile: bool = _training("--compile", "blocks go through torch.compile", "compile")
     attention: str | None = _training(
         "--attention KIND",

@@ -115,10 +115,9 @@ def memory_bill(
 
 def _average_bytes(specs: Sequence[BucketSpec]) -> tuple[int, int]:
     """Bytes of an average of the trained weights: on the device, and in host memory."""
-    sizes = {True: 0, False: 0}
-    for spec in (spec for spec in specs if spec.trainable):
-        sizes[spec.tiers.optim == "device"] += spec.numel(spec.optim_axes) * spec.precision.exact_master.itemsize
-    return sizes[True], sizes[False]
+    averages = [spec.average for spec in specs if spec.trainable]
+    on_device, on_host = (sum(each.nbytes for each in averages if each.tier == tier) for tier in ("device", "cpu"))
+    return on_device, on_host
 
 
 def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:

@@ -242,6 +242,12 @@ class BucketSpec:
             yield from (StateBytes("residuals", self.residual_tier, nbytes) for nbytes in self.residual_bytes)
 
     @property
+    def average(self) -> StateBytes:
+        """What a `tz.EMA` keeps of trained weights: on the host where the optimizer's state is off the device."""
+        tier = "device" if self.tiers.optim == "device" else "cpu"
+        return StateBytes("average", tier, self.numel(self.optim_axes) * self.precision.exact_master.itemsize)
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of full weights beside those at rest."""
         return 0 if self.resident else self.full_numel * self.compute_dtype.itemsize

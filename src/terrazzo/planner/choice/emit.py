@@ -108,6 +108,10 @@ def _check_runnable(setup: Setup) -> None:
             "`terrazzo train` freezes what lora.rank says, and no parameters by name. Leave --freeze out, or freeze "
             "them in a loop of your own and give the model to tz.shard."
         )
+    if setup.ema:
+        raise BadInput(
+            "`terrazzo train` keeps no average of the weights: tz.EMA is for a loop of your own. Leave --ema out."
+        )
     if not setup.model.layers:
         raise BadInput(
             f"There is nothing to train in {setup.model.name}. Name a preset, or the folder of a config.json."

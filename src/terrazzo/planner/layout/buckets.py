@@ -93,6 +93,7 @@ class PlannedBucket(BucketSpec):
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: tensors are padded as the engine pads them; a bare number of parameters is not.
         optimizer: the optimizer, which says what is kept.
+        averaged: there is an average of its weights.
         end: elements of the flat space up to the padding at its end.
         moments: bytes per element of each state that the optimizer keeps for every element; `matrix_moments`: the same
             for what it updates as whole matrices.
@@ -132,6 +133,7 @@ class PlannedBucket(BucketSpec):
         each = self.optimizer.bytes_each(precision)
         self.moments = [each] * self.optimizer.moments
         self.matrix_moments = [] if self.optimizer.matrices is None else [each] * self.optimizer.matrices.moments
+        self.averaged = placement.ema and self.trainable
         self._cell = placement.cell
 
     def group_of(self, tensor: TensorShape) -> int:
@@ -238,6 +240,8 @@ class PlannedBucket(BucketSpec):
             _, *elementwise = self.runs
             counts = sum(run > 0 for run in elementwise) * self.optimizer.fixed_bytes if self.padded else 0
             resting["moments"] = RestingState("device", self.moments_bytes + counts)
+        if self.averaged:
+            resting["average"] = RestingState(self.average.tier, self.average.nbytes)
         return resting
 
 

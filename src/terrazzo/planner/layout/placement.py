@@ -37,7 +37,7 @@ class Placement:
             master weights stay apart.
         host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
         cell: elements of states on drives that are handled at once.
-        whole_experts, diloco: as of `Setup`.
+        whole_experts, diloco, ema: as of `Setup`.
     """
 
     plan: Plan
@@ -54,6 +54,7 @@ class Placement:
     expert_plan: Plan
     expert_ranks: tuple[RankGroup, ...]
     diloco: DiLoCo | None
+    ema: bool
 
     def ranks(self, axes: Iterable[str]) -> int:
         sizes = dict(self.sizes)
@@ -131,6 +132,7 @@ def placement_of(setup: Setup, tiers: Tiers) -> Placement:
         expert_plan=_among(setup.plan, [ranks.axis for ranks in experts]).regathered_as(plan),
         expert_ranks=experts,
         diloco=setup.diloco,
+        ema=setup.ema,
     )
     return _one_for_all(placement)
 

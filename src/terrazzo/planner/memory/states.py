@@ -38,6 +38,11 @@ FORMULAS = {
         " and where all ranks keep the sum, as many / ranks that add it",
         "1-bit Adam, arXiv 2102.02888; terrazzo/engine/plan/error_feedback.py",
     ),
+    "memory.average": Formula(
+        "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, 4 where a remainder is "
+        "kept; in host memory where the optimizer's states are not on the device",
+        "terrazzo/engine/model/ema.py; terrazzo/engine/plan/bucket_spec.py",
+    ),
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "
         "every run of parameters that share settings",
@@ -60,6 +65,7 @@ STATE_OF = {
     "moments": CountedState("moments", "optim"),
     "outer": CountedState("outer", "optim"),
     "residuals": CountedState("residuals", "grad"),
+    "average": CountedState("average", "optim"),
 }
 """The states by the names of their terms."""
 
@@ -81,6 +87,8 @@ def state_terms(setup: Setup, pp_rank: int = 0, tier: str | None = None, updated
     values, rows = dict.fromkeys(STATE_OF, 0.0), placed_units(setup, pp_rank)
     if setup.diloco is None:
         del values["outer"]
+    if not setup.ema:
+        del values["average"]
     if not setup.precision.error_feedback:
         del values["residuals"]
     for unit, count, placement in rows:
@@ -106,6 +114,9 @@ def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:
         "master": optim * own * kept,
         "moments": optim * own * moment * spec.moments,
     }
+    if setup.ema:
+        elsewhere = setup.plan.optim.tier != "device"
+        values["average"] = own * precision.exact_master.itemsize * (tier in (None, "cpu" if elsewhere else "device"))
     return tuple(_term(name, value, numel, placement) for name, value in values.items())
 
 

@@ -33,7 +33,7 @@ OTHER = MemoryKind("other", "#6d6f76", "o")
 KINDS = (
     MemoryKind("weights", "#1f4e82", "w", ("weights",)),
     MemoryKind("gradients", "#4a86c5", "g", ("gradients",)),
-    MemoryKind("optimizer", "#8fb8de", "s", ("master", "moments", "outer", "residuals")),
+    MemoryKind("optimizer", "#8fb8de", "s", ("master", "moments", "outer", "residuals", "average")),
     MemoryKind(
         "gathered weights, buffers",
         "#3f8f6b",

@@ -96,6 +96,7 @@ class SetupReport(_Model):
     optimizer: str = Field(description="as in `--optimizer`")
     activation_checkpointing: str = Field(description="none, selective, selective_half, full, or `full, 1 in 2`")
     compile: bool = Field(description="whether blocks are compiled")
+    ema: bool = Field(False, description="whether there is an average of the weights")
     attention: str = Field(description="flash, cudnn, flash3, triton or math")
     loss: str = Field(description="full, fused, chunked or parts")
 

@@ -40,6 +40,7 @@ LABELS = {
     "master": "master weights",
     "moments": "optimizer moments",
     "outer": "outer weights and momentum",
+    "average": "average of the weights",
     "residuals": "residuals of error feedback",
     "gathered": "gathered weights",
     "unreduced": "unreduced gradients",
@@ -148,6 +149,7 @@ def setup_text(setup: Setup) -> str:
     batch = f"{setup.micro_batch} × {setup.micro_batches} sequences of {setup.sequence:,} tokens on each data rank"
     options = [precision_name(setup), setup.optimizer.name, f"checkpointing {checkpointing_text(setup)}"]
     options += ["compiled"] if setup.compile else []
+    options += ["an average of the weights (tz.EMA)"] if setup.ema else []
     options += [f"attention {setup.attention}"] if setup.attention != "flash" else []
     options += [f"{setup.loss} loss"] if setup.loss != "full" else []
     options += (

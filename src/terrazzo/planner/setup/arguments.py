@@ -28,7 +28,7 @@ AMOUNTS = (
     "peak_flops", "memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth", "watts", "launch_s",
 )  # fmt: skip
 LEAST = {"prefetch": 0, "price_per_hour": 0, "launch_s": 0, "memory_bytes": 1, "host_memory_bytes": 1, "disk_bytes": 1}
-FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally", "qlora")
+FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally", "qlora", "ema")
 NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer", "framework")
 CHOICES: Mapping[str, Any] = {
     "attention": AttentionKernel,

@@ -93,6 +93,7 @@ def build_setup(request: Request) -> Setup:
         optimizer_kernel=request.optimizer_kernel,
         adapters=adapter_rank(request),
         freeze=globs(request.freeze),
+        ema=request.ema,
     )
 
 

@@ -95,6 +95,11 @@ def _check_plan(setup: Setup) -> None:
 
 def _check_formats(setup: Setup) -> None:
     precision = setup.precision
+    if setup.ema and precision.exact_master.itemsize < 4:
+        raise BadInput(
+            "ema: an average of 16-bit master weights would stand still, as tz.EMA says too. Use precision bf16, whose "
+            "master weights are fp32, or rounding=remainder, or leave ema out."
+        )
     named = [name for name in ("frozen", "gather", "quantized_reduce") if getattr(precision, name) is not None]
     if setup.model.bare and named:
         raise BadInput(

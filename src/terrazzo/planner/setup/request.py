@@ -60,6 +60,7 @@ class Request:
             interleave `1f1b`.
         lora: rank of adapters on a frozen base; qlora: keep that base in 4 bits, with adapters of rank 16 by default.
             freeze: globs of what is not trained.
+        ema: a moving average of the weights is kept, as a loop with `tz.EMA` does.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
@@ -112,6 +113,7 @@ class Request:
     lora: int | None = None
     qlora: bool = False
     freeze: str | Sequence[str] | None = None
+    ema: bool = False
     parallel: bool = False
     offload: bool = False
     rank: Ranking = "throughput"

@@ -61,6 +61,7 @@ class Setup:
         adapters: rank of the LoRA adapters that the model has; `freeze`: globs by which tensors of it are frozen.
         diloco: the groups of `dp_replicate` train by themselves, each under the plan; None: gradients are summed over
             them.
+        ema: there is a moving average of the weights, a `tz.EMA` that is updated in each step.
         coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
     """
 
@@ -96,6 +97,7 @@ class Setup:
     adapters: int | None = None
     freeze: tuple[str, ...] = ()
     diloco: DiLoCo | None = None
+    ema: bool = False
 
     @cached_property
     def known(self) -> dict[tuple[Any, ...], Any]:

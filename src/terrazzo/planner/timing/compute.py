@@ -339,7 +339,8 @@ COMPILED_LOGITS = 0.5
 
 def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) -> float:
     """Bytes of an update: reading the gradient twice (its norm, the update), reading and writing master weights and
-    moments, writing the weight. An update that takes roots and is not fused writes and reads each of its steps.
+    moments, writing the weight. An update that takes roots and is not fused writes and reads each of its steps. An
+    average of the weights is read and written, and they are read once more.
 
     Args:
         owned_numel: elements that the rank updates.
@@ -351,7 +352,8 @@ def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) 
     steps = 0 if setup.update_kernel == "fused" or not spec.takes_root else STEPS * precision.master.itemsize
     of_matrices = spec.moments if spec.matrices is None else spec.matrices.moments
     less = 2 * whole_numel * (spec.moments - of_matrices) * each
-    return owned_numel * (both_ways + precision.weight.itemsize + steps) - less
+    average = 3 * precision.exact_master.itemsize * setup.ema
+    return owned_numel * (both_ways + precision.weight.itemsize + steps + average) - less
 
 
 STEPS = 13

@@ -53,6 +53,10 @@ HOST_ADAM = 3e9
 (ZeRO-Offload, arXiv 2101.06840, table 4; deepspeedai/DeepSpeed blogs/deepspeed-zenflow)."""
 
 
+AVERAGE_SHARE = 12 / 28
+"""Bytes that an average of the weights moves of an element on a host, of those that an update of Adam moves in fp32."""
+
+
 def copy_s(cluster: Cluster, link: Link, sent_bytes: float) -> float:
     """Seconds of a rank's copies over PCIe, or to disks, which the ranks of a host share. The link must be known."""
     if link is Link.PCIE:
@@ -337,11 +341,17 @@ class PipelineRank:
                 copies[link] += copy_s(self.setup.cluster, link, move.sent_bytes)
         elements = owned * self.setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), PassSeconds(0.0, 0.0))
+        elements *= 1 + AVERAGE_SHARE * self.setup.ema
         at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)
         return UnitUpdate(elements / HOST_ADAM, copies[Link.PCIE], copies[Link.DISK], forward, backward, at_once)
 
+    @property
+    def _offloaded_step(self) -> str:
+        """How updates away from the device are hidden: an average of the weights is taken when all have ended."""
+        return "synchronous" if self.setup.ema else self.setup.offload.step
+
     def _offloaded_update(self, updates: list[UnitUpdate]) -> Term:
-        total, exposed = sum(each.seconds for each in updates), exposed_s(updates, self.setup.offload.step)
+        total, exposed = sum(each.seconds for each in updates), exposed_s(updates, self._offloaded_step)
         parts = {
             "elements": sum(each.host_s for each in updates) * HOST_ADAM,
             "rate": HOST_ADAM,

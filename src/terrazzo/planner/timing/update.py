@@ -21,7 +21,8 @@ FORMULAS = {
     "time.host": Formula(
         "total_s - hidden_s; total_s sums max(elements / rate, pcie_s, disk_s) over units, elements of all ranks of a "
         "host; hidden_s is what the next step's first forward (overlapped), or the rest of backward (backward), is "
-        "long enough for, and nothing of units with matrices that are updated whole",
+        "long enough for, and nothing of units with matrices that are updated whole, nor where an average of the "
+        "weights is taken, which counts as 12 / 28 more elements",
         "ZeRO-Offload, arXiv 2101.06840, table 4; ZeRO-Infinity, arXiv 2104.07857; GreedySnake, arXiv 2512.17570",
     ),
 }

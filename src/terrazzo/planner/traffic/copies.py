@@ -52,6 +52,8 @@ def _update(bucket: PlannedBucket) -> list[MoveBytes]:
     if tiers.optim == "nvme":
         state = owned * precision.exact_master.itemsize + bucket.moments_bytes
         moves += [_copy(f"optimizer state {way} disk", state, Link.DISK) for way in ("from", "to")]
+        if bucket.averaged:
+            moves.append(_copy("master weights from disk", owned * precision.exact_master.itemsize, Link.DISK))
     if bucket.has_own_master or bucket.weight_axes != bucket.optim_axes:
         moves += _new_weights(bucket)
     return moves
