@@ -144,7 +144,7 @@ def test_one_plan_has_every_key_of_the_contract() -> None:
     assert 0 < memory["allocated_gib"] < memory["expected_gib"] < memory["upper_gib"]
     assert sum(memory["terms"].values()) == pytest.approx(memory["allocated_gib"])
     assert found["fits"] is True
-    assert "stage" in found["limiting_rank"]
+    assert "along pp" in found["limiting_rank"]
     assert sum(time["terms"].values()) == pytest.approx(time["step_s"])
     assert 0 < time["mfu"] < 1
     tokens = 2 * 4096 * found["setup"]["micro_batches"] * 2  # of 2 data ranks

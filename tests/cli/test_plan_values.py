@@ -77,7 +77,7 @@ def test_the_number_that_was_meant_is_written_out(arguments: list[str], edit: st
         (["--attention", "eager"], "'math'", "flash3"),
         (["--loss", "chunk"], "'chunked'", "fused"),
         (["--pp", "2", "--pipeline", "zb"], "'zero_bubble'", "gpipe"),
-        (["--rank", "speed"], "'throughput'", "cost"),
+        (["--rank-by", "speed"], "'throughput'", "cost"),
         (["--cp", "2", "--context", "rings"], "'ring'", "ulysses"),
         (["--gpu", "h100s"], "'H100-SXM5-80GB'", "lists all"),
         (["--framework", "deepsped"], "'deepspeed'", "megatron"),

@@ -107,7 +107,7 @@ IMPOSSIBLE = [
     ({"strategy": 3}, "strategy is 3; give a name or a Plan"),
     ({"checkpointing": 5}, "checkpointing is 5; give a name"),
     ({"attention": 7}, "attention is 7; it is one of flash, cudnn, flash3, triton, math"),
-    ({"rank": ["gpus"]}, "rank is ['gpus']; it is one of"),
+    ({"rank_by": ["gpus"]}, "rank_by is ['gpus']; it is one of"),
     ({"model": None}, "model is of type NoneType"),
     ({"model": ["gpt2"]}, "model is of type list"),
     # names
@@ -132,7 +132,7 @@ IMPOSSIBLE = [
     ),
     ({"loss": "half"}, "loss is 'half'"),
     ({"pipeline": "zigzag"}, "pipeline is 'zigzag'"),
-    ({"rank": "gpu"}, "rank is 'gpu'; it is one of throughput, gpus, cost. Did you mean 'gpus'?"),
+    ({"rank_by": "gpu"}, "rank_by is 'gpu'; it is one of throughput, gpus, cost. Did you mean 'gpus'?"),
     ({"gpu": "h1000"}, "There is no GPU 'h1000'"),
     ({"model": "lama3-8b"}, "Did you mean 'llama3-8b'?"),
     # ranks

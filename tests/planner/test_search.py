@@ -277,7 +277,7 @@ def test_a_range_is_searched_in_whole_hosts() -> None:
 
 @pytest.mark.parametrize(("rank", "first"), [("gpus", 1), ("throughput", 16)])
 def test_rank_decides_what_is_first(rank: Any, first: int) -> None:
-    found = search(request("gpt2-1.5b", "1..16", rank=rank))
+    found = search(request("gpt2-1.5b", "1..16", rank_by=rank))
     assert found.ranked[0].setup.cluster.count == first
 
 
@@ -501,7 +501,7 @@ def test_plan_estimates_one_strategy_and_compares_all() -> None:
     ("options", "words"),
     [
         ({"strategy": "zero3", "parallel": True}, r"^parallel=True: that is for a search, .* leave the strategy open"),
-        ({"strategy": "zero3", "rank": "cost", "parallel": True}, r"^parallel=True and rank='cost': "),
+        ({"strategy": "zero3", "rank_by": "cost", "parallel": True}, r"^parallel=True and rank_by='cost': "),
         ({"strategy": "zero3", "offload": True}, r"^offload=True .* strategy zero3 was named: .* such as zero3@cpu"),
         ({"strategy": "zero3", "offload": True, "gpus": "8..16"}, r"^offload=True .* strategy zero3 was named"),
         (

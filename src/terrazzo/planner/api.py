@@ -31,7 +31,7 @@ __all__ = ["ask", "compare", "in_framework", "plan"]
 
 
 DEFAULTS = {field.name: field.default for field in fields(Request)}
-OF_SEARCHES = ("parallel", "rank")
+OF_SEARCHES = ("parallel", "rank_by")
 OF_ACTIVATIONS = ("sequence", "micro_batch", "checkpointing", "loss", "attention", "compile")
 """Options that mean something to a search alone, and beside a model whose blocks are known."""
 

@@ -265,8 +265,8 @@ class PlanArguments:
         beside=CONFIG,
         default="terrazzo",
     )
-    rank: str = _output(
-        "--rank BY", "what comes first: throughput (default), gpus or cost", "rank", default="throughput"
+    rank_by: str = _output(
+        "--rank-by WHAT", "what comes first: throughput (default), gpus or cost", "rank_by", default="throughput"
     )
     json: bool = _output("--json", "print one JSON object and nothing else", beside=CONFIG | PARAMS)
     explain: str | None = _output(

@@ -27,9 +27,9 @@ def rank_key(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
             tokens = estimate.setup.global_batch * estimate.setup.sequence or 1
             return (unsure, _again(estimate.setup), estimate.traffic.total_bytes * count / tokens, memory)
         per_gpu = estimate.time.tokens_per_s_per_gpu
-        if request.rank == "gpus":
+        if request.rank_by == "gpus":
             return (unsure, count, -per_gpu, memory)
-        if request.rank == "cost":
+        if request.rank_by == "cost":
             return (unsure, -per_gpu, count, memory)
         return (unsure, -per_gpu * count, memory)
 

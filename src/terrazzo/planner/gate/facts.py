@@ -86,7 +86,7 @@ class Facts:
 
     @property
     def units(self) -> int:
-        """Sharding units of the first stage."""
+        """Sharding units of the first rank along pp."""
         return sum(count for _, count in units_on(self._setup, 0))
 
     @property

@@ -21,7 +21,7 @@ and the moment at which most is held is the answer. Read the modules in this ord
 The gathered weights of a rank go through these functions:
 
     memory_of                          every rank along pp that stands for itself or others      peak, layout.placement
-      rank_terms                      the terms of a rank of one stage                          peak
+      rank_terms                      the terms of one rank along pp                          peak
         rank_peak                     its units, and the settings of its step                   peak
           placed_units                 which units it has, and how each is placed                layout
           unit_events                  once for each kind of unit                                unit_events

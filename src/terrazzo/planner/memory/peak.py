@@ -143,7 +143,7 @@ def _limiting_rank(setup: Setup, pp_rank: int, moment: str) -> str:
         return f"every rank alike, fullest {moment}"
     waiting = f"{in_flight(setup, pp_rank):.3g} micro-batches in flight"
     held = {0: f"the embeddings and {waiting}", ranks - 1: "the head and the logits"}.get(pp_rank, waiting)
-    return f"the ranks of pipeline stage {pp_rank + 1} of {ranks}, with {held}, fullest {moment}"
+    return f"rank {pp_rank} of {ranks} along pp, with {held}, fullest {moment}"
 
 
 # -- one rank along pp ---------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def _memory(memory: MemoryFigures) -> MemoryReport:
         capacity_gib=None if memory.capacity_bytes is None else memory.capacity_bytes / GIB,
         terms={term.name: term.value / GIB for term in memory.terms},
         breakdown=_terms(memory.terms),
-        per_stage_gib=tuple(value / GIB for value in memory.per_pp_rank),
+        per_pp_rank_gib=tuple(value / GIB for value in memory.per_pp_rank),
         host=_terms(memory.host),
         disk=_terms(memory.disk),
         disk_writes=_terms(memory.disk_writes),

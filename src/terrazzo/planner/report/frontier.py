@@ -21,7 +21,7 @@ __all__ = ["NO_MESH", "SHOWN_ROWS", "Frontier", "Refusal"]
 
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
 FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cost": "the cheapest token"}
-"""What stands first, by `request.rank`."""
+"""What stands first, by `request.rank_by`."""
 UNTIMED = "what computes least twice, and then sends the fewest bytes per token,"
 ONE_RANK = "With one rank for all data nothing is split: all strategies are one, and stand as the first of them."
 SHOWN_ROWS = 12
@@ -59,7 +59,7 @@ class Frontier:
     """What a search found.
 
     Attributes:
-        ranked: what fits, best first, as `request.rank` says; what fits surely comes before what is expected to.
+        ranked: what fits, best first, as `request.rank_by` says; what fits surely comes before what is expected to.
         pareto: those of them that no other beats in both memory and tokens per second, by memory.
         considered: candidates in all.
         closest: where nothing fits, what lacks least of what memory refused, with the edits with which something fits
@@ -137,7 +137,7 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
         blocks.append(_ranked(leaders[:SHOWN_ROWS]))
         counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
         timed = any(each.time is not None for each in leaders)
-        first = FIRST[frontier.request.rank] if timed else UNTIMED
+        first = FIRST[frontier.request.rank_by] if timed else UNTIMED
         blocks.append(
             TextLine(f"{counts} What fits surely, also at most, stands before what is expected to fit;", "dim")
         )

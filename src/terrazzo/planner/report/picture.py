@@ -134,9 +134,9 @@ def _layout(chart: Chart) -> tuple[list[Shape], float]:
 
 
 def _pipeline(step: Timeline, top: float) -> tuple[list[Shape], float]:
-    """A row for each rank, on which forwards and backwards of micro-batches lie where they run; and where it ends."""
+    """A row for each rank along pp, on which forwards and backwards of micro-batches lie where they run; and where it ends."""
     ranks = range(len(step.ranks))
-    left = MARGIN + _text_width(f"stage {len(ranks) - 1}", TEXT) + 14
+    left = MARGIN + _text_width(f"pp rank {len(ranks) - 1}", TEXT) + 14
     scale = (WIDTH - MARGIN - left - 90) / step.seconds
     idle = sum(map(step.idle_share, ranks)) / len(ranks)
     count = 1 + max(span.action.micro_batch for span in step.ranks[0])
@@ -146,7 +146,7 @@ def _pipeline(step: Timeline, top: float) -> tuple[list[Shape], float]:
     for rank, spans in enumerate(step.ranks):
         y = top + rank * (ROW + 4)
         shapes += [
-            DrawnText(left - 12, y + ROW - 6, f"stage {rank}", TEXT, anchor="end"),
+            DrawnText(left - 12, y + ROW - 6, f"pp rank {rank}", TEXT, anchor="end"),
             DrawnBox(left, y, step.seconds * scale, ROW, GRID),
             DrawnText(left + step.seconds * scale + 10, y + ROW - 6, f"{step.idle_share(rank):.0%} idle", SMALL, GREY),
         ]

@@ -124,7 +124,7 @@ class MemoryReport(_Model):
     capacity_gib: float | None = Field(description="what torch reports as total; null where it is not known")
     terms: Mapping[str, float] = Field(description="GiB by name; their sum is `allocated_gib`")
     breakdown: tuple[TermReport, ...] = Field(description="the same terms in bytes, with their formulas")
-    per_stage_gib: tuple[float, ...] = Field(description="allocated of each pipeline stage")
+    per_pp_rank_gib: tuple[float, ...] = Field(description="allocated of each rank along pp")
     host: tuple[TermReport, ...] = Field(description="bytes of one rank in host memory")
     disk: tuple[TermReport, ...] = Field(description="bytes of one rank on disk")
     disk_writes: tuple[TermReport, ...] = Field((), description="bytes that one rank writes to disk in a step")

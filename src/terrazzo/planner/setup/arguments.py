@@ -35,7 +35,7 @@ CHOICES: Mapping[str, Any] = {
     "loss": Loss,
     "optimizer_kernel": UpdateKernel,
     "pipeline": PipelineOrder,
-    "rank": Ranking,
+    "rank_by": Ranking,
     "context": Mode,
     "tensor_overlap": TpOverlap,
 }
@@ -49,7 +49,7 @@ ALSO_CALLED = {
     "attention": {"sdpa": "flash", "eager": "math", "flash2": "flash", "flash_attention_2": "flash",
                   "flash_attention_3": "flash3", "fa2": "flash", "fa3": "flash3"},
     "pipeline": {"zb": "zero_bubble", "zb-h1": "zero_bubble", "interleaved": "1f1b"},
-    "rank": {"speed": "throughput", "fastest": "throughput", "cheapest": "cost", "price": "cost", "fewest": "gpus"},
+    "rank_by": {"speed": "throughput", "fastest": "throughput", "cheapest": "cost", "price": "cost", "fewest": "gpus"},
     "loss": {"cross_entropy": "full", "linear_cross_entropy": "chunked", "cce": "chunked", "liger": "chunked"},
     "context": {"all_gather": "gather", "allgather": "gather", "a2a": "ulysses", "p2p": "ring"},
     "tensor_overlap": {"async_tp": "async", "userbuffers": "async", "tp_comm_overlap": "async", "all": "async"},

@@ -62,7 +62,7 @@ class Request:
             freeze: globs of what is not trained.
         ema: a moving average of the weights is kept, as a loop with `tz.EMA` does.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
-        rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
+        rank_by: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
     Raises:
         BadInput: what a field cannot hold, or options that exclude each other.
@@ -116,7 +116,7 @@ class Request:
     ema: bool = False
     parallel: bool = False
     offload: bool = False
-    rank: Ranking = "throughput"
+    rank_by: Ranking = "throughput"
 
     def __post_init__(self) -> None:
         optional = [field.name for field in fields(self) if field.default is None]
