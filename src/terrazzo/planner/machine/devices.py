@@ -35,7 +35,17 @@ from terrazzo.engine.runtime import device as gpus
 from terrazzo.engine.runtime.system import control_groups, text_of
 from terrazzo.errors import ALL, BadInput, nearest
 
-__all__ = ["Cluster", "Device", "MeasuredHost", "cpu_host", "device", "device_of_row", "devices", "this_machine"]
+__all__ = [
+    "ARCHITECTURES",
+    "Cluster",
+    "Device",
+    "MeasuredHost",
+    "cpu_host",
+    "device",
+    "device_of_row",
+    "devices",
+    "this_machine",
+]
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import RankGroup
 from terrazzo.planner.machine.transfers import Link, UnitTransfer
 
-__all__ = ["Network"]
+__all__ = ["CALL_S", "HOP_S", "NEAR_HOP_S", "Network"]
 
 SCALEUP_SHARE = 0.80
 """What ring collectives of large messages reach of a scale-up link's bandwidth: all-gather on 8 H100 361 of 450 GB/s, 8

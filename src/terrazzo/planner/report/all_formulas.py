@@ -6,7 +6,17 @@ from collections.abc import Mapping
 
 from terrazzo.planner.figures import Formula
 from terrazzo.planner.memory import activations, logits, overheads, peak, replay, states, tiers
-from terrazzo.planner.timing import bubble, core_turns, step, update
+from terrazzo.planner.timing import (
+    attention,
+    bubble,
+    compute,
+    core_turns,
+    measured,
+    overlap,
+    pipeline_rank,
+    products,
+    update,
+)
 from terrazzo.planner.traffic import exchanges, outer_moves, volumes
 
 __all__ = ["FORMULAS"]
@@ -14,7 +24,7 @@ __all__ = ["FORMULAS"]
 _MODULES = (
     *(states, activations, logits, peak, tiers, overheads, replay),
     *(exchanges, outer_moves, volumes),
-    *(step, bubble, update, core_turns),
+    *(products, attention, compute, overlap, bubble, update, pipeline_rank, core_turns, measured),
 )
 
 FORMULAS: Mapping[str, Formula] = {key: formula for each in _MODULES for key, formula in each.FORMULAS.items()}

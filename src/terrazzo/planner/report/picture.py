@@ -134,7 +134,7 @@ def _layout(chart: Chart) -> tuple[list[Shape], float]:
 
 
 def _pipeline(step: Timeline, top: float) -> tuple[list[Shape], float]:
-    """A row for each rank along pp, on which forwards and backwards of micro-batches lie where they run; and where it ends."""
+    """A row for each rank along pp, on which passes of micro-batches lie where they run; and where it ends."""
     ranks = range(len(step.ranks))
     left = MARGIN + _text_width(f"pp rank {len(ranks) - 1}", TEXT) + 14
     scale = (WIDTH - MARGIN - left - 90) / step.seconds

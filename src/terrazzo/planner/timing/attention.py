@@ -8,12 +8,22 @@ from __future__ import annotations
 import math
 
 from terrazzo.parallel import TILE_ROWS, WINDOW_ROWS
+from terrazzo.planner.figures import Formula
+from terrazzo.planner.machine.devices import ARCHITECTURES
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.products import product
 from terrazzo.planner.timing.rates import matmul_rate, memory_rate, power_share, sixteen_bits, sustained_rate
 
-__all__ = ["attended", "attention_bytes", "attention_flops", "attention_rate", "attention_seconds", "forward_share"]
+__all__ = [
+    "FORMULAS",
+    "attended",
+    "attention_bytes",
+    "attention_flops",
+    "attention_rate",
+    "attention_seconds",
+    "forward_share",
+]
 
 KERNEL_SHARES = {"cudnn": 0.78, "flash3": 0.85}
 """What kernels that are made for Hopper reach of the largest rate of matrix products that the device's power keeps up,
@@ -49,6 +59,26 @@ QUERY_BYTES, KEY_BYTES = 36, 10
 """Bytes read and written for each element of the queries and of the keys or values of a tile, where attention is
 computed tile by tile: outputs, in 16 bits, are weighted in fp32 and added to the others', gradients are added in fp32
 (terrazzo/parallel/context/attention_tiles.py)."""
+
+
+_FLASH = {"A100": "Ampere GA100", "H100": "Hopper", "B200": "Blackwell"}
+
+FORMULAS = {
+    "time.attention": Formula(
+        "pace * (flops / attention_flops + moved_bytes / bandwidth); flops of a layer and micro-batch are "
+        f"{2 / FORWARD_SHARE:g} * tokens * attended * heads * head_dim / tp, masked ones skipped, at the kernel's "
+        f"share of the largest matrix rate that power keeps up, on long sequences at {WIDEST} channels, * attended / "
+        f"(attended + {RAMP}), and less at narrow heads: FlashAttention-2 "
+        + ", ".join(f"{ARCHITECTURES[row].flash_share:g} on {name}" for name, row in _FLASH.items())
+        + f", in Triton 1 / {1 / TRITON_SHARE:g} of that, from Hopper on "
+        + " and ".join(f"{name} {share:g}" for name, share in KERNEL_SHARES.items())
+        + f"; unfused 12 * ... of plain products, and {SCORE_BYTES} bytes per score; tiles of shared sequences move "
+        f"{QUERY_BYTES} bytes for each element of their queries, and {KEY_BYTES} of their keys and values",
+        "two products forward and five backward; kernels measured by themselves (Dao-AILab/flash-attention assets, "
+        "arXiv 2307.08691, arXiv 2407.08608, benchmarks/results/gpu/kernels.md); "
+        "terrazzo/parallel/context/attention_tiles.py",
+    ),
+}
 
 
 def forward_share(setup: Setup) -> float:

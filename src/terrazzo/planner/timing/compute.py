@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from terrazzo.planner.caching import once
+from terrazzo.planner.figures import Formula
 from terrazzo.planner.layout.buckets import is_packed
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.activations import repeated_shares
@@ -20,9 +21,10 @@ from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, pa
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import attended, attention_seconds, forward_share
 from terrazzo.planner.timing.products import Shares, block_products, products_of
-from terrazzo.planner.timing.rates import memory_rate, sixteen_bits, sustained_rate
+from terrazzo.planner.timing.rates import MEMORY_SHARE, memory_rate, sixteen_bits, sustained_rate
 
 __all__ = [
+    "FORMULAS",
     "Seconds",
     "block_seconds",
     "flops_per_token",
@@ -50,6 +52,30 @@ CONTEXT_LAUNCH = 1.6
 
 TENSOR_LAUNCH = 1.2
 """How many times as long a tensor-parallel block takes, which has collectives among its kernels (vTrain's runs)."""
+
+DECODED_BYTES = 22.5
+"""Bytes read and written per element to decode 4 bits to 16, in plain operators: a code and an index of four bytes for
+each two elements (0.5 + 2 + 2), levels in fp32 (4), times the scale (8), cast (6)."""
+CAST_BYTES = 4
+"""Bytes read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
+
+FORMULAS = {
+    "time.memory": Formula(
+        f"pace * bytes / bandwidth; of norms, residuals, activations, gradients, casts and the loss, and "
+        f"{2 * DECODED_BYTES:g} for each element of a frozen matrix in 4 bits, which is decoded twice",
+        f"roofline: elementwise kernels reach {MEMORY_SHARE * 100:g} % of the memory's bandwidth",
+    ),
+    "time.recompute": Formula(
+        "pace * micro_batches * layers * repeated_s; a layer's forward / every (full), or what lies between saved "
+        "products, under math attention its core (selective), with every second product (selective_half)",
+        "arXiv 1604.06174; arXiv 2205.05198 section 5; torchtitan's per-operation checkpointing",
+    ),
+    "time.launch": Formula(
+        "pace * micro_batches * layers * gap_s; of a layer sqrt(launch_s ^ 2 + busy_s ^ 2) - busy_s",
+        "the host cannot launch kernels faster; set on vTrain's runs of small GPTs",
+    ),
+    "time.optimizer": Formula("bytes / bandwidth", "elementwise, so bound by the memory"),
+}
 
 
 @dataclass(frozen=True)
@@ -236,13 +262,6 @@ def _decoded_bytes(setup: Setup, unit: UnitShape) -> float:
     packed = [tensor for tensor in unit.tensors if is_packed(tensor, unit)]
     tp, whole_experts = setup.mesh.tp, setup.whole_experts
     return DECODED_BYTES * sum(each.numel / parts_along_tp(each, unit.block, tp, whole_experts) for each in packed)
-
-
-DECODED_BYTES = 22.5
-"""Bytes read and written per element to decode 4 bits to 16, in plain operators: a code and an index of four bytes for
-each two elements (0.5 + 2 + 2), levels in fp32 (4), times the scale (8), cast (6)."""
-CAST_BYTES = 4
-"""Bytes read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
 
 
 PLAIN_GELU = 18

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from terrazzo.planner.figures import Term, TrafficFigures
+from terrazzo.planner.figures import Formula, Term, TrafficFigures
 from terrazzo.planner.machine.transfers import Link
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble_term
@@ -19,7 +19,16 @@ from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.core_turns import step_terms
 from terrazzo.planner.timing.pipeline_rank import PipelineRank, copy_s, slowest_rank
 
-__all__ = ["computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_rank", "measured_terms"]
+__all__ = ["FORMULAS", "computation_s", "copied_bytes", "fitted_pace", "line_terms", "measured_rank", "measured_terms"]
+
+FORMULAS = {
+    "time.measured": Formula("flops / flops_per_s", "measured on this device"),
+    "time.waited": Formula("bytes / bandwidth; bytes that collectives send", "measured on this device"),
+    "time.overhead": Formula("overhead_s; of a step, whatever its number of tokens", "measured on this device"),
+    "time.offload": Formula(
+        "pcie_s + disk_s; bytes / bandwidth, of copies that nothing hides", "ZeRO-Infinity, arXiv 2104.07857"
+    ),
+}
 
 COMPUTATION = ("time.matmul", "time.attention", "time.memory", "time.recompute", "time.launch")
 

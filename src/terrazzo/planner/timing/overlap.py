@@ -11,13 +11,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrazzo.planner.machine.transfers import When
+from terrazzo.planner.figures import Formula
+from terrazzo.planner.machine.network import CALL_S, HOP_S, NEAR_HOP_S
+from terrazzo.planner.machine.transfers import Link, When
 
-__all__ = ["CONTENTION", "BlockRow", "Exposure", "block_exposure", "root_exposure"]
+__all__ = ["CONTENTION", "FORMULAS", "BlockRow", "Exposure", "block_exposure", "root_exposure"]
 
 CONTENTION = 0.30
 """Share of hidden communication's time by which computation takes longer beside it: collectives occupy multiprocessors
 and memory. Set on MosaicML's runs with few tokens per device."""
+
+
+FORMULAS = {
+    "time.data": Formula(
+        "total_s - hidden_s; exposed of a block are max(0, gather - forward) and max(0, gather + reduction - backward),"
+        f" and the first gather, the last reduction and the root; each bytes / bandwidth + {CALL_S * 1e6:.0f} us + "
+        f"(ranks - 1) * {NEAR_HOP_S[Link.SCALEUP] * 1e6:g} us, or {HOP_S * 1e6:g} us over nodes",
+        "overlap as in the engine's schedule; NCCL's ring algorithms",
+    ),
+    "time.contention": Formula(
+        "contention * hidden_s",
+        "collectives take multiprocessors and memory from what hides them; set on MosaicML's runs",
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.planner.figures import Term
+from terrazzo.planner.figures import Formula, Term
 from terrazzo.planner.layout.buckets import buckets, trained_unit
 from terrazzo.planner.layout.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.machine.devices import Cluster
@@ -28,12 +28,12 @@ from terrazzo.planner.timing.compute import (
 )
 from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
 from terrazzo.planner.timing.rates import memory_rate, sustained_rate
-from terrazzo.planner.timing.update import UnitUpdate, exposed_s
+from terrazzo.planner.timing.update import AVERAGE_SHARE, UnitUpdate, exposed_s
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 from terrazzo.planner.traffic.outer_moves import outer_moves
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
 
-__all__ = ["PCIE_COPY_SHARE", "PassSeconds", "PipelineRank", "copy_s", "slowest_rank"]
+__all__ = ["FORMULAS", "PCIE_COPY_SHARE", "PassSeconds", "PipelineRank", "copy_s", "slowest_rank"]
 
 TENSOR_HIDDEN = 0.5
 """The share of tensor-parallel communication in backward that the weight gradients' products hide where it runs beside
@@ -53,8 +53,20 @@ HOST_ADAM = 3e9
 (ZeRO-Offload, arXiv 2101.06840, table 4; deepspeedai/DeepSpeed blogs/deepspeed-zenflow)."""
 
 
-AVERAGE_SHARE = 12 / 28
-"""Bytes that an average of the weights moves of an element on a host, of those that an update of Adam moves in fp32."""
+FORMULAS = {
+    "time.tensor": Formula(
+        f"micro_batches * layers * waits_s; seconds of a layer's collectives; hidden are {TENSOR_HIDDEN:g} of those of "
+        f"tp in backward under tensor overlap backward, {ASYNC_HIDDEN:g} of all of tp under async, and of a ring what "
+        "attention hides",
+        "arXiv 2205.05198 section 4; pytorch/torchtitan benchmarks; ring attention, arXiv 2310.01889",
+    ),
+    "time.send": Formula("micro_batches * send_s; bytes / bandwidth", "arXiv 2104.04473 section 4.1"),
+    "time.matrices": Formula(
+        "pace * flops / rate, of bf16 products; flops of a matrix of sides m <= n are iterations * (4 m^2 n + 2 m^3), "
+        "one after the other on the rank that has most of them, of each exchange",
+        "Jordan et al. 2024; terrazzo/engine/optim/matrices/matrix_owners.py",
+    ),
+}
 
 
 def copy_s(cluster: Cluster, link: Link, sent_bytes: float) -> float:
@@ -341,9 +353,9 @@ class PipelineRank:
                 copies[link] += copy_s(self.setup.cluster, link, move.sent_bytes)
         elements = owned * self.setup.cluster.ranks_per_host if placement.tiers.optim != "device" else 0
         forward, backward = next((part.passes for part in self._blocks if part.unit is unit), PassSeconds(0.0, 0.0))
-        elements *= 1 + AVERAGE_SHARE * self.setup.ema
         at_once = any(bucket.runs.matrices for bucket in buckets(unit, placement) if bucket.updated_off_device)
-        return UnitUpdate(elements / HOST_ADAM, copies[Link.PCIE], copies[Link.DISK], forward, backward, at_once)
+        host_s = elements * (1 + AVERAGE_SHARE * self.setup.ema) / HOST_ADAM
+        return UnitUpdate(host_s, copies[Link.PCIE], copies[Link.DISK], forward, backward, at_once)
 
     @property
     def _offloaded_step(self) -> str:

@@ -6,9 +6,10 @@ import math
 from typing import NamedTuple
 
 from terrazzo.planner.caching import once
+from terrazzo.planner.figures import Formula
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, active_share, parts_along_tp
 
-__all__ = ["Shares", "block_products", "product", "products_of"]
+__all__ = ["FORMULAS", "Shares", "block_products", "product", "products_of"]
 
 DEPTH = 128
 """Elements of a product's inner dimension that cost as much as filling and draining its pipeline. With what is below,
@@ -26,6 +27,16 @@ of a tile is computed too. A product of [802816, 768] and [768, 192] reaches 158
 ALIGNED, UNALIGNED_COST = 8, 2
 """Elements of 16 bits that are loaded at once, and how many times as long products take whose widths are no multiple of
 it: GPT-2 with a vocabulary of 50,304 instead of 50,257 trains 25 % faster (karpathy/nanoGPT)."""
+
+
+FORMULAS = {
+    "time.matmul": Formula(
+        f"pace * flops / sustained_flops; a product of [m, k] and [k, n] counts 2 * (m * n + {HALF_WAVE / 1e6:.1f}e6) "
+        f"* (k + {DEPTH}), with what it loses by its shape, m and n in whole tiles of {TILE}, and {UNALIGNED_COST} "
+        f"times that where a width is no multiple of {ALIGNED}; pace is 1 until measured",
+        "largest measured rate (stas00/ml-engineering, MAMF) times what a step keeps up of it; set on MosaicML's runs",
+    ),
+}
 
 
 class Shares(NamedTuple):

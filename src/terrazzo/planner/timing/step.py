@@ -6,7 +6,7 @@ communication that nothing hides, the pipeline's idle time, the optimizer, and c
 
 from __future__ import annotations
 
-from terrazzo.planner.figures import Formula, Term, TimeFigures, TrafficFigures
+from terrazzo.planner.figures import Term, TimeFigures, TrafficFigures
 from terrazzo.planner.machine.transfers import Link
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
@@ -17,7 +17,7 @@ from terrazzo.planner.timing.pipeline_rank import slowest_rank
 from terrazzo.planner.timing.rates import matmul_rate
 from terrazzo.planner.traffic.volumes import traffic_of
 
-__all__ = ["FORMULAS", "time_of"]
+__all__ = ["time_of"]
 
 BAND = 0.20
 """Relative error that nine of ten published steps stay within, half of them within 0.06
@@ -25,69 +25,6 @@ BAND = 0.20
 
 CALIBRATED_BAND = 0.05
 """Aim for a run whose own steps were measured here before."""
-
-FORMULAS = {
-    "time.matmul": Formula(
-        "pace * flops / sustained_flops; a product of [m, k] and [k, n] counts 2 * (m * n + 0.9e6) * (k + 128), with "
-        "what it loses by its shape, m and n in whole tiles of 128, and twice that where a width is no multiple of 8; "
-        "pace is 1 until measured",
-        "largest measured rate (stas00/ml-engineering, MAMF) times what a step keeps up of it; set on MosaicML's runs",
-    ),
-    "time.attention": Formula(
-        "pace * (flops / attention_flops + moved_bytes / bandwidth); flops of a layer and micro-batch are 7 * tokens * "
-        "attended * heads * head_dim / tp, masked ones skipped, at the kernel's share of the largest matrix rate "
-        "that power keeps up, on long sequences at 128 channels, * attended / (attended + 500), and less at narrow "
-        "heads: FlashAttention-2 0.72 on A100, 0.5 on H100, 0.28 on B200, in Triton 1 / 1.8 of that, from Hopper on "
-        "cudnn 0.78 and flash3 0.85; unfused 12 * ... of plain products, and 28 bytes per score; tiles of shared "
-        "sequences move 36 bytes for each element of their queries, and 10 of their keys and values",
-        "two products forward and five backward; kernels measured by themselves (Dao-AILab/flash-attention assets, "
-        "arXiv 2307.08691, arXiv 2407.08608, benchmarks/results/gpu/kernels.md); "
-        "terrazzo/parallel/context/attention_tiles.py",
-    ),
-    "time.memory": Formula(
-        "pace * bytes / bandwidth; of norms, residuals, activations, gradients, casts and the loss, and 45 for each "
-        "element of a frozen matrix in 4 bits, which is decoded twice",
-        "roofline: elementwise kernels reach 85 % of the memory's bandwidth",
-    ),
-    "time.recompute": Formula(
-        "pace * micro_batches * layers * repeated_s; a layer's forward / every (full), or what lies between saved "
-        "products, under math attention its core (selective), with every second product (selective_half)",
-        "arXiv 1604.06174; arXiv 2205.05198 section 5; torchtitan's per-operation checkpointing",
-    ),
-    "time.launch": Formula(
-        "pace * micro_batches * layers * gap_s; of a layer sqrt(launch_s ^ 2 + busy_s ^ 2) - busy_s",
-        "the host cannot launch kernels faster; set on vTrain's runs of small GPTs",
-    ),
-    "time.tensor": Formula(
-        "micro_batches * layers * waits_s; seconds of a layer's collectives; hidden are half of those of tp in "
-        "backward under tensor overlap backward, 0.4 of all of tp under async, and of a ring what attention hides",
-        "arXiv 2205.05198 section 4; pytorch/torchtitan benchmarks; ring attention, arXiv 2310.01889",
-    ),
-    "time.data": Formula(
-        "total_s - hidden_s; exposed of a block are max(0, gather - forward) and max(0, gather + reduction - backward),"
-        " and the first gather, the last reduction and the root; each bytes / bandwidth + 8 us + (ranks - 1) * 3.4 us, "
-        "or 12 us over nodes",
-        "overlap as in the engine's schedule; NCCL's ring algorithms",
-    ),
-    "time.contention": Formula(
-        "contention * hidden_s",
-        "collectives take multiprocessors and memory from what hides them; set on MosaicML's runs",
-    ),
-    "time.send": Formula("micro_batches * send_s; bytes / bandwidth", "arXiv 2104.04473 section 4.1"),
-    "time.optimizer": Formula("bytes / bandwidth", "elementwise, so bound by the memory"),
-    "time.matrices": Formula(
-        "pace * flops / rate, of bf16 products; flops of a matrix of sides m <= n are iterations * (4 m^2 n + 2 m^3), "
-        "one after the other on the rank that has most of them, of each exchange",
-        "Jordan et al. 2024; terrazzo/engine/optim/matrices/matrix_owners.py",
-    ),
-    "time.offload": Formula(
-        "pcie_s + disk_s; bytes / bandwidth, of copies that nothing hides", "ZeRO-Infinity, arXiv 2104.07857"
-    ),
-    "time.measured": Formula("flops / flops_per_s", "measured on this device"),
-    "time.waited": Formula("bytes / bandwidth; bytes that collectives send", "measured on this device"),
-    "time.overhead": Formula("overhead_s; of a step, whatever its number of tokens", "measured on this device"),
-}
-
 
 _BOUNDS = {
     "time.matmul": "compute",

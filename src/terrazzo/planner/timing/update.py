@@ -15,14 +15,17 @@ from dataclasses import dataclass
 
 from terrazzo.planner.figures import Formula
 
-__all__ = ["FORMULAS", "UnitUpdate", "exposed_s"]
+__all__ = ["AVERAGE_SHARE", "FORMULAS", "UnitUpdate", "exposed_s"]
+
+AVERAGE_SHARE = 12 / 28
+"""Bytes that an average of the weights moves of an element on a host, of those that an update of Adam moves in fp32."""
 
 FORMULAS = {
     "time.host": Formula(
         "total_s - hidden_s; total_s sums max(elements / rate, pcie_s, disk_s) over units, elements of all ranks of a "
         "host; hidden_s is what the next step's first forward (overlapped), or the rest of backward (backward), is "
         "long enough for, and nothing of units with matrices that are updated whole, nor where an average of the "
-        "weights is taken, which counts as 12 / 28 more elements",
+        f"weights is taken, which counts as {AVERAGE_SHARE:.2g} times as many elements more",
         "ZeRO-Offload, arXiv 2101.06840, table 4; ZeRO-Infinity, arXiv 2104.07857; GreedySnake, arXiv 2512.17570",
     ),
 }
