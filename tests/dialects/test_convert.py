@@ -640,12 +640,6 @@ def test_no_plan_is_said_to_be_none() -> None:
 CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"train": {"stepps": 3}}, {}, "train.stepps", "Did you mean 'steps'?"),
     ({"optimizer": {"lr": "fast"}}, {}, "optimizer.lr", "expected a number"),
-    (
-        {"batch": {"global_batch": 30, "micro_batch": 4}},
-        {"world": 2},
-        "batch.global_batch, batch.micro_batch",
-        "24 is, for one",
-    ),
     ({"plan": {"mesh": {"dp_replicate": 3}}}, {"world": 8}, "plan.mesh.dp_replicate", "does not divide the 8 ranks"),
     (
         {"plan": {"mesh": {"dp_shard": 4}}},
@@ -654,7 +648,7 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "dp_shard 4 = 4 ranks, but the world has 8",
     ),
     ({"launch": {"ranks": 4}}, {"world": 8}, "launch.ranks", "says 4 ranks, and --world 8"),
-    ({"plan": {"name": "hfsdp"}}, {"world": 8}, "plan.name", "needs two data axes"),
+    ({"plan": {"name": "hfsdp"}}, {"world": 8}, "plan", "set plan.mesh.dp_replicate to the number of groups"),
     ({"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}}, {}, "plan.weight", "prefix"),
     ({"plan": "zero3@nvme"}, {}, "offload.path", "folder"),
     ({"schedule": {"warmup_steps": 9}, "train": {"steps": 5}}, {}, "schedule.warmup_steps", "9 is longer than"),
@@ -665,6 +659,15 @@ CHECKS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"plan": {"mesh": {"pp": 2}}, "train": {"compile": True}}, {}, "plan.mesh.pp", "no stage is compiled yet"),
     ({"objective": {"name": "dpo"}, "data": {"packing": "whole"}}, {}, "objective", "two sequences of one text"),
 ]
+
+
+def test_a_batch_that_is_no_multiple_is_an_error_where_none_is_filled_up(tmp_path: Path) -> None:
+    path = tmp_path / "titan.json"
+    path.write_text(json.dumps({"training": {"global_batch_size": 30, "local_batch_size": 4}}))
+    found = check(understand(path, "torchtitan", ReadingContext(world=2)))
+    (error,) = [finding for finding in found if finding.level == "error"]
+    assert error.key == "training.global_batch_size, training.local_batch_size"
+    assert "no multiple of 4 × 2 data ranks = 8; 24 is, for one" in error.text
 
 
 @pytest.mark.parametrize(("document", "context", "key", "text"), CHECKS)

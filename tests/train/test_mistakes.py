@@ -42,6 +42,10 @@ def test_it_is_refused_with_the_edit(tmp_path: Path, raw: dict[str, Any], said: 
 GROUPS = {"mesh": {"dp_replicate": 2}}
 
 
+def _shared(mode: str = "gather", **mesh: int) -> dict[str, Any]:
+    return {"plan": {"mesh": mesh}, "parallel": {"context": {"mode": mode}}}
+
+
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
@@ -69,6 +73,24 @@ GROUPS = {"mesh": {"dp_replicate": 2}}
             {"guard": {"memory_every": 5}, "offload": {"optim": "cpu"}},
             "guard.memory_every is 5, and offload.optim 'cpu",
         ),
+        ({"data": {"source": "FILL-IN"}}, "data.source is still FILL-IN"),
+        ({"data": {"too_long": "drop"}}, "data.too_long is 'drop', but with data.packing 'stream'"),
+        ({"data": {"too_long": "drop", "packing": "stream", "source": "*.jsonl"}}, "data.too_long is 'drop'"),
+        ({"data": {"chat_template": "a.jinja"}}, "the tokenizer 'bytes' has a template of its own"),
+        (_shared(ep=2), "the model has no experts that ranks can share"),
+        ({**_shared(ep=2), "model": {"experts": {"count": 3}}}, "model.experts.count 3 does not divide by it"),
+        ({**_shared(tp=2), "model": {"heads": 3, "dim": 252}}, "plan.mesh.tp is 2, and model.heads 3"),
+        ({**_shared(tp=2), "model": {"vocab_size": 1}}, "model.vocab_size 1 has no part for each rank"),
+        ({**_shared(tp=2), "batch": {"sequence_length": 33}}, "which do not divide by plan.mesh.tp 2"),
+        ({**_shared(cp=2), "batch": {"sequence_length": 33}}, "Sequences of 33 tokens do not divide into 4"),
+        ({**_shared(cp=2, mode="ulysses"), "model": {"heads": 1}}, "model.heads 1 do not divide by 2"),
+        ({**_shared(cp=2, mode="ring"), "model": {"attention": {"window": 8}}}, "sends keys around that no token"),
+        (_shared(dp_shard=3), "3"),
+        ({**_shared(pp=2), "batch": {"global_batch": 4}}, "does not fill a pipeline of 2 ranks"),
+        (
+            {"model": {"experts": {"count": 2}}, "batch": {"global_batch": 9, "micro_batch": 2}},
+            "The experts' routers would count them (model.experts.balance bias)",
+        ),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:24],
 )
@@ -78,10 +100,30 @@ def test_config_check_says_what_training_refuses_of_the_configuration_alone(
     (tmp_path / "run.json").write_text(json.dumps(raw))
     with pytest.raises(BadInput) as refusal:
         check(config_from_dict({"log": {"folder": str(tmp_path / "run")}, "launch": {"device": "cpu"}, **raw}), 2)
-    result = CliRunner().invoke(cli.app, ["config", "check", str(tmp_path / "run.json"), "--from", "terrazzo"])
+    asked = ["config", "check", str(tmp_path / "run.json"), "--from", "terrazzo", "--world", "2"]
+    result = CliRunner().invoke(cli.app, asked)
     errors = [line for line in result.output.splitlines() if line.startswith("error: ")]
     assert (result.exit_code, len(errors)) == (1, 1)
     assert said in str(refusal.value) and said in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("raw", "warned"),
+    [
+        ({"batch": {"global_batch": 9, "micro_batch": 2}}, "3 of 12 rows of a step are empty"),
+        ({**_shared(tp=2), "model": {"heads": 4, "kv_heads": 1}}, ""),
+        ({"data": {"too_long": "drop", "packing": "single"}, "plan": "zero1"}, ""),
+    ],
+    ids=["a batch that is filled up", "a key head that ranks share", "documents of their own"],
+)
+def test_config_check_passes_what_training_does(tmp_path: Path, raw: dict[str, Any], warned: str) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    check(config_from_dict({"log": {"folder": str(tmp_path / "run")}, "launch": {"device": "cpu"}, **raw}), 2)
+    asked = ["config", "check", str(tmp_path / "run.json"), "--from", "terrazzo", "--world", "2"]
+    result = CliRunner().invoke(cli.app, asked)
+    warnings = [line for line in result.output.splitlines() if line.startswith("warning: ")]
+    assert (result.exit_code, len(warnings)) == (0, bool(warned)), result.output
+    assert all(warned in line for line in warnings)
 
 
 def test_what_a_stage_of_a_pipeline_has_not_is_looked_up_in_the_whole_model(tmp_path: Path) -> None:

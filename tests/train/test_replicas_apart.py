@@ -21,7 +21,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Loader
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.checks import check_samples_of_groups
+from terrazzo.train.preflight.refusals import check_samples_of_groups
 from terrazzo.train.settings.plan import build_offload, check_rounds, mesh_shape
 from tests.helpers import programs
 from tests.train.test_again import LAUNCHER, killed_by, weights

@@ -22,7 +22,7 @@ To add a key:
    switch of its own section is refused there without it.
 2. In `train.settings`, or where the trainer reads the section, what a run makes of it. Where a setting of another
    section has it do nothing, which may be meant, a rule in `train.preflight.idle_keys`; where both cannot be, a
-   check in `train.preflight`.
+   check in `train.preflight`: in `refusals` if it needs no file and no device, as `terrazzo config check` asks it too.
 3. In `dialects.formats.terrazzo`, for a neutral setting, a row in `paths`, or code in `read` and `write` where a row
    does not do. Other keys are carried over as they are; `read` has what a conversion to another library says of them.
 4. In `tests/dialects/test_terrazzo.py`, a value that is not the default, and what the key needs beside it.

@@ -40,5 +40,5 @@ bring them together:
 Open to other packages, which is to say to the command line:
 
     calibration, checkpoints.export, data.sources, planning, preflight, report   what it runs, and asks for
-    settings.refusals, start_trainer, trainer_rank                               the same
+    settings.plan, start_trainer, trainer_rank                                   the same
 """

@@ -22,7 +22,8 @@ def check_config(file: Path, dialect: str | None, options: ContextOptions, as_js
     """Print what is wrong with a configuration; returns the exit code."""
     understood = understand(file, dialect, reading_context(options))
     findings = check(understood)
-    findings = [*_refused_by_training(understood, findings), *findings]
+    findings = [*_told_by_training(understood, findings), *findings]
+    findings.sort(key=lambda finding: finding.level != "error")
     if as_json:
         say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
     else:
@@ -30,20 +31,27 @@ def check_config(file: Path, dialect: str | None, options: ContextOptions, as_js
     return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
-def _refused_by_training(understood: Understood, found: Sequence[Finding]) -> Iterator[Finding]:
-    """What `terrazzo train` refuses of its configuration alone, but for sections of which an error is found."""
+def _told_by_training(understood: Understood, found: Sequence[Finding]) -> Iterator[Finding]:
+    """What `terrazzo train` refuses of its configuration alone, but for sections of which an error is found; and a
+    batch that it fills up.
+    """
     try:
         config = config_from_dict(understood.loaded.document) if understood.dialect.name == "terrazzo" else None
     except BadInput:
         config = None  # the findings have it
     if config is None:
         return
-    from terrazzo.train.settings.refusals import refusals  # which loads the trainer
+    from terrazzo.train.preflight.refusals import refusals  # which loads the trainer
+    from terrazzo.train.settings.plan import filling_note
 
     said = {finding.key.partition(".")[0] for finding in found if finding.level == "error"}
-    for key, refusal in refusals(config):
+    world = understood.description.value("mesh.world")
+    refused = list(refusals(config, world))
+    for key, refusal in refused:
         if key.partition(".")[0] not in said:
             yield Finding.error(key, f"`terrazzo train`: {str(refusal).rstrip('.')}")
+    if world is not None and not refused and not said and (note := filling_note(config.batch, world, config.plan.mesh)):
+        yield Finding.warning("batch.global_batch", note.removeprefix("batch: "))
 
 
 def _say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:

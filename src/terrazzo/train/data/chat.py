@@ -29,7 +29,7 @@ from terrazzo.train.data.rendering import Failed, render
 from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
 from terrazzo.untrusted_files import read_plain
 
-__all__ = ["Chat", "Prompt", "Rendered", "chat_fingerprint", "load_chat", "text_completion"]
+__all__ = ["Chat", "Prompt", "Rendered", "chat_fingerprint", "check_own_template", "load_chat", "text_completion"]
 
 LossOn = Literal["assistant", "all"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -89,21 +89,26 @@ def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss
     )
 
 
+def check_own_template(name: str, template: str | Path | None) -> None:
+    """Raise `BadInput` for a template beside the built-in tokenizer, which has its own."""
+    if template is not None and name == BYTES:
+        raise BadInput(
+            f"data.chat_template is '{template}', but the tokenizer '{BYTES}' has a template of its own. "
+            "Leave data.chat_template out, or set data.tokenizer to the folder of a Hugging Face tokenizer."
+        )
+
+
 def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) -> str:
     """Changes with whatever decides how a conversation is rendered; reads small files, and imports nothing.
 
     Raises:
         BadInput: one of them is no plain file, or is too large; `template` is given for the built-in tokenizer.
     """
+    check_own_template(name, template)
     digest = hashlib.sha256(loss_on.encode())
     if name == BYTES and loss_on == "all":
         digest.update(b"text of the whole spans")  # caches were made that count the content's alone
     if template is not None:
-        if name == BYTES:
-            raise BadInput(
-                f"data.chat_template is '{template}', but the tokenizer '{BYTES}' has a template of its own. "
-                "Leave data.chat_template out, or set data.tokenizer to the folder of a Hugging Face tokenizer."
-            )
         digest.update(_read_template(Path(template)).encode())
     if name != BYTES:
         folder = _folder_of(Path(name).expanduser())

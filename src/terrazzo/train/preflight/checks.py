@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.checkpoint.hub_folder import read_model_config
-from terrazzo.config import Config, setting_texts
+from terrazzo.config import Config
 from terrazzo.engine import find_units
-from terrazzo.errors import BadInput, counted, listed
-from terrazzo.parallel.pipeline.schedules import actions_of
+from terrazzo.errors import BadInput, counted
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
-from terrazzo.train.data.load import check_too_long
-from terrazzo.train.data.sources import find_files, without_records
+from terrazzo.train.data.sources import find_files
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.head_loss import wants_loss_without_logits
 from terrazzo.train.model.huggingface import check_cuts_attention, weight_files
@@ -22,14 +20,13 @@ from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.preflight.idle_keys import idle_notes
 from terrazzo.train.preflight.local_room import check_local
 from terrazzo.train.preflight.offload_room import check_folders
+from terrazzo.train.preflight.refusals import refusals, refusals_of_ranks
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.preflight.written_folders import check_written
 from terrazzo.train.settings.optimizer import check_names
-from terrazzo.train.settings.plan import empty_rows, filling_note, mesh_shape, micro_batches_per_rank
-from terrazzo.train.settings.refusals import refusals
-from terrazzo.words import FILL_IN
+from terrazzo.train.settings.plan import filling_note
 
-__all__ = ["check", "check_samples_of_groups"]
+__all__ = ["check"]
 
 
 def check(config: Config, world_size: int, fewer: Sequence[int] = ()) -> list[str]:
@@ -41,31 +38,18 @@ def check(config: Config, world_size: int, fewer: Sequence[int] = ()) -> list[st
     Returns:
         Lines for the header of the run: settings without effect, and notes of the planner.
     """
-    _check_filled_in(config)
-    for _, refusal in refusals(config):
+    for _, refusal in refusals(config, world_size):
         raise refusal
-    filling = _check_ranks(config, world_size)
     whole = ModelOnPaper(config)
     _check_contents(config, whole)
     local = check_local(config, world_size)
-    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling, *local]
+    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config))]
+    filling = filling_note(config.batch, world_size, config.plan.mesh)
+    notes += [*([filling] if filling else []), *local]
     notes += check_plan(config, world_size, whole)
     for number in fewer:
         _check_fewer(config, number, whole)
     return notes
-
-
-def _check_ranks(config: Config, world_size: int) -> list[str]:
-    """The checks that are counting with the number of ranks; returns the note on empty rows, if there are any."""
-    mesh = config.plan.mesh
-    mesh_shape(mesh, world_size)
-    check_samples_of_groups(config, world_size)
-    filling = _filling_notes(config, world_size)
-    micro_batches = micro_batches_per_rank(config.batch, world_size, mesh)
-    if mesh.pp > 1:
-        settings = config.parallel.pipeline
-        actions_of(settings.schedule, mesh.pp, settings.chunks, micro_batches)
-    return filling
 
 
 def _check_contents(config: Config, whole: ModelOnPaper) -> None:
@@ -83,46 +67,14 @@ def _check_contents(config: Config, whole: ModelOnPaper) -> None:
 def _check_fewer(config: Config, number: int, whole: ModelOnPaper) -> None:
     """Raise `BadInput` if `number` ranks cannot run a configuration that more of them can."""
     try:
-        _check_ranks(config, number)
+        for _, refusal in refusals_of_ranks(config, number):
+            raise refusal
         check_local(config, number)
         check_plan(config, number, whole)
     except BadInput as error:
         raise BadInput(
             f"launch.ranks is {config.launch.ranks}, and of {counted(number, 'rank')} it would be refused: {error}"
         ) from None
-
-
-def check_samples_of_groups(config: Config, world_size: int) -> None:
-    """Raise `BadInput` if a group would have no sample in any step, whose weights would count in the mean."""
-    if config.plan.sync_every is None:
-        return
-    batch, mesh = config.batch, config.plan.mesh
-    groups, rows = mesh.groups(world_size), batch.global_batch + empty_rows(batch, world_size, mesh)
-    if idle := groups - -(-batch.global_batch * groups // rows):
-        raise BadInput(
-            f"batch.global_batch {batch.global_batch} is {rows // groups} samples for each of the first groups, and"
-            f" leaves none to {idle} of the {groups} groups that train by themselves (plan.sync_every): set"
-            f" batch.global_batch={rows}, or start fewer groups (plan.mesh.dp_replicate)."
-        )
-
-
-def _check_filled_in(config: Config) -> None:
-    """Raise `BadInput` for placeholders that a generated configuration leaves to its user."""
-    if left := [key for key, text in setting_texts(config).items() if text == f'"{FILL_IN}"']:
-        raise BadInput(
-            f"{' and '.join(left)} {'are' if len(left) > 1 else 'is'} still {FILL_IN}. Name them in the file, or behind"
-            f" it: {' '.join(f'{key}=...' for key in left)}."
-        )
-
-
-def _filling_notes(config: Config, world_size: int) -> list[str]:
-    """The note on empty rows, if there are any; raises `BadInput` if experts' routers would count them."""
-    note, experts = filling_note(config.batch, world_size, config.plan.mesh), config.model.experts
-    counting = [f"model.experts.balance {experts.balance}"] if experts.balance != "none" else []
-    counting += ["model.experts.z_loss"] if experts.z_loss else []
-    if note is not None and experts.count is not None and counting:
-        raise BadInput(f"{note}. The experts' routers would count them ({listed(counting)}): take such a batch.")
-    return [] if note is None else [note]
 
 
 def _check_model(config: Config, tokenizer: Tokenizer) -> None:
@@ -160,8 +112,6 @@ def _check_named(config: Config, whole: ModelOnPaper) -> None:
 
 def _check_data(config: Config) -> None:
     data = config.data
-    if not config.objective.kind.of_pairs and (data.packing == "stream" or without_records(data)):
-        check_too_long(data, data.packing or "stream")
     chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on)
     find_files(data.source)
     if data.validation_source is not None:

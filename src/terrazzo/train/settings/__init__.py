@@ -2,7 +2,6 @@
 
 plan         plan, offload, precision, mesh and batch
 optimizer    the optimizer, and the learning rate of each step
-refusals     what is refused of a configuration alone; `terrazzo config check` asks for it too
 intervals    whether something that is done every so many steps is due
 folders      the folders that a run makes
 run_command  the command that started a run, and the one that continues it

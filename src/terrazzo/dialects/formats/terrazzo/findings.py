@@ -36,6 +36,13 @@ def _mesh(description: Description) -> Iterable[Finding]:
     axes = ["dp_replicate", "dp_shard"] if (description.value("mesh.dp_replicate") or 1) > 1 else ["dp_shard"]
     if plan is None or row_fault(plan):
         return
+    if plan.groups and len(axes) == 1:
+        yield Finding.error(
+            "plan",
+            f"{plan.name} splits states inside of groups of ranks, and this run has one group: set"
+            " plan.mesh.dp_replicate to the number of groups, such as 2, or plan=zero3",
+        )
+        return
     try:
         plan.resolve(axes)
     except BadInput as error:
