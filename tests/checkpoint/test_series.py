@@ -26,7 +26,7 @@ from terrazzo.checkpoint.rng import capture_rng, restore_rng
 from terrazzo.checkpoint.saving.job import FAILED, record_name
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.remote import RemoteStore
-from terrazzo.errors import BadInput, Damaged
+from terrazzo.errors import BadInput, Damaged, SaveFailed
 from tests.helpers.programs import Program
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -253,6 +253,24 @@ def test_behind_a_url_an_attempt_does_not_hear_the_one_before_it() -> None:
         assert sorted(path.rpartition("/")[2] for path in left) == ["manifest.json", "manifest.sha256"]
     finally:
         fsspec.filesystem("memory").rm("/terrazzo-test", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["ls", "open", "pipe_file"])
+def test_a_store_that_fails_in_its_own_way_fails_the_save_and_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Libraries of object stores have errors that are no `OSError`."""
+    memory = type(fsspec.filesystem("memory"))
+
+    def refuses(self: Any, path: str, *rest: Any, **named: Any) -> Any:
+        raise LookupError("403, quota exceeded.")
+
+    monkeypatch.setattr(memory, name, refuses)
+    said = (
+        r"'memory://terrazzo-quota/step-00000001' was not saved: rank 0: .*LookupError: '403, quota exceeded.'\. Earl"
+    )
+    with pytest.raises(SaveFailed, match=said):
+        save_steps("memory://terrazzo-quota", 1)
 
 
 def test_retention_touches_neither_damaged_ones_nor_what_is_no_checkpoint(tmp_path: Path) -> None:

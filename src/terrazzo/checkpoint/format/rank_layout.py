@@ -11,9 +11,16 @@ from blake3 import blake3
 
 from terrazzo.checkpoint.format.manifest import DTYPES, ITEMSIZES
 
-__all__ = ["FileEntry", "arrange", "digest", "header_of", "rank_file_name", "safetensors_header"]
+__all__ = ["FileEntry", "TilePlace", "arrange", "digest", "header_of", "rank_file_name", "safetensors_header"]
 
 _PAGE_BYTES = 4096
+
+
+class TilePlace(NamedTuple):
+    """Where a tile is in the index space of its state; `engine`'s `Rectangle` for a process that imports no torch."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 class FileEntry(NamedTuple):
@@ -21,7 +28,7 @@ class FileEntry(NamedTuple):
 
     Attributes:
         shape: of the whole tensor, and `numel` of the whole state.
-        tile: offsets and sizes; None where the state is not cut.
+        tile: None where the state is not cut.
     """
 
     name: str
@@ -31,13 +38,13 @@ class FileEntry(NamedTuple):
     shape: tuple[int, ...]
     numel: int
     dtype: str
-    tile: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    tile: TilePlace | None = None
     offset: int = 0
 
     @property
     def key(self) -> str:
         """The name under which the file holds it."""
-        at = "" if self.tile is None else f"{','.join(map(str, self.tile[0]))}|"
+        at = "" if self.tile is None else f"{','.join(map(str, self.tile.offsets))}|"
         return f"{self.name}|{self.kind}|{at}{self.start}"
 
     @property

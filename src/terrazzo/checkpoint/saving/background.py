@@ -23,7 +23,7 @@ from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.saving.snapshot import Snapshot, take
 from terrazzo.checkpoint.saving.staging import Staging
 from terrazzo.checkpoint.saving.writer_process import BRIEF_S, StandStill, WriterProcess
-from terrazzo.checkpoint.storage.store import CheckpointDraft
+from terrazzo.checkpoint.storage.store import CheckpointDraft, not_saved
 from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse, SaveFailed
@@ -201,7 +201,7 @@ class Saver:
             return
         if job.rank == 0:
             self._briefly(draft.abandon)
-        raise SaveFailed(f"The checkpoint '{job.where}' was not saved: {problem} Earlier ones are as they were.")
+        raise not_saved(job.where, problem)
 
     def _briefly(self, work: Callable[[], object]) -> None:
         """Do it, but leave it behind when the file system does not answer."""
@@ -231,7 +231,7 @@ class Saver:
         self._writer.stop()
         self._briefly(draft.close if state == _DONE or job.rank else draft.abandon)
         if state != _DONE:
-            raise SaveFailed(f"The checkpoint '{job.where}' was not saved: {problem} Earlier ones are as they were.")
+            raise not_saved(job.where, problem)
 
     def _end(self) -> None:
         """With a save under way, an error came before its end was known; else a writer still busy cannot be killed."""

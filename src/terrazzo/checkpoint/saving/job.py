@@ -23,7 +23,7 @@ from terrazzo.checkpoint.format.manifest import (
     is_crowded,
 )
 from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
-from terrazzo.checkpoint.format.rank_layout import FileEntry, rank_file_name
+from terrazzo.checkpoint.format.rank_layout import FileEntry, TilePlace, rank_file_name
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.storage.places import open_store
 from terrazzo.checkpoint.storage.rank_file import write_rank_file
@@ -171,8 +171,7 @@ def record_name(rank: int) -> str:
 
 def _entry(values: dict[str, Any]) -> FileEntry:
     """From JSON, which has no tuples."""
-    offsets, sizes = values["tile"] or ((), ())
-    tile = (tuple(offsets), tuple(sizes)) if values["tile"] is not None else None
+    tile = None if values["tile"] is None else TilePlace(*map(tuple, values["tile"]))
     return FileEntry(**{**values, "shape": tuple(values["shape"]), "tile": tile})
 
 
@@ -181,14 +180,14 @@ class _Gathered:
 
     def __init__(self, first: FileEntry) -> None:
         self._first = first
-        self._ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Extent]] = {}
+        self._ranges: dict[TilePlace, list[Extent]] = {}
 
     def add(self, entry: FileEntry, digests: list[str], rank: int, header_bytes: int) -> None:
         """A range that `rank` has written behind its header."""
         if (entry.shape, entry.numel, entry.dtype) != (self._first.shape, self._first.numel, self._first.dtype):
             raise self._failed(f"{list(entry.shape)} of {entry.dtype} is not {list(self._first.shape)} of another rank")
         space = index_space(entry.shape, entry.numel)
-        ranges = self._ranges.setdefault(entry.tile or ((0,) * len(space), space), [])
+        ranges = self._ranges.setdefault(entry.tile or TilePlace((0,) * len(space), space), [])
         if entry.start < entry.stop:
             offset = header_bytes + entry.offset
             ranges.append(Extent(start=entry.start, stop=entry.stop, file=rank, offset=offset, digests=digests))

@@ -12,7 +12,7 @@ from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.saving.job import SaveJob, record_name
 from terrazzo.checkpoint.saving.snapshot import Snapshot, take
-from terrazzo.checkpoint.storage.store import CheckpointDraft
+from terrazzo.checkpoint.storage.store import CheckpointDraft, not_saved
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.hosts import Hosts
@@ -98,9 +98,7 @@ def _write(snapshot: Snapshot, hosts: Hosts | None = None) -> None:
             draft.abandon()
         if not isinstance(error, expected):
             raise
-        raise SaveFailed(
-            f"The checkpoint '{job.where}' was not saved: {error} Earlier ones are as they were."
-        ) from None
+        raise not_saved(job.where, error) from None
 
 
 def _conclude_on_each(job: SaveJob, draft: CheckpointDraft, hosts: Hosts) -> None:

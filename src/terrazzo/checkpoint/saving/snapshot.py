@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.checkpoint.format.manifest import DTYPES, Manifest, head, index_space
-from terrazzo.checkpoint.format.rank_layout import FileEntry, arrange
+from terrazzo.checkpoint.format.rank_layout import FileEntry, TilePlace, arrange
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
@@ -133,7 +133,7 @@ def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[F
 
 def _entry(piece: Piece) -> FileEntry:
     space = index_space(piece.shape, piece.numel)
-    tile = None if piece.tile.sizes == space else (piece.tile.offsets, piece.tile.sizes)
+    tile = None if piece.tile.sizes == space else TilePlace(piece.tile.offsets, piece.tile.sizes)
     dtype = name_of(piece.dtype)
     return FileEntry(piece.name, piece.kind, piece.start, piece.stop, piece.shape, piece.numel, dtype, tile)
 

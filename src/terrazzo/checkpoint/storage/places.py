@@ -7,8 +7,8 @@ from pathlib import Path
 
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.remote import RemoteStore
-from terrazzo.checkpoint.storage.store import CheckpointStore
-from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.checkpoint.storage.store import CheckpointStore, not_saved
+from terrazzo.errors import BadInput
 from terrazzo.files import is_url
 
 __all__ = ["check_new", "open_store", "store_and_name"]
@@ -38,6 +38,6 @@ def check_new(path: str | os.PathLike[str]) -> None:
     try:
         occupied = store.occupied(name)
     except BadInput as error:
-        raise SaveFailed(f"The checkpoint '{path}' was not saved: {error} Earlier ones are as they were.") from None
+        raise not_saved(path, error) from None
     if occupied:
         raise BadInput(f"'{path}' exists already and is not replaced: remove it, or use another name.")

@@ -7,9 +7,10 @@ next save under the same name. There are no locks: two runs must not write to th
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
@@ -32,7 +33,8 @@ class RemoteStore(CheckpointStore):
     """Checkpoints as prefixes of a URL."""
 
     def __init__(self, url: str) -> None:
-        self._fs, self._root = open_file_system(url, f"The checkpoints' place '{url}'")
+        fs, self._root = open_file_system(url, f"The checkpoints' place '{url}'")
+        self._fs: Any = _InOSErrors(fs)
         self.where = url
 
     def names(self) -> list[str]:
@@ -111,7 +113,7 @@ class RemoteDraft(CheckpointDraft):
         self._fs.makedirs(self._folder.path, exist_ok=True)
 
     def create(self, file: str, size_bytes: int) -> FileWriter:
-        return _RemoteSink(self._fs.open(f"{self._folder.path}/{file}", "wb"))
+        return _RemoteSink(_InOSErrors(self._fs.open(f"{self._folder.path}/{file}", "wb")))
 
     def folder(self) -> None:
         return None
@@ -172,6 +174,33 @@ def _is_there(fs: Any, path: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+class _InOSErrors:
+    """A file system or a file whose methods raise `OSError` alone: libraries of object stores have errors of their own.
+
+    Whoever saves or loads then takes them for what they are, a store that does not answer, and not for a bug.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._theirs, name)
+        return _in_os_errors(found) if callable(found) else found
+
+
+def _in_os_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return method(*arguments, **named)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    return call
 
 
 class _RemoteSink:

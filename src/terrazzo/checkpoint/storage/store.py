@@ -8,13 +8,14 @@ arrival of the manifest.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
-from terrazzo.errors import BadInput, Damaged
+from terrazzo.errors import BadInput, Damaged, SaveFailed
 
 __all__ = [
     "STEP",
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointStore",
     "FileWriter",
     "is_checkpoint",
+    "not_saved",
     "read_errors_named",
     "step_name",
     "step_of",
@@ -56,6 +58,13 @@ def read_errors_named(where: str) -> Iterator[None]:
             f"'{where}' cannot be read: {error.strerror or error}. Whether it is whole is not known: have the file"
             " system answer, or let this user read there, and start again."
         ) from error
+
+
+def not_saved(where: str | os.PathLike[str], problem: object) -> SaveFailed:
+    """The error of a save that has failed; what it has written of the checkpoint is not visible."""
+    return SaveFailed(
+        f"The checkpoint '{where}' was not saved: {str(problem).rstrip('.')}. Earlier ones are as they were."
+    )
 
 
 class CheckpointFolder(ABC):
