@@ -25,6 +25,7 @@ from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
 from terrazzo.launch.rank.process_group import Ranks, agree_on_data
 from terrazzo.launch.stopping.stop_request import StopRequest
 from terrazzo.telemetry import JsonLines, rows_of, run_lines
+from terrazzo.telemetry.display import page
 from terrazzo.train import loop
 from terrazzo.train.checkpoints.resume import data_changes
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
@@ -646,15 +647,17 @@ def test_a_folder_that_goes_away_while_training_is_named(
 def test_a_run_whose_log_has_no_room_at_all_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(self: JsonLines, *line: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(JsonLines, "_log", full)
+    monkeypatch.setattr(page, "replace_file", full)
     config = config_in(tmp_path)
     assert trained(config) == 0
     said = capsys.readouterr()
     assert "No space left on device" in said.err
     assert f"done      step {config.train.steps} of {config.train.steps}" in said.out
+    assert "\nreport" not in said.out, "it was not written"
 
 
 @pytest.mark.parametrize("key", ["log", "checkpoint"])

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from terrazzo.files import replace_file
 from terrazzo.telemetry.display.picture import MARGIN, PICTURE_STYLE, WIDTH, axes, drawing, step_picture
 from terrazzo.telemetry.display.tables import Table, tables_of
 from terrazzo.telemetry.log.records import all_steps_of, lines_of, restart_text, steps_of
@@ -68,7 +69,7 @@ class ReportPage(Sink):
 
     def _close(self) -> None:
         lines = lines_of(self._metrics)
-        self.path.write_text(page_of(self._title, lines, self._details), encoding="utf-8")
+        replace_file(self.path, page_of(self._title, lines, self._details), sync=False)
 
 
 def page_of(

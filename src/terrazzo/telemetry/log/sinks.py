@@ -24,7 +24,8 @@ class Sink(ABC):
     """Writes named numbers of steps. A full disk does not end the run: the sink says so once on stderr."""
 
     path: Path
-    _failed = False
+    failed = False
+    """Whether something was not written."""
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write `values` of `step`; `kind` is that of a line in `metrics.jsonl`: `train`, `step`, `summary`, ..."""
@@ -44,9 +45,9 @@ class Sink(ABC):
 
     @contextlib.contextmanager
     def _unfailing(self) -> Iterator[None]:
-        with saying_unwritable(self.path, again=not self._failed) as seen:
+        with saying_unwritable(self.path, again=not self.failed) as seen:
             yield
-        self._failed = self._failed or bool(seen)
+        self.failed = self.failed or bool(seen)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrazzo.config import Config
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, counted
 from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, Indices, SequenceDataset
 
 __all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches", "micro_batches_of"]
@@ -101,9 +101,10 @@ class Loader:
     ) -> None:
         if len(dataset) < config.batch.global_batch:
             raise BadInput(
-                f"The training data holds {len(dataset)} sequences of {dataset.sequence_length} tokens "
-                f"({dataset.tokens_numel} tokens), fewer than one global batch of {config.batch.global_batch}. "
-                "Give more data, a shorter sequence_length, or a smaller global batch."
+                f"The training data have {counted(len(dataset), 'sequence')} of {dataset.sequence_length} tokens"
+                f" ({counted(dataset.tokens_numel, 'token')}), fewer than batch.global_batch"
+                f" {config.batch.global_batch}. Give more data, a shorter batch.sequence_length, or a smaller"
+                " batch.global_batch."
             )
         self.dataset, self.batch, self.reader, self.readers = dataset, config.batch, reader, readers
         self.part = part

@@ -30,6 +30,7 @@ class LogFiles:
         self._session, self._title = session, title
         self._sinks: list[Sink] = []
         self._metrics: JsonLines | None = None
+        self._page: ReportPage | None = None
         if session.ranks.is_first and session.step < session.config.train.steps:
             self._open()
 
@@ -44,8 +45,8 @@ class LogFiles:
         _write(folder.plan, plan)
         self._metrics = JsonLines(folder.metrics, session.step)
         details = {"Plan": plan, "Configuration": text}
-        page = ReportPage(folder.page, self._metrics.path, self._title, details, summary_lines)
-        self._sinks += [self._metrics, page]
+        self._page = ReportPage(folder.page, self._metrics.path, self._title, details, summary_lines)
+        self._sinks += [self._metrics, self._page]
         if log.tensorboard:
             with saying_unwritable(folder.tensorboard):
                 self._sinks.append(TensorBoard(folder.tensorboard, session.step))
@@ -66,6 +67,11 @@ class LogFiles:
         anew = max((index for index, line in enumerate(lines) if not line.get("same_evaluation", True)), default=0)
         line = next((line for line in lines[anew:] if line["kind"] == "validation"), None)
         return None if line is None else (line["step"], Validation.from_dict(line))
+
+    @property
+    def written_page(self) -> Path | None:
+        """The report, once the files are closed; None where it could not be written, which was said."""
+        return None if self._page is None or self._page.failed else self._page.path
 
     def lost(self) -> str | None:
         """A description of the log folder, if its files are no longer where they were opened; else None."""

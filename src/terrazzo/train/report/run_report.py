@@ -18,7 +18,6 @@ from terrazzo.errors import BadInput, counted
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry import StepMetrics, Verdict, duration, restart_text
 from terrazzo.telemetry.log.records import validation_text
-from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.model.head_loss import why_all_logits
 from terrazzo.train.model.objectives import Validation
@@ -168,10 +167,11 @@ class RunReport:
             self._screen.row("verdict", str(verdict))
         if self._last_sample and not stopped:
             self._screen.row("sample", self._screen.on_one_line(self._last_sample))
-        self._screen.row("report", str(RunFolder(session.config.log.folder).page))
+        self.leave()
+        if (page := self._files.written_page) is not None:
+            self._screen.row("report", str(page))
         if session.config.log.note and not stopped:
             self._screen.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", terrazzo_command()))
-        self.leave()
         self._say_how_to_go_on(finished=not stopped)
 
     def _verdict(self) -> Verdict | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from terrazzo.config import load_config, setting_texts
 from terrazzo.errors import BadInput
+from terrazzo.files import replace_file
 from terrazzo.planner import estimate
 from terrazzo.telemetry import (
     VERDICT,
@@ -123,7 +124,7 @@ class RunReview:
         path = self._folder.page
         page = page_of(self.run.absolute().name, self.lines, details, () if other is None else other.lines, tables)
         try:
-            path.write_text(page, encoding="utf-8")
+            replace_file(path, page, sync=False)
         except OSError as error:
             why = error.strerror or error
             raise BadInput(f"'{path}' cannot be written ({why}): free it, or copy the run.") from error

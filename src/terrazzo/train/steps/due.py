@@ -1,4 +1,4 @@
-"""What is due after a step: one answer for all that a run does every so many steps.
+"""What a run says and saves after a step. What it checks of its ranks, `replica_checks` knows by itself.
 
 Whether a multiple of an interval has come is decided by `settings.intervals`, which knows about rounds of groups that
 train by themselves. `cadence` and the checks of ranks ask it, too.

@@ -158,9 +158,12 @@ class StepJudge:
         if not math.isfinite(value):
             raise Diverged(
                 f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
-                f" precision bf16 or fp32; checkpoints up to step {self._session.checkpoints.saved_step} are intact."
-                f"{self._doubt_of_drives()}"
+                f" precision bf16 or fp32; {self._saved()}.{self._doubt_of_drives()}"
             )
+
+    def _saved(self) -> str:
+        step = self._session.checkpoints.saved_step
+        return f"checkpoints up to step {step} are intact" if step else "there is no checkpoint yet"
 
     def _doubt_of_drives(self) -> str:
         config = self._session.config
@@ -180,7 +183,7 @@ class StepJudge:
         if settings.action == "stop":
             raise Diverged(
                 f"Step {step} was not taken: {why}. Lower optimizer.lr, set train.clip, or let guard.action=skip or"
-                f" rollback go on; checkpoints up to step {session.checkpoints.saved_step} are intact."
+                f" rollback go on; {self._saved()}."
             )
         if len(progress.skipped) >= settings.limit:
             raise Diverged(
