@@ -125,16 +125,29 @@ def test_the_first_failure_is_named_on_every_rank(
             )
 
 
-def test_what_is_raised_as_the_last_messages_are_waited_for_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(messages: Messages, patience_s: float | None = None) -> None:
-        raise OutOfLuck("no more messages")
+def test_what_one_rank_raises_as_the_last_messages_are_waited_for_is_told_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind the last action, which is of no stage."""
+    finish, failures = Messages.finish, []
+
+    def fail_once(messages: Messages, patience_s: float | None = None) -> None:
+        finish(messages, patience_s)
+        if messages.rank == 1 and failures:
+            raise failures.pop()
 
     def body(rank: int) -> str:
         model, *_ = cut(layers(2), pp=2)
-        return told(lambda: tz.step(model, batches(0), loss_of))
+        tz.step(model, batches(0), loss_of)
+        if rank == 1:
+            failures.append(OutOfLuck("no more messages"))
+        return told(lambda: tz.step(model, batches(1), loss_of))
 
-    monkeypatch.setattr(Messages, "finish", fail)
-    assert run_in_threads(2, body) == ["OutOfLuck: no more messages"] * 2
+    monkeypatch.setattr(Messages, "finish", fail_once)
+    assert run_in_threads(2, body, timeout_s=10.0) == [
+        "FailedElsewhere: Rank 1 has failed first: OutOfLuck: no more messages",
+        "OutOfLuck: no more messages",
+    ]
 
 
 class Counting(Layer):
@@ -246,7 +259,7 @@ def test_without_stages_what_one_data_rank_refuses_is_raised_on_all() -> None:
 
     other, own = run_in_threads(2, body, timeout_s=10.0)
     assert own.startswith("BadInput: tz.step was given [] for micro-batches")
-    assert other.startswith("BadInput: Rank 1 refuses what tz.step was given there")
+    assert other.startswith("BadInput: Rank 1 cannot do its part of this")
 
 
 def detaching(stage: int, when: Any) -> nn.Sequential:

@@ -532,6 +532,21 @@ def test_a_plan_is_not_checked_without_tp() -> None:
     run_in_threads(1, body)
 
 
+@pytest.mark.parametrize("other", ["cp", "pp", "ep"])
+def test_a_plan_is_checked_along_tp_alone(other: str) -> None:
+    """Whatever else the mesh has, of which the check is told nothing."""
+    block = seeded(lambda: nn.Sequential(Mixing(False)))
+
+    def body(rank: int) -> None:
+        mesh = tz.mesh(tp=2, **{other: 2}, device="cpu")
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(rank // 2))
+        tz.parallel.check(block, mesh, [x], tensor=MIXING)
+        with pytest.raises(tz.RanksApart, match="was given other inputs on ranks along tp"):
+            tz.parallel.check(block, mesh, [x + rank], tensor=MIXING)
+
+    run_in_threads(4, body)
+
+
 def test_a_plan_is_checked_by_what_the_model_returns() -> None:
     blocks = [seeded(lambda mixes=mixes: nn.Sequential(Mixing(mixes))) for mixes in (False, True)]
     base = seeded(Net)

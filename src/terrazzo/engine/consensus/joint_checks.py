@@ -4,7 +4,7 @@ Each rank does its part, and where one fails all raise. There are three ways, fo
 
     all_or_none                             the ranks of one model's mesh, those of other replicas too; it may be that
                                             of a dry run: a number is exchanged, and the others are told which rank's
-                                            message to read
+                                            message to read; `counted_or_none` for some of them, and with a count
     terrazzo.exchange.together              all ranks of the default group: the error itself is exchanged
     terrazzo.parallel.pipeline.failures     ranks in the middle of a step, which wait for each other's messages: word is
                                             left in the store, and connections are broken off
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput
 
-__all__ = ["all_or_none", "check_alike"]
+__all__ = ["all_or_none", "check_alike", "counted_or_none"]
 
 T = TypeVar("T")
 
@@ -35,18 +35,36 @@ def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
         Exception: what it raises here.
         BadInput: where it raises on another rank.
     """
-    problem: Exception | None = None
+    return counted_or_none(axes, action, lambda _: 0, axes.everyone).result
+
+
+class Counted(NamedTuple, Generic[T]):
+    """What an action has returned here, and the least and the greatest count of what it has on any rank."""
+
+    result: T
+    least: int
+    greatest: int
+
+
+def counted_or_none(axes: Axes, action: Callable[[], T], count: Callable[[T], int], along: Iterable[str]) -> Counted[T]:
+    """As `all_or_none`, of the ranks along some axes, which compare a count of what it returns. Collective.
+
+    Raises:
+        Exception: what it raises here.
+        BadInput: where it raises on another rank.
+    """
+    problem, own = None, 0
     try:
-        result = action()
+        own = count(result := action())
     except Exception as error:
         problem = error
-    failed = torch.tensor([0 if problem is None else dist.get_rank() + 1], device=HOST)
-    axes.maximum(failed, axes.everyone)
+    numbers = torch.tensor([0 if problem is None else dist.get_rank() + 1, own, -own], device=HOST)
+    failed, greatest, negated = axes.maximum(numbers, along).tolist()
     if problem is not None:
         raise problem
-    if failed.item():
-        raise BadInput(f"Rank {failed.item() - 1} cannot do its part of this: its own message has the edit.")
-    return result
+    if failed:
+        raise BadInput(f"Rank {failed - 1} cannot do its part of this: its own message has the edit.")
+    return Counted(result, -negated, greatest)
 
 
 def check_alike(

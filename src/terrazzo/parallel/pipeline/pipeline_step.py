@@ -148,17 +148,17 @@ class PipelineStep:
                 schedule.turn_to(action.stage // self.stages.ranks, self.stages.is_last(action.stage))
                 self._act(action, values)
                 done += 1
+            self.messages.finish()
         except NothingSent:
             self._finish_without_computing(actions[done:], None)
         except Exception as error:
             if broke_a_connection(error):
                 raise
-            self.failures.leave(error, actions[done].stage)
+            left = actions[done:]  # none where messages have not been sent to their end
+            self.failures.leave(error, left[0].stage if left else None)
             with suppress(RuntimeError, ConnectionError):  # others learn it then from broken connections
-                self._finish_without_computing(actions[done:], self._patience_s)
+                self._finish_without_computing(left, self._patience_s)
             return error
-        else:
-            self.messages.finish()
         return None
 
     def _finish_without_computing(self, actions: Sequence[Action], patience_s: float | None) -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from terrazzo.engine import Engine
+from terrazzo.engine.consensus.joint_checks import counted_or_none
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.moves import GradientFate
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import BadInput, RanksApart
+from terrazzo.errors import RanksApart
 from terrazzo.parallel.input_fingerprints import (
     DRAWN_BY_DATA_RANK,
     form_fingerprint,
@@ -105,22 +105,13 @@ def check_as_many(model: nn.Module, engine: Engine, read: Callable[[], StepArgum
     if not (sums or exchanges_inside(model, engine)):
         read()
         return
-    problem, count = None, 0
-    try:
-        count = len(read().inputs)
-    except Exception as error:
-        problem = error
-    numbers = [count, -count, 0 if problem is None else dist.get_rank() + 1]
-    most, least, refusing = engine.axes.maximum(torch.tensor(numbers, device=HOST), engine.axes.of_stage).tolist()
-    if problem is not None:
-        raise problem
-    if refusing:
-        raise BadInput(f"Rank {refusing - 1} refuses what tz.step was given there: its own message has the edit.")
-    if most != -least:
+    given = counted_or_none(engine.axes, read, lambda arguments: len(arguments.inputs), engine.axes.of_stage)
+    if given.least != given.greatest:
         raise RanksApart(
-            f"tz.step was given from {-least} to {most} micro-batches on the mesh's ranks (here {count}), and under "
-            "this plan ranks exchange in each. Give every rank as many; or take a plan that splits neither weights "
-            "nor gradients, such as zero1, under which the last one alone is summed."
+            f"tz.step was given from {given.least} to {given.greatest} micro-batches on the mesh's ranks (here "
+            f"{len(given.result.inputs)}), and under this plan ranks exchange in each. Give every rank as many; or "
+            "take a plan that splits neither weights nor gradients, such as zero1, under which the last one alone is "
+            "summed."
         )
 
 

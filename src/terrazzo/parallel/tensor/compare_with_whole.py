@@ -39,6 +39,7 @@ def check(
     Use it for a plan of your own, with a small model of the same modules. The plan's styles say what modules do, and
     nothing else shows that a block of style `sequence` mixes tokens beside its attention. Two copies of the model run
     in evaluation mode, forward and, if a parameter is trained, backward from random numbers. The model stays as it is.
+    Of the mesh the ranks along `tp` alone are looked at: copies have whole sequences and all experts and layers.
 
     Args:
         model: the whole model, with the same weights on every rank.
@@ -66,8 +67,9 @@ def check(
             "modules on a real device for it."
         )
     whole, cut = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
-    parallelize(cut, mesh, tensor=tensor, sequence=sequence, context=None)
-    ranks = tensor_ranks(mesh).labelled(Label())
+    alone = mesh["tp"]
+    parallelize(cut, alone, tensor=tensor, sequence=sequence)
+    ranks = tensor_ranks(alone).labelled(Label())
     arguments = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
     if not ranks.agree_on(fingerprint_of(arguments)):
         raise RanksApart(
