@@ -366,7 +366,9 @@ def test_ulysses_gathers_on_all_ranks_what_one_rank_was_given_anew() -> None:
     def on_rank(rank: int) -> None:
         context = Context(dist.group.WORLD, "ulysses", "none")
         (own,), (changed,) = context.split(before), context.split(after)
+        context.begin_forward()
         assert context.mask(own, 8).begins is None
+        context.begin_forward()
         found = context.mask(own if rank == 0 else changed, 8)
         assert found.begins is not None
         assert found.begins.tolist() == [[0] * 10 + [10] * 6]
@@ -377,6 +379,8 @@ def test_ulysses_gathers_on_all_ranks_what_one_rank_was_given_anew() -> None:
         assert windowed.begins is not None
         assert windowed.begins.tolist() == found.begins.tolist()
         assert context.traffic.bytes["all_gather"] == sent > 0  # once for layers of all windows
+        context.end_forward()
+        assert context.mask(changed, 8) is not found  # and no forward says that others were given these again
 
     run_in_threads(2, on_rank)
 

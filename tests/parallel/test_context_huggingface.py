@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.helpers.threads import run_in_threads
 from tests.train.test_documents_apart import OTHERS, SIZES, UNKNOWN_TO_NEOX
 
 TOKENS = 16
+PACKED = torch.stack([torch.cat((torch.arange(5), torch.arange(TOKENS - 5))), torch.arange(TOKENS)])
+"""Two documents in the first sequence, one in the second."""
 DROPS_NOTHING = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
@@ -40,7 +43,6 @@ def check(model_type: str, mode: str, **more: Any) -> None:
     """Two documents in the first sequence, one in the second; two ranks."""
     model = model_of(model_type, **more)
     tokens = torch.randint(1, 64, (2, TOKENS))
-    positions = torch.stack([torch.cat((torch.arange(5), torch.arange(TOKENS - 5))), torch.arange(TOKENS)])
     first = torch.cat((model(tokens[:1, :5]).logits, model(tokens[:1, 5:]).logits), dim=1)
     logits = torch.cat((first, model(tokens[1:]).logits))
     grad = torch.randn_like(logits)
@@ -50,7 +52,7 @@ def check(model_type: str, mode: str, **more: Any) -> None:
     def on_rank(rank: int) -> tuple[Tensor | None, ...]:
         own, context = copies[rank], Context(dist.group.WORLD, mode)
         share_sequences(own, context)
-        mine, its_positions, its_grad, part = context.split(tokens, positions, grad, logits.detach())
+        mine, its_positions, its_grad, part = context.split(tokens, PACKED, grad, logits.detach())
         found = own(mine, position_ids=its_positions).logits
         assert (found - part).abs().max() < 2e-6 * logits.abs().max()
         return torch.autograd.grad(found, list(own.parameters()), its_grad, allow_unused=True)
@@ -71,6 +73,30 @@ def test_parts_have_the_logits_and_gradients_of_the_whole(model_type: str, mode:
 
 def test_a_sliding_window_is_seen_across_parts() -> None:
     check("mistral", "gather", sliding_window=4)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("guard", [contextlib.nullcontext, torch.inference_mode])
+def test_under_ulysses_positions_are_gathered_once_in_a_forward(guard: Any) -> None:
+    """Not in each layer, nor where one is recomputed, and hosts wait for no other; but anew in each forward."""
+    model = model_of("llama")
+
+    def on_rank(rank: int) -> None:
+        own, context = copy.deepcopy(model), Context(dist.group.WORLD, "ulysses")
+        own.gradient_checkpointing_enable({"use_reentrant": False})
+        share_sequences(own.train(), context)
+        count = context.traffic.count
+        with guard():
+            tokens, positions = context.split(torch.ones(2, TOKENS, dtype=torch.int64), PACKED)
+            own(tokens, position_ids=positions)
+            for number in range(1, 3):
+                told = count["control"]
+                out = own(tokens, position_ids=positions).logits
+                if torch.is_grad_enabled():
+                    out.sum().backward()
+                assert (count["all_gather"], count["control"]) == (1 + number, told)
+
+    run_in_threads(2, on_rank)
 
 
 @pytest.mark.long

@@ -39,7 +39,8 @@ Open to other packages:
 from terrazzo.parallel.context.attention_kernels import ROWS as TILE_ROWS
 from terrazzo.parallel.context.attention_masks import WINDOW_ROWS, AttentionMask
 from terrazzo.parallel.context.chunks import Balance, Chunks
-from terrazzo.parallel.context.context import MODES, Context, Mode
+from terrazzo.parallel.context.context import Context
+from terrazzo.parallel.context.mode_rules import MODES, Mode
 from terrazzo.parallel.context.share_sequences import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.context.transformers_attention import attention_heads, check_config
 from terrazzo.parallel.expert.dispatch import ExpertRanks, Experts

@@ -16,7 +16,8 @@ from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.sharding.shared_parts_checks import check_uncut
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
-from terrazzo.parallel.context.context import Context, Mode, check_names
+from terrazzo.parallel.context.context import Context
+from terrazzo.parallel.context.mode_rules import Mode, check_names
 from terrazzo.parallel.context.share_sequences import share_sequences
 from terrazzo.parallel.exchanges import AxisRanks
 from terrazzo.parallel.expert.share_experts import check_experts, experts_of, share_experts

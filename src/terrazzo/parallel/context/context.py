@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,17 @@ from torch import Tensor
 
 from terrazzo.engine.instrumentation.label import Label, Purpose
 from terrazzo.engine.instrumentation.traffic import Traffic
-from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count
 from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, gather_attention, ring_attention, ulysses_attention
-from terrazzo.parallel.context.chunks import BALANCES, Balance, Chunks, TokenRun
-from terrazzo.parallel.context.given_positions import check_begins, check_prefix, places_of
-from terrazzo.parallel.context.tensor_memo import TensorMemo
+from terrazzo.parallel.context.chunks import Balance, Chunks
+from terrazzo.parallel.context.document_places import DocumentPlaces
+from terrazzo.parallel.context.mode_rules import Mode, check_heads, check_names, check_window
+from terrazzo.parallel.context.same_sequences import SameSequences
 from terrazzo.parallel.exchanges import AxisRanks
-from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
-from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 
-__all__ = ["MODES", "Context", "Mode", "check_names"]
-
-Mode = Literal["gather", "ulysses", "ring"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+__all__ = ["Context"]
 
 _COMPUTED = {"gather": gather_attention, "ulysses": ulysses_attention, "ring": ring_attention}
 
@@ -73,12 +69,8 @@ class Context:
         self.chunks = Chunks(self.ranks.size, cast(Balance, balance))
         self.rank, self.size, self._tp = self.ranks.rank, self.ranks.size, tp
         self._is_split, self.compare = True, self.ranks.compare
-        self._masks = TensorMemo[dict[tuple[object, ...], AttentionMask]]()  # of the last positions
-        self._whole_begins = TensorMemo[Tensor]()  # under `ulysses`, of the last positions of all ranks
-        self._host_begins = TensorMemo[Tensor]()  # of whole sequences, for the positions that `place` gave last
-        self._host_prefix = TensorMemo[Tensor]()  # likewise, for the prefix that `place_prefix` gave last
-        self._first_inputs: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
-        self._is_compared = self.is_simulated
+        self._same = SameSequences(self.ranks, is_compared=self.is_simulated)
+        self._places = DocumentPlaces(self.ranks, self.chunks, gathers=mode == "ulysses")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""
@@ -95,8 +87,7 @@ class Context:
         Raises:
             BadInput: T does not divide into chunks.
         """
-        if self._first_inputs is None and not self._is_compared:
-            self._first_inputs = fingerprint_of(whole), inputs_as_text(whole)
+        self._same.note(whole)
         return tuple(self.chunks.split(each, self.rank) for each in whole)
 
     def positions(self, tokens: Tensor) -> Tensor:
@@ -114,26 +105,24 @@ class Context:
         Raises:
             BadInput: T does not divide into chunks; positions that are on a device.
         """
-        placed = self._placed(positions, device, "place was given positions")
-        begins = torch.arange(positions.shape[1]) - positions  # anew: a loader may fill the same memory again
-        self._host_begins.keep(placed, begins)
-        return placed
+        return self._places.place(positions, device, self.is_split)
 
     def place_prefix(self, prefix: Tensor, device: torch.device) -> Tensor:
         """As `place`, for the lengths of prefixes: int64 `[B, T]` in host memory, of which each rank gets its part."""
-        placed = self._placed(prefix, device, "place_prefix was given lengths")
-        self._host_prefix.keep(placed, prefix.clone())
-        return placed
+        return self._places.place_prefix(prefix, device, self.is_split)
 
-    def _placed(self, whole: Tensor, device: torch.device, what: str) -> Tensor:
-        if whole.device.type != "cpu":
-            raise BadInput(
-                f"Context.{what} that are on {whole.device}, from which the host would have to wait for them: give"
-                " those of the host's memory, or take context.split(...)."
-            )
-        own = self.chunks.split(whole, self.rank) if self.is_split else whole
-        own = own.clone() if own is whole else own  # or what a loader writes there later would be of the same memory
-        return (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
+    def begin_forward(self) -> None:
+        """A model's forward begins: under `ulysses` its first mask gathers positions, and the others are of these.
+
+        `share_sequences` has models call it, and `end_forward`.
+        """
+        if not torch.compiler.is_compiling():
+            self._places.begin_forward()
+
+    def end_forward(self) -> None:
+        """The forward has ended: the next mask is of other positions."""
+        if not torch.compiler.is_compiling():
+            self._places.end_forward()
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
@@ -162,11 +151,12 @@ class Context:
         stride: int | None = None,
         prefix: Tensor | None = None,
     ) -> AttentionMask:
-        """What this rank's tokens see. Collective the first time, and under `ulysses`.
+        """What this rank's tokens see. Collective the first time, and under `ulysses` once in a model's forward.
 
         The host reads positions and prefix once, and waits for their device unless they are from `place` and
-        `place_prefix`. The mask of the last positions is kept where there is no prefix; under `ulysses` ranks use it
-        where all of them were given these again, as the positions of other ranks are in it.
+        `place_prefix`. The mask of the last positions is kept where there is no prefix; under `ulysses`, where the
+        positions of other ranks are in it, until the forward ends. Outside of one, and with a prefix, each call is
+        collective there.
 
         Args:
             positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.
@@ -194,30 +184,16 @@ class Context:
                 f"A mask was asked for with a prefix and a window of {window} tokens, beyond which a prompt would see"
                 " nothing of itself: give one of the two."
             )
-        if positions is None:
-            return self._mask(None, tokens, window, stride, prefix)
+        if self.is_split and positions is not None:
+            self._same.compare()
         if self.is_split:
-            self._compare_first()
-        if prefix is not None:
-            return self._mask(positions, tokens, None, None, prefix)
-        key = (tokens, window, stride, self.is_split)
-        masks = self._masks_of(positions)
-        if self._gathers_positions and not self.ranks.agree_on(bool(masks) + (key in masks)):
-            masks.clear()
-        if key not in masks:
-            masks[key] = self._mask(positions, tokens, window, stride, None, again=bool(masks))
-        return masks[key]
-
-    @property
-    def _gathers_positions(self) -> bool:
-        """Whether a mask has in it what positions all ranks were given."""
-        return self.is_split and self.mode == "ulysses"
-
-    def _masks_of(self, positions: Tensor) -> dict[tuple[object, ...], AttentionMask]:
-        """The masks that were made of these positions, to add to; none where they may have been changed since."""
-        if (masks := self._masks.of(positions)) is None:
-            self._masks.keep(positions, masks := {})
-        return masks
+            self._check_parts(positions, tokens, window)
+        if prefix is not None and prefix.shape[1] != tokens:
+            raise Misuse(
+                f"The model was given {tokens} tokens of each sequence and prefix lengths of {prefix.shape[1]}: split"
+                " both with context.split(tokens, prefix)."
+            )
+        return self._places.of(positions, prefix, tokens, self.is_split).mask(window, stride)
 
     def attend(  # structure: what attention takes
         self,
@@ -257,23 +233,11 @@ class Context:
             mask = mask.of_unknown()
         if not self.is_split:
             return gather_attention(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
-        self._compare_first()
+        self._same.compare()
         if self.mode == "ulysses":
             self.check_heads(query.shape[1] * self._tp)
         shared = Shared(self.ranks.labelled(Label(Purpose.ACTIVATIONS, layer)), self.chunks, tokens * self.size)
         return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
-
-    def _compare_first(self) -> None:
-        """Refuse other sequences on some of the ranks, as the first mask or the first attention of them begins."""
-        if torch.compiler.is_compiling() or self._is_compared:
-            return
-        number, words = self._first_inputs or (0, "none by context.split")
-        if not self.ranks.agree_on(number):
-            raise RanksApart(
-                f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
-                f" give all of them the same batches, {DRAWN_BY_DATA_RANK}"
-            )
-        self._is_compared, self._first_inputs = True, None
 
     def check_heads(self, heads: int) -> None:
         """Refuse query heads, of the whole model, that the ranks do not divide, which `ulysses` needs.
@@ -281,13 +245,7 @@ class Context:
         Raises:
             BadInput: there.
         """
-        ranks = self.size * self._tp
-        if self.mode == "ulysses" and not shares_heads(heads, self.size, self._tp):
-            along = f"{ranks} ranks (cp {self.size} x tp {self._tp})" if self._tp > 1 else f"{ranks} ranks (cp)"
-            raise BadInput(
-                f"Context mode 'ulysses' gives each of {along} the same number of heads, and {heads} heads do not"
-                f" divide by {ranks}. Use mode 'gather', which needs no heads to divide, or ranks that divide {heads}."
-            )
+        check_heads(self.mode, heads, self.size, self._tp)
 
     def check_window(self, window: int | None) -> None:
         """Refuse sliding windows under `ring`, which would send keys around that no token sees.
@@ -295,59 +253,7 @@ class Context:
         Raises:
             BadInput: there.
         """
-        if window is not None and not computes_windows(self.mode):
-            raise BadInput(
-                f"Context mode 'ring' computes causal and document masks, and this model attends within a sliding"
-                f" window of {window} tokens. Use mode 'gather' or 'ulysses'."
-            )
-
-    def _mask(  # structure: what `mask` takes
-        self,
-        positions: Tensor | None,
-        tokens: int,
-        window: int | None,
-        stride: int | None,
-        prefix: Tensor | None,
-        again: bool = False,
-    ) -> AttentionMask:
-        """`again`: all ranks have made a mask of these positions before."""
-        runs = [TokenRun(0, 0, tokens)]
-        if self.is_split:
-            self._check_parts(positions, tokens, window)
-            runs = self.chunks.runs(self.rank, tokens * self.size)
-        if prefix is not None and prefix.shape[1] != tokens:
-            raise Misuse(
-                f"The model was given {tokens} tokens of each sequence and prefix lengths of {prefix.shape[1]}: split"
-                " both with context.split(tokens, prefix)."
-            )
-        if positions is None and prefix is None:
-            return AttentionMask.of(runs, None, None, window, stride)
-        host_begins, host_prefix = self._known(self._host_begins, positions), self._known(self._host_prefix, prefix)
-        if positions is None:
-            assert prefix is not None
-            begins, host_begins = torch.zeros_like(prefix), torch.zeros(prefix.shape, dtype=prefix.dtype)
-        else:
-            begins = places_of(runs, positions.device) - positions
-        if self._gathers_positions:
-            runs = [TokenRun(0, 0, tokens * self.size)]
-            whole = self._whole_begins.of(positions) if again and positions is not None else None
-            begins, prefix = self._gathered(begins, prefix) if whole is None else (whole, None)
-            if positions is not None and prefix is None:
-                self._whole_begins.keep(positions, begins)
-        host_begins = begins.cpu() if host_begins is None else host_begins
-        check_begins(runs, host_begins)
-        mask = AttentionMask.of(runs, begins, host_begins, window, stride)
-        if prefix is None:
-            return mask
-        host_ends = host_begins + (prefix.cpu() if host_prefix is None else host_prefix)
-        check_prefix(runs, host_begins, host_ends, tokens * (self.size if self.is_split else 1))
-        return mask.with_prefixes(begins + prefix, host_ends)
-
-    def _gathered(self, begins: Tensor, prefix: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Both of whole sequences. Neither is as long as 2^31, so that they share a message."""
-        own = begins if prefix is None else begins + (prefix.long() << 32)
-        whole = self.chunks.in_order(self.ranks.labelled(Label()).all_gather(own), dim=1)
-        return (whole, None) if prefix is None else (whole & (2**32 - 1), whole >> 32)
+        check_window(self.mode, window)
 
     def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
         if positions is None:
@@ -363,23 +269,3 @@ class Context:
             )
         self.check_window(window)
         self.chunks.check(tokens * self.size)
-
-    def _known(self, memo: TensorMemo[Tensor], placed: Tensor | None) -> Tensor | None:
-        """What the host knows of a tensor that is from `place` or `place_prefix`, and unchanged."""
-        if placed is None or (whole := memo.of(placed)) is None:
-            return None
-        return whole if self.mode == "ulysses" or not self.is_split else self.chunks.split(whole, self.rank)
-
-
-def check_names(mode: str | None, balance: str) -> None:
-    """Refuse a mode that is neither None nor one of `MODES`, and a balance that is not of `BALANCES`.
-
-    Raises:
-        BadInput: there.
-    """
-    for what, value, known in (
-        ("context mode", MODES[0] if mode is None else mode, MODES),
-        ("context balance", balance, BALANCES),
-    ):
-        if value not in known:
-            raise BadInput(f"'{value}' is no {what}.{did_you_mean(str(value), known)} Use one of: {', '.join(known)}.")

@@ -43,6 +43,8 @@ def share_sequences(model: nn.Module, context: Context) -> None:
             " this rank's part alone. Give it a method use_context(context), and let its attention call"
             " context.attend(query, key, value, context.mask(positions, tokens)); or use cp 1."
         )
+    model.register_forward_pre_hook(lambda *_: context.begin_forward(), prepend=True)
+    model.register_forward_hook(lambda *_: context.end_forward(), always_call=True)
     SHARES_SEQUENCES.leave(model, context)
 
 

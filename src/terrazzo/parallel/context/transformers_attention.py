@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import SHARES_SEQUENCES
 from terrazzo.parallel.context.context import Context
-from terrazzo.parallel.sharing_rules import computes_windows
+from terrazzo.parallel.context.mode_rules import check_window
 from terrazzo.parallel.transformers_support import SHARED_SEQUENCES
 
 __all__ = ["attention_heads", "check_config", "is_of_transformers", "register"]
@@ -48,11 +48,8 @@ def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
     window = values.get("sliding_window")
     layers = values.get("layer_types")
     slides = window is not None and values.get("use_sliding_window", True) is not False
-    if not computes_windows(mode) and slides and (layers is None or "sliding_attention" in layers):
-        raise BadInput(
-            f"Context mode 'ring' computes causal and document masks, and this model of model_type {kind!r} attends"
-            f" within a sliding window of {window} tokens. Use mode 'gather' or 'ulysses'."
-        )
+    if slides and (layers is None or "sliding_attention" in layers):
+        check_window(mode, window, f"this model of model_type {kind!r}")
     if values.get("reorder_and_upcast_attn"):
         raise BadInput(
             "The model's config has reorder_and_upcast_attn, for which transformers has attention of its own. Set it"
