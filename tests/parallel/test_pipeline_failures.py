@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline import pipeline_step
+from terrazzo.parallel.pipeline import schedule_runner
 from terrazzo.parallel.pipeline.messages import Messages
 from tests.helpers.processes import RankFailed, run_in_processes
 from tests.helpers.threads import run_in_threads
@@ -313,7 +313,7 @@ def test_a_stage_may_send_no_gradient_back_of_some_micro_batches(ranks: dict[str
 
 def fails_alone(folder: Path) -> None:
     """The data ranks of its stage wait for its weights, and those of the other stage for these."""
-    pipeline_step.PATIENCE_S = 0.3
+    schedule_runner.PATIENCE_S = 0.3
     model, *_ = cut(layers(), "zero3", pp=2, dp_shard=2)
     rank, asked = torch.distributed.get_rank(), []
     tz.step(model, batches(rank % 2), loss_of)

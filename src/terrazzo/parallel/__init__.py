@@ -5,7 +5,7 @@ them up on one model. This package imports from the engine, never the reverse: i
 which `tz.shard` reads. A micro-batch goes through it as follows:
 
     tz.step                     pipeline/step.py                    all ranks compare what they were given
-    PipelineStep                pipeline/pipeline_step.py           receives what the stage before has sent
+    ScheduleRunner              pipeline/schedule_runner.py         receives what the stage before has sent
       the model's forward       pipeline/stage_forward.py           runs this rank's modules alone
         a block begins          tensor/sequence_split.py            a rank along tp takes its part of the sequence
           enter, column         tensor/module_hooks.py              the parts are gathered: all tokens, some heads
@@ -14,10 +14,10 @@ which `tz.shard` reads. A micro-batch goes through it as follows:
           router, rows          expert/row_order.py                 rows are sorted by their experts
             experts             expert/dispatch.py                  rows go to the ranks along ep, and back
         the last block ends     tensor/sequence_split.py            the parts are gathered again
-    PipelineStep                pipeline/pipeline_step.py           sends the output on, or computes the loss
+    ScheduleRunner              pipeline/schedule_runner.py         sends the output on, or computes the loss
 
 Along tp, cp and ep an exchange is one `exchange(values, forward, backward)` of `exchanges`: what it sends, and what its
-gradient does. Stages send messages (`pipeline.messages`) of which autograd knows nothing: `PipelineStep` sends the
+gradient does. Stages send messages (`pipeline.messages`) of which autograd knows nothing: `ScheduleRunner` sends the
 gradients back.
 
 Modules of all axes, in reading order:

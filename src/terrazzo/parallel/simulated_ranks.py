@@ -6,9 +6,10 @@ Shapes are those of a run, and values mean nothing: the planner counts the memor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.engine.comm.collectives import Collectives
@@ -37,7 +38,7 @@ class SimulatedContext(Context):
     is_simulated = True
 
     def __init__(self, ranks: int, mode: str, balance: str, documents: bool) -> None:
-        super().__init__(_SimulatedRanks(ranks), mode, balance)
+        super().__init__(AxisRanks(_SimulatedCollectives(ranks, rank=0)), mode, balance)
         self._documents = documents
 
     def mask(
@@ -59,15 +60,12 @@ class SimulatedContext(Context):
         return AttentionMask(tuple(runs), begins, ends, window=window, stride=stride).of_unknown()
 
 
-class _SimulatedRanks(AxisRanks):
-    def __init__(self, size: int) -> None:
-        super().__init__(_SimulatedCollectives(size, rank=0))
-
-
 def cut_simulated(
     model: nn.Module, size: int, sequence: bool = True, tensor: TensorPlan | Literal["auto"] = "auto"
 ) -> TensorRanks:
-    """Cut `model`, on the meta device, as `tz.parallelize` does for one of `size` ranks along `tp`.
+    """Cut `model`, on the meta device, as `tz.parallelize` does for the last of `size` ranks along `tp`.
+
+    Its parts are the largest where sizes do not divide.
 
     Returns:
         What stands in for the ranks.
@@ -76,26 +74,29 @@ def cut_simulated(
         BadInput: as there.
     """
     plan = own_plan(model, size) if isinstance(tensor, str) else tensor
-    ranks = _SimulatedTensorRanks(size)
+    ranks = TensorRanks(_SimulatedCollectives(size, rank=size - 1), axes=None)
     cut_matrices(cuts_of(model, ranks, styles_of(model, plan), sequence))
     return ranks
 
 
-class _SimulatedTensorRanks(TensorRanks):
-    """The last of `ranks`, whose parts are the largest where sizes do not divide."""
+class _SimulatedGroup:
+    """In the place of a process group."""
 
-    is_simulated = True
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(_SimulatedCollectives(ranks, rank=ranks - 1))
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
 
 
 class _SimulatedCollectives(Collectives):
     """Allocates what those of ranks on one CPU host do."""
 
     def __init__(self, size: int, rank: int) -> None:
-        self.size, self.rank, self.traffic, self.ledger = size, rank, Traffic(), Ledger()
-        self.axis = ""
+        super().__init__(cast(dist.ProcessGroup, _SimulatedGroup(size, rank)), Traffic(), Ledger())
 
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         yield from ()

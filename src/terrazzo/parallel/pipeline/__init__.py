@@ -8,10 +8,10 @@ Before training:
 In a step:
 
     step                        `tz.step`
-    same_step                   all ranks compare what they were given
+    step_arguments              all ranks compare what they were given
     schedules                   what each rank runs, and in which order
     micro_batches               the model and the loss function, called with one of them
-    pipeline_step               a rank runs it
+    schedule_runner             a rank runs its part of that
     stage_links                 how ranks reach each other, from step to step
     pipeline_stages             the model's stages, which of them this rank has, and how far a forward has come
     stage_forward               a model's forward as that of one stage

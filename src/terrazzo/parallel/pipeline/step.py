@@ -12,9 +12,9 @@ from terrazzo.engine import Engine, accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
-from terrazzo.parallel.pipeline.pipeline_step import PipelineStep
-from terrazzo.parallel.pipeline.same_step import StepArguments, begin_alike, check_as_many
+from terrazzo.parallel.pipeline.schedule_runner import ScheduleRunner
 from terrazzo.parallel.pipeline.stage_links import links_of
+from terrazzo.parallel.pipeline.step_arguments import StepArguments, compare_counts, compare_stages
 
 __all__ = ["step"]
 
@@ -69,11 +69,11 @@ def step(
         links = links_of(model, engine, stages)
         with links.failures.named():
             with _denominator_kept_if_refused(engine):
-                arguments = begin_alike(engine.axes, links, read)
+                arguments = compare_stages(engine.axes, links, read)
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(arguments.inputs, micro_batches, strict=True)]
-            return PipelineStep(model, stages, links, pairs, loss_fn, auxiliary).run()
+            return ScheduleRunner(model, stages, links, pairs, loss_fn, auxiliary).run()
     with _denominator_kept_if_refused(engine):
-        check_as_many(model, engine, read)
+        compare_counts(model, engine, read)
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1

@@ -27,29 +27,29 @@ SEQUENCE = -2
 def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
     """The ranks along `tp` of a mesh, for one model, or for one loss. Collective the first time."""
     axes, along = axis_of(mesh, "tp")
-    ranks = TensorRanks(along)
-    ranks.axes = axes
-    return ranks
+    return TensorRanks(along, axes)
 
 
 class TensorRanks(AxisRanks):
     """The ranks along `tp` of one model; their traffic is that of the model.
 
-    Attributes:
-        is_simulated: there are no other ranks, and tensors have no values.
-        axes: of the ranks along `tp` alone; simulated ranks have none.
+    Args:
+        axes: of the ranks along `tp` alone; None where there are no other ranks, and tensors have no values.
     """
 
-    is_simulated = False
-    axes: Axes
-
-    def __init__(self, collectives: Collectives) -> None:
-        super().__init__(collectives)
+    def __init__(self, along: Collectives, axes: Axes | None) -> None:
+        super().__init__(along)
+        self.axes = axes
         # No part of compiled graphs, whose compiler would run it to see what it does; to import that takes a second.
         self._exchange: Callable[[Tensor, Move, Move], Tensor] = torch.compiler.disable(exchange)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.axes is None
 
     # -- with exchanges of their gradients ---------------------------------------------------------------------------
 

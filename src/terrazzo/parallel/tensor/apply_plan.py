@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from terrazzo.engine import leave_record
 from terrazzo.engine.consensus.equal_values import synchronize
@@ -41,9 +41,8 @@ def cut_matrices(cuts: TensorCuts) -> None:
 
 def _replace_parameters(cuts: TensorCuts) -> None:
     """Leave the records on modules, and replace cut parameters by this rank's parts. Ties are kept."""
-    real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
-    if real:
-        synchronize(real, cuts.ranks.axes, cuts.ranks.axes.of_stage)
+    if (axes := cuts.ranks.axes) is not None:
+        synchronize([each for each in cuts.model.parameters() if not each.is_meta], axes, axes.of_stage)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (name, attribute), record in cuts.records.items():
         module = cuts.model.get_submodule(name)

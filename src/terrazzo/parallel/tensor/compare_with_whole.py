@@ -16,6 +16,7 @@ from terrazzo.engine.instrumentation.label import Label
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, RanksApart, TerrazzoError
 from terrazzo.parallel.input_fingerprints import fingerprint_of, inputs_as_text
+from terrazzo.parallel.mesh import axes_of
 from terrazzo.parallel.parallelize_model import parallelize
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
 from terrazzo.parallel.tensor.read_plan import TensorPlan
@@ -69,7 +70,7 @@ def check(
     whole, cut = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
     alone = mesh["tp"]
     parallelize(cut, alone, tensor=tensor, sequence=sequence)
-    ranks = tensor_ranks(alone).labelled(Label())
+    axes, ranks = axes_of(alone), tensor_ranks(alone).labelled(Label())
     arguments = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
     if not ranks.agree_on(fingerprint_of(arguments)):
         raise RanksApart(
@@ -78,19 +79,19 @@ def check(
         )
     with torch.set_grad_enabled(any(parameter.requires_grad for parameter in model.parameters())):
         expected = tree_leaves(_called(whole, inputs))
-        outputs = all_or_none(ranks.axes, lambda: _outputs_of(cut, inputs, len(expected)))
+        outputs = all_or_none(axes, lambda: _outputs_of(cut, inputs, len(expected)))
         pairs = [
             (one, _together(other, one, ranks))
             for one, other in zip(expected, outputs, strict=True)
             if isinstance(one, Tensor)
         ]
-    all_or_none(ranks.axes, lambda: _compare(pairs, tolerance))
+    all_or_none(axes, lambda: _compare(pairs, tolerance))
     probed = [(one, other) for one, other in pairs if one.requires_grad and one.is_floating_point()]
     if probed:
         _backward([one for one, _ in probed])
-        all_or_none(ranks.axes, lambda: _tried(lambda: _backward([other for _, other in probed])))
+        all_or_none(axes, lambda: _tried(lambda: _backward([other for _, other in probed])))
         gradients = list(_gradients(whole, cut, ranks))
-        all_or_none(ranks.axes, lambda: _compare_gradients(gradients, tolerance))
+        all_or_none(axes, lambda: _compare_gradients(gradients, tolerance))
 
 
 def _tried(action: Callable[[], T]) -> T:

@@ -43,7 +43,7 @@ FORMULAS = {
     "memory.messages": Formula(
         "tokens x hidden x bytes of an element, whole over tp: what a stage has made of each micro-batch in flight, "
         "gradients that it has sent back, until the step ends, and two messages that it has asked for",
-        "terrazzo/parallel/pipeline/pipeline_step.py and messages.py",
+        "terrazzo/parallel/pipeline/schedule_runner.py and messages.py",
     ),
     "memory.buffers": Formula(
         "bytes of the buffers of a rank's stages, and of those in no stage, of which a step keeps copies to put back "

@@ -23,7 +23,7 @@ from terrazzo.parallel.input_fingerprints import (
 )
 from terrazzo.parallel.pipeline.stage_links import StageLinks, exchanges_inside
 
-__all__ = ["StepArguments", "begin_alike", "check_as_many"]
+__all__ = ["StepArguments", "compare_counts", "compare_stages"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepArguments:
     has_auxiliary: bool
 
 
-def begin_alike(axes: Axes, links: StageLinks, read: Callable[[], StepArguments]) -> StepArguments:
+def compare_stages(axes: Axes, links: StageLinks, read: Callable[[], StepArguments]) -> StepArguments:
     """Compare what ranks were given, and drop messages of earlier steps that were abandoned. Collective over the mesh.
 
     Ranks along `pp` must have the same inputs, the others as many micro-batches. Values are compared in each step
@@ -88,7 +88,7 @@ def begin_alike(axes: Axes, links: StageLinks, read: Callable[[], StepArguments]
     return own
 
 
-def check_as_many(model: nn.Module, engine: Engine, read: Callable[[], StepArguments]) -> None:
+def compare_counts(model: nn.Module, engine: Engine, read: Callable[[], StepArguments]) -> None:
     """Refuse different numbers of micro-batches on ranks of a model without stages, where each micro-batch exchanges.
 
     Collective over the mesh in that case.

@@ -1,4 +1,4 @@
-"""One step of one rank of a pipeline: it runs its list of actions, and meets the other ranks at the end.
+"""Runs one rank's actions of a pipeline's schedule, in one step, and meets the other ranks at the end.
 
 A rank starts to receive an action's input while the action before runs, and waits for its own messages at the end. A
 rank that fails goes through the rest of its actions without computing, so that no other waits for it. Others compute
@@ -26,7 +26,7 @@ from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, forwards_of
 from terrazzo.parallel.pipeline.stage_links import StageLinks, exchanges_inside
 
-__all__ = ["PipelineStep"]
+__all__ = ["ScheduleRunner"]
 
 
 class _ForwardState(NamedTuple):
@@ -67,8 +67,8 @@ class _Arrived(torch.autograd.Function):
         return None, None, None
 
 
-class PipelineStep:
-    """One step of one rank."""
+class ScheduleRunner:
+    """Runs the actions of one rank in one step."""
 
     def __init__(
         self,
