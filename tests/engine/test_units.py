@@ -183,7 +183,14 @@ def test_the_choice_is_printed() -> None:
     assert all(word in text for word in ("weight", "between", "grad", "optim", "dp_shard 2", "bfloat16", "moments"))
 
 
-@pytest.mark.parametrize(("unit", "hint"), [("Blok", "Did you mean 'Block'"), ("layers.*", "matches no module")])
+@pytest.mark.parametrize(
+    ("unit", "hint"),
+    [
+        ("Blok", "Did you mean 'Block'"),
+        ("layers.*", "matches no module"),
+        ("*.up", r"one level of names here: give 'blocks\.\*\.up'"),
+    ],
+)
 def test_a_unit_that_matches_nothing_is_refused(unit: str, hint: str) -> None:
     with fake_group(2), pytest.raises(tz.BadInput, match=hint):
         tz.shard(Net(), None, "zero3", units=[unit])

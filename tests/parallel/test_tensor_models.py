@@ -229,6 +229,7 @@ def refused(base, match, tp=2, error=tz.BadInput, **options):
     [
         ({"layers.*.inner.both": "colwises"}, "style of 'layers.*.inner.both' is 'colwises'.*Did you mean 'colwise'"),
         ({"layer.*": "enter"}, "'layer.*', which matches no module of Net"),
+        ({"*.inner": "enter"}, r"one level of names here: give 'layers\.\*\.inner'"),
         ({"layers.*.inner": "enter"}, "no 'colwise' and 'rowwise' inside"),
         ({"layers.*.norm": "rowwise"}, "is a LayerNorm, and the style rowwise knows torch.nn.Linear"),
         ({**PLAN, "layers.0.inner.both": "colwise"}, "two styles"),

@@ -14,7 +14,18 @@ __all__ = ["check_imports"]
 
 # A subpackage may import from its own layer and the layers below. "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "exit_codes", "given_numbers", "lazy", "marks", "shell_command", "socket_server", "tether", "words"),
+    (
+        "errors",
+        "exit_codes",
+        "given_numbers",
+        "lazy",
+        "marks",
+        "name_globs",
+        "shell_command",
+        "socket_server",
+        "tether",
+        "words",
+    ),
     ("documents", "ending", "files", "nn", "optim", "untrusted_files"),
     ("engine",),
     ("config", "exchange", "hosts", "parallel"),

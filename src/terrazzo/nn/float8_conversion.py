@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput, listed
 from terrazzo.marks import SHARES_MATRICES, is_sharded
+from terrazzo.name_globs import matches_any
 from terrazzo.nn.float8_linear import FLOAT8, Float8Linear
 from terrazzo.nn.float8_matrices import MULTIPLE, Recipe, check_multiplies, recipe_named
 from terrazzo.nn.float8_products import Float8
@@ -61,9 +61,9 @@ def float8(
 
     Args:
         recipe: `tensorwise`, or `rowwise`, which is more precise and gains less speed.
-        skip: globs over names of layers that are left alone. Default: those outside of the repeated blocks (elements of
-            an `nn.ModuleList`, or of the same class in an `nn.Sequential`), such as a head; without blocks, the first
-            and the last.
+        skip: globs over names of layers that are left alone, a `*` for any part of one. Default: those outside of the
+            repeated blocks (elements of an `nn.ModuleList`, or of the same class in an `nn.Sequential`), such as a
+            head; without blocks, the first and the last.
         device: that the model will run on; default, where its parameters are. On the meta device nothing is tried.
 
     Raises:
@@ -120,10 +120,10 @@ def _reasons_to_keep(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequ
     reasons: dict[str, str] = {}
     uncalled = dict(_uncalled(model))
     for glob in skip or ():
-        if not fnmatch.filter(linears, glob):
+        if not any(matches_any(name, [glob]) for name in linears):
             raise BadInput(
                 f"float8: skip has {glob!r}, which matches no linear layer of {type(model).__name__}; they are "
-                f"{listed(list(linears), 6)}."
+                f"{listed(list(linears), 6)}; a '*' stands for any part of a name."
             )
     outside = _outside(model, list(linears)) if skip is None else set()
     for name, module in linears.items():
@@ -131,7 +131,7 @@ def _reasons_to_keep(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequ
             reasons[name] = "another forward"
         elif name in uncalled:
             reasons[name] = uncalled[name]
-        elif any(fnmatch.fnmatchcase(name, glob) for glob in skip or ()):
+        elif matches_any(name, skip or ()):
             reasons[name] = "skipped"
         elif name in outside:
             reasons[name] = "outside of the blocks"

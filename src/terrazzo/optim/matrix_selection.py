@@ -7,7 +7,6 @@ two dims as well, and if its update were made orthogonal, all rows would move al
 from __future__ import annotations
 
 import enum
-import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from terrazzo.errors import BadInput, counted, did_you_mean, listed, warn
+from terrazzo.name_globs import matches_any
 from terrazzo.nn.routers import is_router
 
 __all__ = ["HEADS", "Division", "divided", "hidden_matrices"]
@@ -118,7 +118,7 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequen
     positions that is a parameter of its own: of the last it warns.
 
     Args:
-        adamw: globs over the names of parameters: by default of heads.
+        adamw: globs over the names of parameters, a `*` for any part of one: by default of heads.
         muon: globs over the names of further matrices, whatever they would be else: of modules of your own. Of a model
             in stages each rank gives globs of its own stage.
 
@@ -141,11 +141,11 @@ def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] 
     division = Division([], [], {})
     reasons = _reasons(model)
     for name, parameter in named:
-        if any(fnmatch.fnmatchcase(name, glob) for glob in muon):
+        if matches_any(name, muon):
             reason = None
         elif parameter.ndim < 2:
             reason = Reason.VECTOR
-        elif any(fnmatch.fnmatchcase(name, glob) for glob in adamw):
+        elif matches_any(name, adamw):
             reason = Reason.HEAD if tuple(adamw) == HEADS else Reason.NAMED
         else:
             reason = reasons.get(id(parameter), Reason.UNKNOWN)
@@ -211,7 +211,7 @@ def _matched_by_each(
     Raises:
         BadInput: one matches nothing.
     """
-    found = {glob: [each for each in named if fnmatch.fnmatchcase(each[0], glob)] for glob in globs}
+    found = {glob: [each for each in named if matches_any(each[0], [glob])] for glob in globs}
     for glob, matched in found.items():
         if not matched:
             names = [name for name, _ in named]

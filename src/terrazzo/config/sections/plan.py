@@ -88,7 +88,9 @@ class PlanConfig(Named):
     grad: str | None = Field(None, description="gradients, once reduced; null: as the preset")
     optim: str | None = Field(None, description="master weights and optimizer state; null: as the preset")
     mesh: MeshConfig = MeshConfig()
-    units: list[str] | None = Field(None, description="class names or name globs; null: found by themselves")
+    units: list[str] | None = Field(
+        None, description="class names, or name globs, a `*` for one level; null: found by themselves"
+    )
     prefetch: int = Field(1, ge=0, description="units gathered ahead of the one that runs")
     sync_every: int | None = Field(
         None,

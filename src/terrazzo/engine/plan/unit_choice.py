@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from terrazzo.engine.pipeline.absent_parameters import absent_in_place
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.name_globs import level_hint, of_one_level
 
 __all__ = ["Units", "find_units"]
 
@@ -90,8 +90,9 @@ def _nothing_found(
             f"when its weights are needed. {edit}. Units are module classes, their names, names of modules or globs "
             f"over these. {known}"
         )
+    hint = level_hint((name for name, _ in _children(model)), label)
     return BadInput(
-        f"{found} matches no module of {type(model).__name__}.{did_you_mean(label, classes)} Give a module "
+        f"{found} matches no module of {type(model).__name__}.{hint or did_you_mean(label, classes)} Give a module "
         f"class, or a glob over module names such as 'layers.*'. {known}"
     )
 
@@ -114,8 +115,7 @@ def _finder(children: Sequence[tuple[str, nn.Module]]) -> Callable[[type[nn.Modu
         plain = _UNESCAPED.sub(r"\1", unit)
         if not _SPECIAL.search(_UNESCAPED.sub("", unit)):
             return [*of_class, plain] if plain in names else of_class
-        dots = unit.count(".")
-        return [*of_class, *(n for n in names if n.count(".") == dots and fnmatch.fnmatchcase(n, unit))]
+        return [*of_class, *of_one_level(names, unit)]
 
     return find
 

@@ -17,6 +17,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.sharding.shared_parts_checks import check_uncompiled, check_uncut
 from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.name_globs import level_hint
 from terrazzo.parallel.pipeline.model_line import own_line, own_tied
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages
 from terrazzo.parallel.pipeline.schedules import balanced
@@ -38,9 +39,10 @@ class Pipeline:
         chunks: stages of each rank; several make `1f1b` the interleaved schedule, with less waiting and more sending.
         split: names of the modules of the line with which the second stage and those after it begin; by default stages
             are balanced by the elements of their matrices.
-        line: names of the modules through which the model's values go one after the other, or globs over them. Each
-            takes what the one before returns as its first argument, and returns one tensor. By default what the model's
-            `pipeline_line()` returns, the modules of an `nn.Sequential`, or the `base_model_pp_plan` of transformers.
+        line: names of the modules through which the model's values go one after the other, or globs over them, a
+            `*` for one level. Each takes what the one before returns as its first argument, and returns one tensor. By
+            default what the model's `pipeline_line()` returns, the modules of an `nn.Sequential`, or the
+            `base_model_pp_plan` of transformers.
         tied: names of parameters of the line that the model itself reads behind its last module, such as those of an
             embedding that is the head too: the last stage has them as well. What two modules of the line share need
             not be named. By default what the model's `pipeline_tied()` returns, or none.
@@ -137,9 +139,10 @@ def _tied_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
 
 def _matching(model: nn.Module, glob: str) -> list[str]:
     if not (names := matching(model, glob)):
+        hint = level_hint((name for name, _ in model.named_modules()), glob)
         raise BadInput(
             f"tz.Pipeline(line=...): {glob!r} matches no module of {type(model).__name__}, whose children are "
-            f"{', '.join(name for name, _ in model.named_children())}."
+            f"{', '.join(name for name, _ in model.named_children())}.{hint}"
         )
     return names
 

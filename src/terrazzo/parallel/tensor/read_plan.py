@@ -6,7 +6,6 @@ rank computes a part of its gradient, or all ranks the same.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Box, Family, Record
 from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.name_globs import level_hint, of_one_level
 from terrazzo.nn.float8_linear import Float8Linear
 from terrazzo.parallel.local_parameters import check_replaceable
 from terrazzo.parallel.peft_adapters import with_adapters
@@ -50,9 +50,7 @@ def cuts_of(model: nn.Module, ranks: TensorRanks, styles: Mapping[str, Style], s
 
 def matching(model: nn.Module, glob: str) -> list[str]:
     """Names of the modules that a glob means; a `*` stays within one level of names."""
-    dots = glob.count(".")
-    names = (name for name, _ in model.named_modules() if name)
-    return [name for name in names if name.count(".") == dots and fnmatch.fnmatchcase(name, glob)]
+    return of_one_level((name for name, _ in model.named_modules() if name), glob)
 
 
 def styles_of(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
@@ -74,7 +72,7 @@ def styles_of(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
             known = [name for name, _ in model.named_modules() if name]
             raise BadInput(
                 f"The tensor-parallel plan has {glob!r}, which matches no module of {type(model).__name__}."
-                f"{did_you_mean(glob, known)} A '*' stands for one level of names; modules are {listed(known, 6)}."
+                f"{level_hint(known, glob) or did_you_mean(glob, known)} Modules are {listed(known, 6)}."
             )
         for name in names:
             if styles.setdefault(name, style) != style:

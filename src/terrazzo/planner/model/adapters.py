@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.name_globs import matches_any
 from terrazzo.planner.caching import once
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
@@ -125,12 +125,12 @@ def with_frozen(shape: ModelShape, patterns: tuple[str, ...]) -> ModelShape:
     """
     names = [name for unit in _apart(shape) for name in _names(unit)]
     for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not any(matches_any(name, [pattern]) for name in names):
             raise BadInput(
                 f"freeze: {pattern!r} matches no parameter of {shape.name}.{did_you_mean(pattern, names)} Give a glob "
                 f"over their names, such as '{names[0].partition('.')[0]}.*'."
             )
-    frozen = _each(shape, lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    frozen = _each(shape, lambda name: matches_any(name, patterns))
     if not frozen.trainable_numel:
         raise BadInput(f"freeze: {', '.join(patterns)} leave nothing of {shape.name} to train. Freeze less.")
     return frozen

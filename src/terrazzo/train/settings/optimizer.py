@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.engine import ELEMENTWISE, check_elementwise
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.name_globs import matches_any
 from terrazzo.optim import HEADS, AdEMAMix, Division, Lion, Muon, divided
 
 __all__ = [
@@ -141,7 +141,7 @@ def _groups(
     config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
     def decays(name: str, parameter: nn.Parameter) -> bool:
-        return parameter.ndim >= 2 and not any(fnmatchcase(name, glob) for glob in config.no_decay)
+        return parameter.ndim >= 2 and not matches_any(name, config.no_decay)
 
     groups: list[dict[str, Any]] = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
@@ -155,7 +155,7 @@ def division_of(config: OptimizerConfig, model: nn.Module) -> Division:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def here(globs: Sequence[str]) -> list[str]:
-        return [glob for glob in globs if any(fnmatchcase(name, glob) for name in names)]
+        return [glob for glob in globs if any(matches_any(name, [glob]) for name in names)]
 
     others = HEADS if config.muon.others is None else here(config.muon.others)
     return divided(model, others, here(config.muon.matrices))
@@ -169,7 +169,7 @@ def check_names(config: OptimizerConfig, names: Sequence[str]) -> None:
     muon = config.muon
     globs_of = {"no_decay": config.no_decay, "muon.matrices": muon.matrices, "muon.others": muon.others or []}
     for key, glob in ((key, glob) for key, globs in globs_of.items() for glob in globs):
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not any(matches_any(name, [glob]) for name in names):
             raise BadInput(
                 f"optimizer.{key} has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
                 f" are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
