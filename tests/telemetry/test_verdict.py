@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from typer.testing import CliRunner
 
@@ -20,7 +21,9 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
 from terrazzo.telemetry.display.bounds import BOUNDS
+from terrazzo.telemetry.display.edits import edit_for
 from terrazzo.telemetry.display.tables import tables_of
+from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.telemetry.steps.step_recorder import TIME_CAUSES
 from terrazzo.train.report import run_review
 from tests.helpers.processes import Pool
@@ -160,6 +163,41 @@ def test_exposed_communication_is_named_by_axis_without_waits_for_late_ranks() -
     assert found.edit.text == "plan.name=zero2"
     along = of([record(10, gathered(0.2, "tp"))], settings(plan={"name": "zero3", "mesh": {"tp": 2}}))
     assert (along.bound, along.axis, along.edit.text) == ("exchange", "tp", "plan.mesh.tp=1")
+
+
+GUIDE = (Path(__file__).parents[2] / "docs/guides/slow-runs.md").read_text()
+ROWS_OF_EDITS = re.findall(
+    r"^\| (`.*) \| (.*) \| (.*) \|$", GUIDE.split("## From the verdict")[1].split("\n## ")[0], re.M
+)
+
+
+@pytest.mark.parametrize(("bounds", "has", "edits"), ROWS_OF_EDITS)
+def test_the_edits_of_the_guide_are_those_that_a_verdict_names(bounds: str, has: str, edits: str) -> None:
+    """Each is named where those before it are not admitted, and at last what would help in words."""
+    given: dict[str, Any] = {"batch": {"global_batch": 16, "micro_batch": 2}, "train": {"steps": 1000}}
+    for key, value in (text.split("=") for text in re.findall(r"`([\w.]+=.*?)`", has)):
+        *sections, last = key.split(".")
+        within = given
+        for section in sections:
+            within = within.setdefault(section, {})
+        within[last] = yaml.safe_load(value)
+    run = settings(**given)
+    for bound in set(re.findall(r"`(\w+)`", bounds)) - {"cp"}:
+        left = re.findall(r"`([\w.]+=.*?)`", edits)
+        for number, edit in enumerate(left):
+            assert edit_for(bound, "cp", run, lambda each, before=left[:number]: each not in before) == (edit, True)  # type: ignore[misc]
+        assert not edit_for(bound, "cp", run, lambda each, before=left: each not in before).is_code  # type: ignore[misc]
+
+
+def test_the_guide_has_every_bound_that_a_setting_helps_against() -> None:
+    named = {bound for bounds, _, _ in ROWS_OF_EDITS for bound in re.findall(r"`(\w+)`", bounds)} - {"cp"}
+    assert named == BOUNDS.keys() - {"device", "host"}, "which have the edits of compute"
+
+
+def test_the_page_has_every_field_of_a_record() -> None:
+    page = (Path(__file__).parents[2] / "docs/concepts/step-record.md").read_text()
+    fields = page.split("## Fields")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", fields, re.M)) == StepRecord.__annotations__.keys() - {"kind"}
 
 
 def test_an_edit_that_cannot_be_is_not_named() -> None:

@@ -16,7 +16,7 @@ The way of a measurement, from the step to the file and back:
    (`engine.tally`).
 2. After the step `steps.step_recorder.StepRecorder.step_done` takes the counts. The trainer calls it; in any other loop
    the optimizer hook does that `attach` sets.
-3. At a log step `StepRecorder.record()` makes one dict of all steps since the last one: the record of a step, whose
+3. At a log step `StepRecorder.record()` makes one `log.step_record.StepRecord` of all steps since the last one, whose
    fields `docs/concepts/step-record.md` describes. `terrazzo train` adds what each rank has measured, as `skew`; in
    other loops ranks exchange nothing for a record, and it has no `skew`.
 4. On rank 0 `log.sinks.JsonLines.log("step", number, record)` writes it as a line of `metrics.jsonl`, in the folder

@@ -61,7 +61,7 @@ class ReportPage(Sink):
         self.path = path
         self._metrics, self._title, self._details, self._summary = metrics, title, dict(details), summary
 
-    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def _log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind == "summary":
             self._details = {"Promised and measured": "\n".join(self._summary(values)), **self._details}
         if kind == "verdict":

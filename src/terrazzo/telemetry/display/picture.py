@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
 
 from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.log.records import mean_of
+from terrazzo.telemetry.log.step_record import StepParts, StepRecord
 
 __all__ = ["MARGIN", "PICTURE_STYLE", "WIDTH", "axes", "drawing", "step_picture"]
 
@@ -24,9 +24,9 @@ COLORS |= {"forward": "#3b7dd8", "backward": "#8f5fbf", "clip": "#c9a227", "othe
 PICTURE_STYLE = "\n".join(f".part-{name} {{ fill: {color}; }}" for name, color in COLORS.items())
 
 
-def step_picture(records: Sequence[Mapping[str, Any]]) -> str:
+def step_picture(records: Sequence[StepRecord]) -> str:
     """A stacked bar for each record, or for the mean of several in a row; each part shows its seconds on hover."""
-    field = "cause_s" if "cause_s" in records[-1] else "phase_s"
+    field: StepParts = "cause_s" if "cause_s" in records[-1] else "phase_s"
     groups = list(_groups(records))
     bars = list(_parts(groups, field))
     names = [name for name in COLORS if any(values.get(name, 0.0) > 0 for values in bars)]
@@ -65,20 +65,20 @@ def axes(height: int, ends: tuple[str, str], high: str) -> list[str]:
     ]
 
 
-def _groups(records: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+def _groups(records: Sequence[StepRecord]) -> Iterator[Sequence[StepRecord]]:
     size = math.ceil(len(records) / MOST_BARS)
     for start in range(0, len(records), size):
         yield records[start : start + size]
 
 
-def _parts(groups: Sequence[Sequence[Mapping[str, Any]]], field: str) -> Iterator[dict[str, float]]:
+def _parts(groups: Sequence[Sequence[StepRecord]], field: StepParts) -> Iterator[dict[str, float]]:
     """The mean seconds by part of each group of records."""
     for group in groups:
         names = dict.fromkeys(name for record in group for name in record.get(field, {}))
         yield {name: mean_of(group, field, name) for name in names}
 
 
-def _steps(group: Sequence[Mapping[str, Any]]) -> str:
+def _steps(group: Sequence[StepRecord]) -> str:
     return f"step {group[-1]['step']}"
 
 

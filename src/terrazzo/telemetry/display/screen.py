@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, cast
 
 from terrazzo.telemetry.display.step_table import StepTable, duration
 from terrazzo.telemetry.log.records import restart_text, validation_text
 from terrazzo.telemetry.log.sinks import ENDS_OF_RUNS
+from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.telemetry.steps.metrics import StepMetrics
 
 __all__ = ["has_ended", "rows_of", "screen_of"]
@@ -79,7 +80,7 @@ def screen_of(  # structure: signature fixed by what a screen shows
         age_s: seconds since the last line was written.
         ranks: a line for each rank that says where it is now.
     """
-    records = [line for line in lines if line["kind"] == "step" and line.get("step_s")]
+    records = cast(list[StepRecord], [line for line in lines if line["kind"] == "step" and line.get("step_s")])
     parts = [_heading(name, lines, records, steps, age_s)]
     if rows := rows_of(lines, steps, width, most=_ROWS):
         parts.append("\n".join(rows))
@@ -120,7 +121,7 @@ def _heading(name: str, lines: Lines, records: Lines, steps: int | None, age_s: 
     return " · ".join(parts)
 
 
-def _causes(record: Mapping[str, Any]) -> str:
+def _causes(record: StepRecord) -> str:
     """A bar for each cause that takes at least a hundredth of the step."""
     whole = record["step_s"]
     spent = record.get("cause_s") or record.get("phase_s") or {}

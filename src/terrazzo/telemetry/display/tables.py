@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from terrazzo.telemetry.flight.ring import Flight
 from terrazzo.telemetry.flight.units import UnitTimes, unit_times
 from terrazzo.telemetry.log.records import mean_of, mean_over_steps, of_these_ranks
+from terrazzo.telemetry.log.step_record import StepParts, StepRecord
 
 __all__ = ["Table", "table_of_units", "tables_of"]
 
 MOST_UNITS = 24
 
-Records = Sequence[Mapping[str, Any]]
+Records = Sequence[StepRecord]
 
 
 class Table(NamedTuple):
@@ -51,7 +52,7 @@ def table_of_units(flight: Flight) -> Table | None:
     return Table(title, ("unit", *(name.replace("_", " ") for name in names)), rows)
 
 
-def _of_parts(title: str, records: Records, field: str) -> Table:
+def _of_parts(title: str, records: Records, field: StepParts) -> Table:
     names = [name for name in (records[-1].get(field) or {}) if mean_of(records, field, name)]
     whole = mean_of(records, "step_s")
     rows = [(name, mean_of(records, field, name)) for name in names]

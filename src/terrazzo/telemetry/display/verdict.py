@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.display.edits import Admits, Advice, edit_for
 from terrazzo.telemetry.log.records import mean_of, mean_over_steps, of_these_ranks
+from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND, PHASES
 
 __all__ = ["Verdict", "verdict_of"]
@@ -96,7 +97,7 @@ class _Cause(NamedTuple):
 
 
 def verdict_of(
-    records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None = None, admits: Admits = lambda _: True
+    records: Sequence[StepRecord], settings: Mapping[str, Any] | None = None, admits: Admits = lambda _: True
 ) -> Verdict | None:
     """What bounds the step, by the newest records with the present number of ranks; None if there are no records.
 
@@ -145,7 +146,7 @@ def verdict_of(
     )
 
 
-def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
+def _causes(records: Sequence[StepRecord]) -> list[_Cause]:
     """All causes but compute, for records that tell them apart; exchanges by axis."""
     causes = [_of(records, name, "phase_s" if name in _BETWEEN else "cause_s", name) for name in _PARTS]
     exchanges: dict[tuple[str, str], list[str]] = {}
@@ -160,12 +161,12 @@ def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     return [*causes, _late(records)]
 
 
-def _on_the_host(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
+def _on_the_host(records: Sequence[StepRecord]) -> list[_Cause]:
     """Causes in CUDA records: the phases in which the host queues no work."""
     return [_of(records, name, "phase_s", name) for name in ("input", *_BETWEEN)]
 
 
-def _rest(records: Sequence[Mapping[str, Any]], knows_causes: bool) -> _Cause:
+def _rest(records: Sequence[StepRecord], knows_causes: bool) -> _Cause:
     if knows_causes:
         seconds = mean_of(records, "cause_s", "compute") + mean_of(records, "cause_s", "update")
         return _Cause("compute", seconds, [])
@@ -173,16 +174,16 @@ def _rest(records: Sequence[Mapping[str, Any]], knows_causes: bool) -> _Cause:
     return _Cause("host" if mean_of(records, "starved") >= STARVED else "device", rest, [])
 
 
-def _of(records: Sequence[Mapping[str, Any]], name: str, *names: str) -> _Cause:
+def _of(records: Sequence[StepRecord], name: str, *names: str) -> _Cause:
     return _Cause(name, mean_of(records, *names), [mean_of([record], *names) for record in records])
 
 
-def _exposed(record: Mapping[str, Any], key: str) -> float:
-    row: Mapping[str, float] = record.get("comm", {}).get(key, {})
+def _exposed(record: StepRecord, key: str) -> float:
+    row = record.get("comm", {}).get(key, {})
     return max(0.0, row.get("exposed_s", 0.0) - row.get("late_s", 0.0))
 
 
-def _late(records: Sequence[Mapping[str, Any]]) -> _Cause:
+def _late(records: Sequence[StepRecord]) -> _Cause:
     """The waits for late ranks: for the one rank that all others wait for, if there is one; else the mean of all."""
     tables = [_late_of_ranks(record) for record in records]
     if min(map(len, tables)) < 2:  # written by `attach`: rank 0 alone has measured
@@ -198,7 +199,7 @@ def _late(records: Sequence[Mapping[str, Any]]) -> _Cause:
     return _Cause("late_peer", mean_over_steps(records, each), each)
 
 
-def _late_of_ranks(record: Mapping[str, Any]) -> list[float]:
+def _late_of_ranks(record: StepRecord) -> list[float]:
     """Seconds that each rank waited for others, scaled to the record's `step_s`: ranks do not begin to count at the
     same moment. Older records have no `step_s` of each rank; there a wait is at most the record's.
     """
@@ -215,18 +216,18 @@ def _is_steady(cause: _Cause) -> bool:
     return cause.seconds >= SPREADS * median(abs(value - middle) for value in cause.each)
 
 
-def _comes_again(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> bool:
+def _comes_again(cause: _Cause, records: Sequence[StepRecord]) -> bool:
     """Whether it has come before the end of the run: no setting makes the one at the end rarer."""
     only_last = len(records) > 1 and not any(cause.each[:-1])
     return not only_last and sum(record["steps"] for record in records) >= FEW_STEPS
 
 
-def _without(once: Sequence[_Cause], records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _without(once: Sequence[_Cause], records: Sequence[StepRecord]) -> list[StepRecord]:
     """The records in which none of these causes came."""
     return [record for place, record in enumerate(records) if not any(cause.each[place] for cause in once)]
 
 
-def _outside(cause: _Cause, once: Sequence[_Cause], records: Sequence[Mapping[str, Any]]) -> float:
+def _outside(cause: _Cause, once: Sequence[_Cause], records: Sequence[StepRecord]) -> float:
     """Seconds of a cause that surely are of steps, where every record has what is left out too.
 
     A phase that is a cause has no part in another. Of waits and exchanges as much may have been there as this rank
@@ -249,7 +250,7 @@ def _title(cause: _Cause) -> str:
     return BOUNDS[cause.name].title.format(rank=cause.rank) + along
 
 
-def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]], step_s: float, uneven: Sequence[_Cause]) -> str:
+def _evidence(cause: _Cause, records: Sequence[StepRecord], step_s: float, uneven: Sequence[_Cause]) -> str:
     """What was measured, in words. `uneven`: causes that are large in the mean, but vary too much to be named."""
     words = BOUNDS[cause.name].evidence
     if cause.name == "late_rank":
@@ -272,7 +273,7 @@ def _left_out(once: Sequence[_Cause], step_s: float) -> str:
     return f", leaving out {' and '.join(much)}, too seldom to be counted" if much else ""
 
 
-def _why(records: Sequence[Mapping[str, Any]], rank: int) -> str:
+def _why(records: Sequence[StepRecord], rank: int) -> str:
     """What the rank spends more time on than the others, if that is known."""
     longer = []
     for name, verb in (("compute_s", "computes"), ("input_s", "waits for its data")):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
+from terrazzo.telemetry.flight.clocks import clock_shifts
 from terrazzo.telemetry.flight.ring import EventKind, Flight
 from terrazzo.telemetry.flight.spans import GROUPS, FlightSpan, spans_of
 
@@ -23,14 +23,14 @@ _ROWS = 100
 def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
     """The last `steps` steps, and what came after them, as an object to be written as JSON.
 
-    Ranks of one machine share a clock. Times of other machines are shifted so that steps end at the same time, in the
-    median: at the end of a step all ranks have just exchanged something.
+    Times of other machines are shifted so that steps end at the same time: `clock_shifts`.
 
     Args:
         flights: of the ranks of one run.
         steps: how many; all that are recorded, if those are fewer.
     """
-    moved = _clocks(flights)
+    ends = [{each.ordinal: each.time for each in flight.events if each.kind == EventKind.STEP} for flight in flights]
+    moved = clock_shifts([flight.table["boot"] for flight in flights], ends)
     spans = [spans_of(flight) for flight in flights]
     begins = [_begin_of(own, steps) for own in spans]
     newest = [[span for span in own if span.end > begin] for own, begin in zip(spans, begins, strict=True)]
@@ -43,19 +43,6 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
         events += _counters(flight, first, shift)
     hosts = sorted({flight.table["host"] for flight in flights})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": len(flights), "hosts": hosts}}
-
-
-def _clocks(flights: Sequence[Flight]) -> list[int]:
-    """Nanoseconds to add to the times of each rank."""
-    ends = [
-        {event.ordinal: event.time for event in flight.events if event.kind == EventKind.STEP} for flight in flights
-    ]
-    shifts = []
-    for flight, own in zip(flights, ends, strict=True):
-        shared = own.keys() & ends[0].keys()
-        apart = flight.table["boot"] != flights[0].table["boot"] and shared
-        shifts.append(int(median(ends[0][step] - own[step] for step in shared)) if apart else 0)
-    return shifts
 
 
 def _begin_of(spans: Sequence[FlightSpan], steps: int) -> int:

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from terrazzo.errors import BadInput, counted
 from terrazzo.telemetry.log.run_folder import RunFolder
+from terrazzo.telemetry.log.step_record import StepRecord
 
 __all__ = [
     "GrowingLines",
@@ -91,18 +92,18 @@ class GrowingLines:
         return self._lines
 
 
-def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[StepRecord]:
     """The step records since the ranks were last started, in order; earlier starts may have had other settings.
 
     The first one is left out if there are others: it includes what is done only once.
     """
-    records = of_newest_start(_with_steps(lines), "step")
+    records = cast(list[StepRecord], of_newest_start(_with_steps(lines), "step"))
     return records[1:] or records
 
 
-def all_steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def all_steps_of(lines: Sequence[Mapping[str, Any]]) -> list[StepRecord]:
     """The step records of all starts, in order, without the first of the file if there are others."""
-    records = [dict(line) for line in _with_steps(lines) if line["kind"] == "step"]
+    records = cast(list[StepRecord], [dict(line) for line in _with_steps(lines) if line["kind"] == "step"])
     return records[1:] or records
 
 
@@ -128,7 +129,7 @@ def _with_steps(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [line for line in lines if line["kind"] != "step" or (line.get("steps") and line.get("step_s"))]
 
 
-def of_these_ranks(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def of_these_ranks(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
     """The newest of these step records: those since the number of ranks last changed."""
     ranks = [max(map(len, record.get("skew", {}).values()), default=0) for record in records]
     others = [place for place, number in enumerate(ranks) if number != ranks[-1]]
@@ -147,7 +148,7 @@ def validation_text(line: Mapping[str, Any]) -> str:
     return f"held out, {line['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in line else "held out"
 
 
-def mean_of(records: Sequence[Mapping[str, Any]], *names: str) -> float:
+def mean_of(records: Sequence[StepRecord], *names: str) -> float:
     """The mean over steps of the number under these nested names, which is 0 in records that do not have it."""
     values: list[Any] = list(records)
     for name in names:
@@ -155,7 +156,7 @@ def mean_of(records: Sequence[Mapping[str, Any]], *names: str) -> float:
     return mean_over_steps(records, values)
 
 
-def mean_over_steps(records: Sequence[Mapping[str, Any]], values: Sequence[float]) -> float:
+def mean_over_steps(records: Sequence[StepRecord], values: Sequence[float]) -> float:
     """The mean of a value of each record, each counted as many times as its record has steps; 0 without steps."""
     steps = sum(record["steps"] for record in records)
     total = sum(value * record["steps"] for record, value in zip(records, values, strict=True))

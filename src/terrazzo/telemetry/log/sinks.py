@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ class Sink(ABC):
     failed = False
     """Whether something was not written."""
 
-    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write `values` of `step`; `kind` is that of a line in `metrics.jsonl`: `train`, `step`, `summary`, ..."""
         with self._unfailing():
             self._log(kind, step, values)
@@ -38,7 +38,7 @@ class Sink(ABC):
             self._close()
 
     @abstractmethod
-    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None: ...
+    def _log(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -89,7 +89,7 @@ class JsonLines(Sink):
                 _cut_back(path, first_step)
         self._file = path.open("ab", buffering=0)
 
-    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def _log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one line, unbuffered, so that a killed run keeps it; whole, or not at all."""
         line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
@@ -142,7 +142,7 @@ class TensorBoard(Sink):
             old.unlink()
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
-    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def _log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write numbers as scalars and strings as text; those of a nested dict as `kind/name/key`."""
         for name, value in values.items():
             if isinstance(value, dict):

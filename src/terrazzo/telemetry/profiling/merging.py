@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from terrazzo.engine.instrumentation.times import Times
+from terrazzo.telemetry.flight.clocks import clock_shifts
+from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.telemetry.profiling.probe import EVERY
-from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, compared_seconds, exchange_seconds, time_fields
+from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, compared_seconds, exchange_row, time_fields
 
 __all__ = ["StepMerger"]
 
@@ -40,7 +41,7 @@ class StepMerger:
         self._number = self._done = 0
         self.facts: dict[str, Any] = {}
 
-    def new(self, at_end: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    def new(self, at_end: bool = False) -> Iterator[tuple[int, StepRecord]]:
         """New records, each with the number of its last step.
 
         Where the script was started again its steps count on, after the last one that all ranks had finished before.
@@ -62,7 +63,7 @@ class StepMerger:
             if len(starts) == len(ranks):  # else a rank has not ended its first step
                 yield from self._of_start(starts, at_end or number != numbers[-1])
 
-    def _of_start(self, starts: Sequence[_Start], is_over: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _of_start(self, starts: Sequence[_Start], is_over: bool) -> Iterator[tuple[int, StepRecord]]:
         while (last := self._next(starts, is_over)) is not None:
             lines = [[start.steps.pop(step) for step in range(self._done + 1, last + 1)] for start in starts]
             self.made += last - self._done
@@ -123,18 +124,20 @@ class _Rank:
             start.steps[start.last] = line
 
 
-def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
+def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> StepRecord | None:
     """The record of a model that Terrazzo shards: its own step record, which is in the last line of each rank."""
     ends = [own[-1] for own in lines]
     if any("record" not in line for line in ends):
         return None
     names = ends[0]["skew"]
-    return {**ends[0]["record"], "skew": {name: [line["skew"][name][0] for line in ends] for name in names}}
+    skew = {name: [line["skew"][name][0] for line in ends] for name in names}
+    return cast(StepRecord, {**ends[0]["record"], "skew": skew})
 
 
-def _of_script(starts: Sequence[_Start], lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any]:
+def _of_script(starts: Sequence[_Start], lines: Sequence[Sequence[TraceLine]]) -> StepRecord:
     """The mean of these steps on rank 0, and the times of all ranks to compare."""
-    arrived = _arrivals(lines, _clocks(starts, lines))
+    ends = [dict(enumerate(line["end"] for line in own)) for own in lines]
+    arrived = _arrivals(lines, clock_shifts([start.about["boot"] for start in starts], ends))
     spent = [_step_times(own, arrived[index]) for index, own in enumerate(lines)]
     steps, on_cuda = len(lines[0]), bool(starts[0].about["on_cuda"])
     record = time_fields(spent[0], steps, on_cuda)
@@ -142,22 +145,14 @@ def _of_script(starts: Sequence[_Start], lines: Sequence[Sequence[TraceLine]]) -
         looks = sum(line["looks"] for line in lines[0])
         record["starved"] = sum(line["empty"] for line in lines[0]) / max(1, looks)
     else:
-        record["comm"] = {key.strip(): _row(times, steps) for key, times in _by_key(spent[0].data)}
+        record["comm"] = {
+            key.strip(): exchange_row(times, steps, n=times.count / steps) for key, times in _by_key(spent[0].data)
+        }
     record["memory_bytes"] = lines[0][-1]["memory"]
     compared = [compared_seconds(own, steps, on_cuda) for own in spent]
     record["skew"] = {name: [own[name] for own in compared] for name in compared[0]}
     record["skew"]["peak_bytes"] = [own[-1]["memory"]["peak"] for own in lines]
     return record
-
-
-def _clocks(starts: Sequence[_Start], lines: Sequence[Sequence[TraceLine]]) -> list[float]:
-    """What to add to the times of each rank: nothing on rank 0's machine; elsewhere such that steps end together."""
-    return [
-        0.0
-        if start.about["boot"] == starts[0].about["boot"]
-        else median(first["end"] - line["end"] for first, line in zip(lines[0], own, strict=True))
-        for start, own in zip(starts, lines, strict=True)
-    ]
 
 
 _ExchangeKey = tuple[str, str, int]
@@ -201,7 +196,3 @@ def _step_times(own: Sequence[TraceLine], arrived: Mapping[_ExchangeKey, float])
 def _by_key(data: Mapping[tuple[str, str], Times]) -> Iterator[tuple[str, Times]]:
     for (group, kind), times in sorted(data.items()):
         yield f"{group} {kind}", times
-
-
-def _row(times: Times, steps: int) -> dict[str, float]:
-    return {"n": times.count / steps, **exchange_seconds(times, steps)}

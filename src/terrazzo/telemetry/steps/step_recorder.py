@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from terrazzo.engine import Engine
 from terrazzo.engine.instrumentation.times import Times
 from terrazzo.engine.runtime import device as devices
+from terrazzo.telemetry.log.step_record import ExchangeRow, StepRecord
 from terrazzo.telemetry.steps.memory import PeakMemory
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
     "StepTimes",
     "causes_of",
     "compared_seconds",
-    "exchange_seconds",
+    "exchange_row",
     "time_fields",
 ]
 
@@ -73,15 +74,19 @@ def causes_of(spent: StepTimes) -> dict[str, float]:
     return causes
 
 
-def time_fields(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, Any]:
+def time_fields(spent: StepTimes, steps: int, on_cuda: bool) -> StepRecord:
     """The fields of a record that say where the time went: means over `steps` steps.
 
     Records of CUDA have no causes: the device waits, and the host does not know for what.
     """
     count = max(1, steps)
-    fields: dict[str, Any] = {"v": 1, "steps": steps, "step_s": sum(spent.seconds.values()) / count}
-    fields["clock"] = "host" if on_cuda else "all"
-    fields["phase_s"] = {name: seconds / count for name, seconds in spent.seconds.items()}
+    fields = StepRecord(
+        v=1,
+        steps=steps,
+        step_s=sum(spent.seconds.values()) / count,
+        clock="host" if on_cuda else "all",
+        phase_s={name: seconds / count for name, seconds in spent.seconds.items()},
+    )
     if not on_cuda:
         fields["cause_s"] = {name: seconds / count for name, seconds in causes_of(spent).items()}
     return fields
@@ -94,10 +99,10 @@ def compared_seconds(spent: StepTimes, steps: int, on_cuda: bool) -> dict[str, f
     return {f"{name}_s": causes[name] / max(1, steps) for name in names}
 
 
-def exchange_seconds(times: Times, steps: int) -> dict[str, float]:
-    """Mean seconds of an exchange, for a row of a record's `comm`."""
+def exchange_row(times: Times, steps: int, **known: float) -> ExchangeRow:
+    """Mean seconds of an exchange beside what else is `known` of it: a row of a record's `comm`."""
     seconds = {"total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
-    return {name: value / steps for name, value in seconds.items()}
+    return cast(ExchangeRow, known | {name: value / steps for name, value in seconds.items()})
 
 
 class StepRecorder:
@@ -164,7 +169,7 @@ class StepRecorder:
         names = (*self._compared, "peak_bytes")
         return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> StepRecord:
         """The mean of all steps since the last call; `docs/concepts/step-record.md` describes every field."""
         steps, spent = max(1, self._steps), self._spent
         record = time_fields(spent, self._steps, self._on_cuda)
@@ -195,9 +200,11 @@ class StepRecorder:
     def _spent(self) -> StepTimes:
         return StepTimes(self._seconds, self._waited, self._data, self._activations)
 
-    def _exchanged(self, times: Times, steps: int) -> dict[str, float]:
-        known = {"n": times.count / steps, "sent_bytes": times.sent_bytes / steps}
-        return known if self._on_cuda else known | exchange_seconds(times, steps)
+    def _exchanged(self, times: Times, steps: int) -> ExchangeRow:
+        count, sent = times.count / steps, times.sent_bytes / steps
+        if self._on_cuda:
+            return {"n": count, "sent_bytes": sent}
+        return exchange_row(times, steps, n=count, sent_bytes=sent)
 
 
 def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | None = None) -> None:

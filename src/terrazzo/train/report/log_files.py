@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class LogFiles:
     def __bool__(self) -> bool:
         return bool(self._sinks)
 
-    def log(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
+    def log(self, kind: str, values: Mapping[str, Any], step: int | None = None) -> None:
         """Write a line of `kind`; `step`: default is the one that has just ended."""
         for sink in self._sinks:
             sink.log(kind, self._session.step if step is None else step, values)

@@ -18,6 +18,7 @@ from terrazzo.errors import BadInput, counted
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry import StepMetrics, Verdict, duration, restart_text
 from terrazzo.telemetry.log.records import validation_text
+from terrazzo.telemetry.log.step_record import StepRecord
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.model.head_loss import why_all_logits
 from terrazzo.train.model.objectives import Validation
@@ -81,7 +82,7 @@ class RunReport:
             self._files.log("experts", {name: list(each.counts) for name, each in load.items()}, metrics.step)
         self._screen.log_step(metrics, (self._session.config.train.steps - self._session.step) * metrics.step_s)
 
-    def step_record(self, record: dict[str, Any]) -> None:
+    def step_record(self, record: StepRecord) -> None:
         """A step record; it goes into files only."""
         self._files.log("step", record)
 
