@@ -57,7 +57,7 @@ from terrazzo.planner.choice.search import search
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.gate.gate import findings, runnable
 from terrazzo.planner.gate.rule import PlanFinding
-from terrazzo.planner.machine.devices import Cluster, Device, device
+from terrazzo.planner.machine.devices import Cluster, Device, MeasuredHost, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape
@@ -76,6 +76,7 @@ __all__ = [
     "Estimate",
     "Framework",
     "Frontier",
+    "MeasuredHost",
     "MemoryFigures",
     "Mesh",
     "ModelShape",
