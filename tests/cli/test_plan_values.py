@@ -119,6 +119,7 @@ def test_the_written_name_of_a_strategy_is_the_one_in_the_error() -> None:
         ("--model llama3-8b --plan zero1", "--strategy zero1"),
         ("--model llama3-8b --stratgy zero1", "--strategy zero1"),
         ("--model llama3-8b --grad-accum 4", "--micro-batches 4"),
+        ("--model llama3-8b --rank cost", "--rank-by cost"),
         ("--model llama3-8b --paralel", "--parallel"),
         ("--model llama3-8b -o plan.yaml", "--emit plan.yaml"),
         ("examples/quickstart.yaml --steps 4", "train.steps=4"),

@@ -32,6 +32,8 @@ OTHER_NAMES = {
     "--pp": "pipeline-parallel pipeline-parallel-size pipeline-model-parallel-size stages",
     "--cp": "context-parallel context-parallel-size sequence-parallel-size",
     "--ep": "expert-parallel expert-parallel-size experts",
+    "--rank-by": "rank sort sort-by order-by",
+    "--ema": "average moving-average ema-decay",
     "--emit": "output out write o config save",
     "--picture": "plot figure image svg png",
 }
