@@ -662,6 +662,14 @@ def test_with_one_rank_for_all_data_strategies_that_are_one_are_one_row(options:
     assert "all strategies are one" not in str(search(replace(asked, gpus=2 * (asked.tp or 1))))
 
 
+def test_one_block_in_two_is_said_so_where_it_does_not_fit() -> None:
+    asked = Request("llama3-8b", 8, gpu="h100-sxm", sequence=32768, strategy="zero1", checkpointing="every_2")
+    refused = search(replace(asked, strategy=None, memory_bytes=60e9)).refused
+    assert any("every_2 activation checkpointing" in each.reason for each in refused)
+    chart = ask(asked).chart()
+    assert "checkpointing full, 1 in 2" in chart.subtitle
+
+
 def test_where_one_rank_holds_nothing_the_reason_is_said_once() -> None:
     too_large = search(Request("llama3-8b", 1, gpu="h100-sxm", sequence=4096))
     assert [each.strategy for each in too_large.refused] == ["zero0"]

@@ -223,7 +223,7 @@ def _too_large(setup: Setup, memory: MemoryFigures) -> str:
     if memory.fits is not False:
         return ""
     full = memory.overfull[0]
-    largest, mode = max(full.terms, key=lambda term: term.value), setup.checkpointing
+    largest, mode = max(full.terms, key=lambda term: term.value), setup.checkpointing_name
     label = LABELS.get(largest.name, largest.name)
     numbers = f"{_gib(full.expected)} of {_gib(full.capacity or 0)} GiB"
     if full.name != "device":

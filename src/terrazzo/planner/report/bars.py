@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from terrazzo.errors import BadInput
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.report.estimates import Estimate
-from terrazzo.planner.report.words import ByteUnit, axes_text, parameters_text, precision_name, units
+from terrazzo.planner.report.words import (
+    ByteUnit,
+    axes_text,
+    checkpointing_text,
+    parameters_text,
+    precision_name,
+    units,
+)
 from terrazzo.planner.timing.timeline import Timeline, pipeline_step
 
 __all__ = ["KINDS", "PICTURE_SUFFIXES", "Chart", "MemoryBar", "MemoryKind", "chart_of", "parts_of"]
@@ -115,7 +122,7 @@ def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
         title=f"{setup.model.name} on {setup.cluster.count} × {setup.cluster.device.name}",
         subtitle=(
             f"{parameters_text(setup.model)}, {setup.micro_batch} × {setup.sequence:,} tokens on each rank"
-            f", {precision_name(setup)}, checkpointing {setup.checkpointing}, {axes_text(setup)}"
+            f", {precision_name(setup)}, checkpointing {checkpointing_text(setup)}, {axes_text(setup)}"
         ),
         bars=tuple(_bar(estimate, chosen) for estimate in estimates),
         capacity=chosen.memory.capacity_bytes,
