@@ -236,6 +236,23 @@ def test_refused_keys_stop_a_conversion_unless_it_may_be_partial(tmp_path: Path)
     assert out.exists()
 
 
+def test_keys_that_the_target_refuses_together_stop_a_conversion(tmp_path: Path) -> None:
+    path, out = tmp_path / "titan.json", tmp_path / "run.yaml"
+    path.write_text(json.dumps({"parallelism": {"pipeline_parallel_degree": 2}, "compile": {"enable": True}}))
+    convert = ("convert", path, "--to", "terrazzo", "--from", "torchtitan")
+    result = run(*convert, "-o", out)
+    text = " ".join(result.output.split())
+    assert (result.exit_code, out.exists()) == (1, False)
+    assert "Terrazzo YAML refuses the document as it is: plan.mesh.pp: " in text
+    assert "no stage is compiled yet. Set train.compile=false" in text
+    assert text.endswith("run.yaml was not written: --partial writes what is left, to be mended by hand.")
+    report = json.loads(run(*convert, "-o", out, "--json").stdout)
+    assert (report["written"], [fault["key"] for fault in report["faults"]]) == (None, ["plan.mesh.pp"])
+    partial = run(*convert, "-o", out, "--partial")
+    assert (partial.exit_code, out.exists()) == (0, True)
+    assert "refuses the document as it is: plan.mesh.pp: " in " ".join(partial.output.split())
+
+
 def test_convert_keeps_comments(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("# ours\nplan: zero3  # fits\noptimizer:\n  # tuned\n  lr: 1.0e-4\nbatch: {micro_batch: 2}\n")

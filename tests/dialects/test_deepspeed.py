@@ -358,3 +358,14 @@ def test_what_a_pipeline_of_deepspeed_cannot_say_is_named() -> None:
     assert "one stage" in outcomes["parallel.pipeline.chunks"].why
     interval = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 4}}
     assert verdicts("deepspeed", interval)["pipeline.activation_checkpoint_interval"].kind == "lossy"
+
+
+def test_a_version_has_three_numbers_however_many_are_written() -> None:
+    def found(version: str) -> list[str]:
+        context = ReadingContext(versions={"deepspeed": version})
+        document = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+        return [finding.text for finding in DIALECT.findings(document, DIALECT.read(document, context), context)]
+
+    assert found("0.17") == found("0.17.0") == found("0.17+cu128") == []
+    assert "0.16.0 may have others" in found("0.16")[0]
+    assert ReadingContext(versions={"torch": "2.9+cu128"}).version("torch", "") == (2, 9, 0)

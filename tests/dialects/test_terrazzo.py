@@ -716,15 +716,17 @@ def test_what_train_would_refuse_of_keys_together_has_a_verdict(name: str) -> No
 
 
 @pytest.mark.parametrize("key", ["schedule.warmup_steps", "train.steps", "guard.spike"])
-def test_what_the_target_finds_wrong_is_said_of_the_key_that_wrote_it_or_of_none(key: str) -> None:
+def test_what_the_target_refuses_together_is_refused_of_the_key_that_wrote_it_or_of_none(key: str) -> None:
     document = {"training": {"steps": 50}, "lr_scheduler": {"warmup_steps": 40}}
     target = replace(OURS, findings=lambda *_: [Finding.error(key, "too much"), Finding.warning(key, "meant")])
     conversion = convert_reading(TORCHTITAN, TORCHTITAN.read(document), target, ReadingContext())
     told = [*conversion.verdicts, *conversion.unsaid]
     said = [each for each in told if "too much" in each.why]
-    assert [(each.kind, key in each.target) for each in said] == [("lossy", True)]
+    assert [(each.kind, key in each.target) for each in said] == [("refused", True)]
+    assert [fault.key for fault in conversion.faults] == [key]
     assert not any("meant" in each.why for each in told)
-    assert convert_reading(OURS, OURS.read({}), target, ReadingContext()).unsaid == ()
+    itself = convert_reading(OURS, OURS.read({}), target, ReadingContext())
+    assert (itself.unsaid, itself.faults) == ((), ())
 
 
 def test_what_is_unset_stays_unsaid() -> None:

@@ -75,8 +75,8 @@ def convert(  # structure: signature fixed by the command line
     """Write a configuration in another dialect, and say of every key what has become of it.
 
     Each key is applied, renamed, defaulted, lossy or refused, the last two with why and what to do instead. Without
-    -o the document is printed, and the report goes to standard error. Exit code 1: keys are refused, and nothing was
-    written; --partial writes what is left.
+    -o the document is printed, and the report goes to standard error. Exit code 1: keys are refused, by themselves or
+    together, and nothing was written; --partial writes what is left.
     """
     from terrazzo.cli.config.convert import Dialects, convert_config  # imports torch, which --help can do without
 

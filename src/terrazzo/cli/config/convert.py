@@ -62,9 +62,7 @@ def convert_config(
         if is_written:
             say(f"written: {out}") if out is not None else print(text, end="")
             _say_what_is_left(conversion, stderr=out is None)
-        else:
-            what = "the document was not printed" if out is None else f"{out} was not written"
-            say(f"{what}: --partial writes what is left without them.", "red", stderr=out is None)
+        _say_refused(conversion, out, is_written=is_written)
     return 0 if is_written else 1
 
 
@@ -99,12 +97,21 @@ def _say_conversion(file: str, conversion: Conversion, context: ReadingContext, 
         say(f"\nby {target}'s defaults, where {source} leaves it to code or was refused:", stderr=stderr)
         say(columns_text([[each.key, cell_text(each.value)] for each in conversion.added]), stderr=stderr)
     say("\n" + _precision_text(conversion, context), stderr=stderr)
+
+
+def _say_refused(conversion: Conversion, out: Path | None, *, is_written: bool) -> None:
+    """Say in a line each what has been refused, and what was therefore not written."""
+    stderr, target = out is None, conversion.target.title
     if conversion.refused:
-        say(
-            f"\n{counted(len(conversion.refused), 'key')} refused: see above what to do instead.",
-            "red",
-            stderr=stderr,
-        )
+        keys = counted(len(conversion.refused), "key")
+        say(f"\n{keys} refused: see above what to do instead.", "red", stderr=stderr)
+    for fault in conversion.faults:
+        where = f"{fault.key}: " if fault.key else ""
+        say(f"{target} refuses the document as it is: {where}{fault.text}", "red", stderr=stderr)
+    if not is_written:
+        what = "the document was not printed" if out is None else f"{out} was not written"
+        left = ", to be mended by hand" if conversion.faults else " without them"
+        say(f"{what}: --partial writes what is left{left}.", "red", stderr=stderr)
 
 
 def _say_what_is_left(conversion: Conversion, *, stderr: bool) -> None:
@@ -171,6 +178,7 @@ def _as_json(file: str, conversion: Conversion, context: ReadingContext, written
         "counts": {kind: sum(verdict.kind == kind for verdict in conversion.verdicts) for kind in KINDS},
         "unsaid": conversion.unsaid,
         "added": conversion.added,
+        "faults": conversion.faults,
         "precision": {side: precisions(description) for side, description in sides.items()},
         "memory": {side: costs(description, ranks) for side, description in sides.items()},
         "parameters": context.parameters,

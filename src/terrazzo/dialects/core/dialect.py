@@ -64,8 +64,9 @@ class ReadingContext:
     folder: Path | None = None
 
     def version(self, library: str, default: str) -> tuple[int, ...]:
-        """The version of a library, as numbers to compare: `(0, 19, 8)`."""
-        return tuple(int(part) for part in re.findall(r"\d+", self.versions.get(library, default))[:3])
+        """The version of a library, as three numbers to compare: `0.19.8` and `0.17` are `(0, 19, 8)`, `(0, 17, 0)`."""
+        release = self.versions.get(library, default).partition("+")[0]  # behind it is how it was built
+        return tuple(int(part) for part in (re.findall(r"\d+", release) + ["0"] * 3)[:3])
 
 
 NO_CONTEXT = ReadingContext()

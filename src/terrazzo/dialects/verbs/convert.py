@@ -1,8 +1,8 @@
 """From one dialect to another, with one verdict for every key of the source.
 
 In its own dialect a document is what it was, but for the keys that are refused. In another, the target's document is
-read back. A setting whose key is refused there is refused. Whatever then means something else than the source, and has
-not been named by the writer, becomes lossy, and so does what the target finds wrong with keys together: no loss goes
+read back. A setting whose key is refused there is refused, and so are those whose keys the target refuses together.
+Whatever then means something else than the source, and has not been named by the writer, becomes lossy: no loss goes
 unnamed, not even one by a writer's mistake.
 """
 
@@ -30,11 +30,12 @@ class Conversion:
         document: of the target.
         verdicts: one for every key of the source, in its order.
         unsaid: settings that the source's defaults decide and the target cannot say, their keys are paths; and what
-            the target lacks or finds wrong that no setting has written.
+            the target lacks or refuses that no setting has written.
         added: what holds in the target by its own defaults: the source leaves it to code, or it was refused; their
             keys are paths.
         before: what the source means.
         after: what the target's document means, read back.
+        faults: errors of the target's document: it would not run, or do something else.
     """
 
     source: Dialect
@@ -45,6 +46,7 @@ class Conversion:
     added: tuple[KeyVerdict, ...]
     before: Description
     after: Description
+    faults: tuple[Finding, ...] = ()
 
     @property
     def refused(self) -> tuple[KeyVerdict, ...]:
@@ -63,19 +65,18 @@ def convert_reading(source: Dialect, reading: Reading, target: Dialect, context:
     read_back = read_document(target, writing.document, context)
     after = read_back.description
     found = target.findings(writing.document, read_back, context) if before.dialect != target.name else ()
-    faults = [finding for finding in found if finding.level == "error"]
+    faults = tuple(finding for finding in found if finding.level == "error")
     fates = _Fates(before, read_back, writing, target, faults)
     verdicts = tuple(fates.of_key(verdict) for verdict in reading.verdicts)
-    return Conversion(
-        source, target, writing.document, verdicts, tuple(fates.unsaid()), tuple(fates.added()), before, after
-    )
+    unsaid, added = tuple(fates.unsaid()), tuple(fates.added())
+    return Conversion(source, target, writing.document, verdicts, unsaid, added, before, after, faults)
 
 
 class _Fates:
     """What became of keys and settings."""
 
     def __init__(
-        self, before: Description, read_back: Reading, writing: Writing, target: Dialect, faults: list[Finding]
+        self, before: Description, read_back: Reading, writing: Writing, target: Dialect, faults: Iterable[Finding]
     ) -> None:
         self.before, self.after, self.target, self.missing = before, read_back.description, target, [*writing.missing]
         self.unreadable = {each.key: each.why for each in read_back.verdicts if each.kind == "refused"}
@@ -110,16 +111,16 @@ class _Fates:
         return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, why)
 
     def _blame(self, fault: Finding) -> None:
-        """Have the settings that wrote a key say what the target finds wrong with it, beside other keys."""
+        """Have the settings that wrote a key say why the target refuses it, beside other keys."""
         keys = keys_in(fault.key)
         written = {path: keys_in(verdict.target) for path, verdict in self.by_path.items() if verdict.kind != "refused"}
         blamed = [path for path, targets in written.items() if not set(keys).isdisjoint(targets)]
         for path in blamed:
             verdict = self.by_path[path]
             why = "; ".join(_once([verdict.why, fault.text]))
-            self.by_path[path] = replace(verdict, kind="lossy", why=why)
+            self.by_path[path] = replace(verdict, kind="refused", why=why)
         if not blamed:
-            self.missing.append(KeyVerdict(fault.key, None, "lossy", fault.key, fault.text))
+            self.missing.append(KeyVerdict(fault.key, None, "refused", fault.key, fault.text))
 
     def of_key(self, read: KeyVerdict) -> KeyVerdict:
         """What became of one key of the source."""
