@@ -262,7 +262,7 @@ def predicted_bytes(engine: Engine) -> int:
     The engine promises totals by kind of collective. Which axis they go along follows from the plan, and the sums over
     the axes must be those totals. Raises: `RuntimeError` if they are not.
     """
-    axes = {axis: engine.axes.along(axis) for axis in engine.axes.summed_over}
+    axes = {axis: engine.axes.along(axis) for axis in engine.axes.data}
     sizes = {axis: along.size for axis, along in axes.items()}
     sent: Counter[tuple[str, str]] = Counter()
     for bucket in engine.trainable():

@@ -64,7 +64,7 @@ def test_what_the_first_rank_writes_is_taken_on_all(plan: str, precision: Any) -
 
 
 def test_whether_a_rank_has_failed_is_exchanged_in_the_hosts_memory() -> None:
-    axes: Any = SimpleNamespace(device=torch.device("meta"), everyone=(), maximum=lambda values, along: values)
+    axes: Any = SimpleNamespace(device=torch.device("meta"), whole_mesh=(), maximum=lambda values, along: values)
     assert all_or_none(axes, lambda: 3) == 3
 
 

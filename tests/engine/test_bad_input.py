@@ -454,7 +454,7 @@ def test_a_process_group_whose_backend_cannot_serve_the_mesh() -> None:
 
     with fake_group(2):
         mesh: Any = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-        axes: Any = SimpleNamespace(summed_over=("dp_shard",), device=torch.device("cuda", 0))
+        axes: Any = SimpleNamespace(data=("dp_shard",), device=torch.device("cuda", 0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("terrazzo.engine.sharding.mesh_checks.backend_of", lambda group, device: "gloo")
             with pytest.raises(tz.BadInput, match=r"CUDA.*gloo.*cpu:gloo,cuda:nccl"):

@@ -285,6 +285,18 @@ def test_replicas_begin_with_the_weights_of_the_first(device: str) -> None:
     assert_equal(first, second)
 
 
+def test_parameters_that_come_to_replicas_of_one_rank_are_refused() -> None:
+    """No outer step would join them."""
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Even(), sgd, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2))
+        model.adapter = nn.Linear(2, 2)
+        with pytest.raises(tz.Misuse, match=r"'adapter\.weight'.* came to the model after tz\.shard"):
+            model(batch())
+
+    on_ranks(2, body)
+
+
 def test_what_is_written_between_rounds_is_where_the_next_begins() -> None:
     def body(rank: int) -> None:
         model, optimizer = tz.shard(Net(), sgd, mesh=mesh_of(2, 1), diloco=tz.DiLoCo(2, lr=0.5, momentum=0))

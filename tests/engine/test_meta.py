@@ -178,7 +178,7 @@ def test_buffers_that_modules_share_move_to_the_device_together(monkeypatch: pyt
     monkeypatch.setattr(initial_values, "synchronize", lambda tensors, axes, along: None)
     shared = torch.arange(13.0)
     model = nn.ModuleList([Table(shared), Table(shared)])
-    initial_values.move_buffers(model, SimpleNamespace(device=torch.device("meta"), of_stage=()))  # type: ignore[arg-type]
+    initial_values.move_buffers(model, SimpleNamespace(device=torch.device("meta"), within_stage=()))  # type: ignore[arg-type]
     assert model[0].shared is model[1].shared
     assert model[0].shared.is_meta and model[0].own is not model[1].own
 

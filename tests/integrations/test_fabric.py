@@ -199,9 +199,7 @@ def precisions() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert losses[-1] < 0.1 * losses[0]
-    assert (
-        engine_of(fabric(TerrazzoStrategy("zero2", dp_replicate=2)).setup(Net())).axes.summed_over[1] == "dp_replicate"
-    )
+    assert engine_of(fabric(TerrazzoStrategy("zero2", dp_replicate=2)).setup(Net())).axes.data[1] == "dp_replicate"
 
 
 def test_precisions_and_deferred_models(two_processes: Pool) -> None:

@@ -190,8 +190,8 @@ def test_arguments_choose_a_row_of_the_table(
         names = ("outer", "inner") if len(shape) == 2 else None
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         engine = engine_of(marked(tz.fully_shard, Net(), mesh=mesh, reshard_after_forward=reshard))
-    assert engine.plan.places() == tz.Plan.named(plan).resolve(engine.axes.summed_over).places()
-    assert {axis: engine.axes.size([axis]) for axis in engine.axes.summed_over} == sizes
+    assert engine.plan.places() == tz.Plan.named(plan).resolve(engine.axes.data).places()
+    assert {axis: engine.axes.size([axis]) for axis in engine.axes.data} == sizes
 
 
 def test_arguments_without_a_row_are_refused_or_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def precisions() -> None:
         assert sum(module.losses[-8:]) < 0.9 * sum(module.losses[:8])
     running = trainer(TerrazzoStrategy("zero2", precision="bf16", dp_replicate=2), max_epochs=1)
     running.fit(Regression(), data())
-    assert engine_of(running.model).axes.summed_over == ("dp_shard", "dp_replicate")
+    assert engine_of(running.model).axes.data == ("dp_shard", "dp_replicate")
 
 
 @pytest.mark.long

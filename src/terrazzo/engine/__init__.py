@@ -45,7 +45,7 @@ Four ways through it, each from its first call to its last:
         hooks/forward_hooks             ForwardHooks.before_unit        torch begins the unit's forward
         schedule/forward                ForwardPass.enter               which units are due: this one, those to prefetch
         schedule/gathered               GatheredWeights.gather          whether they are under way already
-        buckets/unit_weights            UnitWeights.gather, then .wait  behind an update; a Transfer for each bucket
+        buckets/unit_weights            UnitWeights.gather, then .wait  after an update; a Transfer for each bucket
         buckets/weights/full            FullWeights.gather              from rest, or from what `between` has kept
         buckets/weights/weight_gathers  WeightGather.fill               the way of what is sent: a dtype, blocks, codes
         buckets/resting/buffer          Buffer.gather                   cast, and one all-gather for each axis

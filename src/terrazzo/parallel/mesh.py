@@ -12,7 +12,7 @@ from terrazzo.engine import named_mesh
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.instrumentation.tally import Tally
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import STAGES
+from terrazzo.engine.mesh.family import STAGE_AXIS
 from terrazzo.engine.runtime.device import kind_of_group
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count
@@ -85,10 +85,10 @@ def mesh_sizes(wanted: dict[str, int | None], world_size: int) -> dict[str, int]
             f"divides {world_size}; or start {started} ranks (launch.ranks={started}, terrazzo run --ranks {started})."
         )
     all_sizes = {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
-    group = world_size // (all_sizes.get(STAGES, 1) * all_sizes.get("dp_replicate", 1))
+    group = world_size // (all_sizes.get(STAGE_AXIS, 1) * all_sizes.get("dp_replicate", 1))
     if group % experts:
         shared = " × ".join(
-            f"{axis} {size}" for axis, size in all_sizes.items() if axis not in (STAGES, "dp_replicate")
+            f"{axis} {size}" for axis, size in all_sizes.items() if axis not in (STAGE_AXIS, "dp_replicate")
         )
         raise BadInput(
             f"The mesh has ep {experts}, which does not divide the {group} ranks that dp_shard, cp and tp have together"
@@ -108,7 +108,7 @@ def axis_of(mesh: DeviceMesh, axis: str) -> tuple[Axes, Collectives]:
     Collective the first time.
     """
     axes = _once_for(mesh, axis)
-    return axes, axes.along(axes.of_stage[0])
+    return axes, axes.along(axes.within_stage[0])
 
 
 def _once_for(mesh: DeviceMesh, axis: str | None) -> Axes:

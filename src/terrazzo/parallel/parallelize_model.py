@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.consensus.joint_checks import all_or_none, check_alike
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import STAGES
+from terrazzo.engine.mesh.family import STAGE_AXIS
 from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.sharding.shared_parts_checks import check_uncut
 from terrazzo.errors import BadInput, listed
@@ -91,7 +91,7 @@ def parallelize(  # structure: signature fixed by the design
     axes = axes_of(mesh)
     ranks = tensor_ranks(mesh) if sizes["tp"] > 1 else None
     changes, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, arguments))
-    check_alike(axes, facts, axes.everyone)
+    check_alike(axes, facts, axes.whole_mesh)
     if changes.context is not None:
         shared = changes.context
         all_or_none(axes, lambda: share_sequences(model, shared))  # which changes nothing where it refuses
@@ -132,7 +132,7 @@ class _Changes:
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     """How many ranks share the model along each axis."""
     dims, experts = mesh.mesh_dim_names or (), expert_mesh(mesh)
-    sizes = {axis: mesh[axis].size() if axis in dims else 1 for axis in (STAGES, "cp", "tp")}
+    sizes = {axis: mesh[axis].size() if axis in dims else 1 for axis in (STAGE_AXIS, "cp", "tp")}
     return sizes | {"ep": 1 if experts is None else experts["ep"].size()}
 
 
@@ -146,7 +146,9 @@ def _read(
     """
     sizes = _sizes(mesh)
     _check_arguments(mesh, sizes, arguments)
-    stages = None if sizes[STAGES] == 1 or arguments.pipeline is None else read_stages(model, axes, arguments.pipeline)
+    stages = None
+    if sizes[STAGE_AXIS] > 1 and arguments.pipeline is not None:
+        stages = read_stages(model, axes, arguments.pipeline)
     experts = check_experts(model, sizes["ep"]) if axes.has_experts else {}
     plan = None if ranks is None or arguments.tensor is None else _plan_of(model, ranks, arguments.tensor)
     cuts = None
@@ -177,9 +179,9 @@ def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arg
         BadInput: there.
     """
     check_names(arguments.context, arguments.balance)
-    if sizes[STAGES] > 1 and arguments.pipeline is None:
+    if sizes[STAGE_AXIS] > 1 and arguments.pipeline is None:
         raise BadInput(
-            f"The mesh has pp {sizes[STAGES]}, and nothing says how its ranks share the model: give tz.parallelize "
+            f"The mesh has pp {sizes[STAGE_AXIS]}, and nothing says how its ranks share the model: give tz.parallelize "
             "pipeline=tz.Pipeline(), or make the mesh with dp_shard in the place of pp."
         )
     if sizes["cp"] > 1 and arguments.context is None:
@@ -193,7 +195,7 @@ def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arg
             f"tz.parallelize was given a plan of tensor parallelism, but the mesh has the axes {', '.join(dims)}: make "
             "it with tz.mesh(tp=2), or leave 'tensor' out."
         )
-    if arguments.pipeline is not None and STAGES not in dims:
+    if arguments.pipeline is not None and STAGE_AXIS not in dims:
         raise BadInput(
             f"tz.parallelize was given pipeline={arguments.pipeline!r}, but the mesh has the axes {', '.join(dims)}: "
             "make it with tz.mesh(pp=2), or leave 'pipeline' out."

@@ -237,7 +237,7 @@ def test_a_broadcast_over_two_axes_crosses_the_outer_one_once() -> None:
         tally = Tally()
         axes = Axes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")), tally)
         values = torch.tensor([float(rank + 5)])
-        axes.broadcast(values, axes.summed_over)
+        axes.broadcast(values, axes.data)
         return values.item(), tally.traffic.count["broadcast"]
 
     assert on_ranks(4, body) == [(5.0, 2), (5.0, 1), (5.0, 2), (5.0, 1)]

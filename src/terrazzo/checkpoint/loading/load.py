@@ -253,4 +253,4 @@ def _restore_groups(source: Source, model: torch.nn.Module, known: Sequence[Tabl
 def _scaler_of_replica(source: Source, model: torch.nn.Module) -> Any:
     """The scaler of this rank's replica, where replicas train by themselves and are as many as they were."""
     axes, own = engine_of(model).axes, _generators(source) or {}
-    return own.get("scaler") if axes.replicas and own.get("replicas") == axes.size(axes.replicas) else None
+    return own.get("scaler") if axes.replica_axis and own.get("replicas") == axes.size(axes.replica_axis) else None

@@ -125,7 +125,7 @@ def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[F
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
         whole |= {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
     axes = engine_of(model).axes
-    if axes.is_first(axes.with_replicas):  # of those that have the same stage
+    if axes.is_first(axes.same_stage):
         none = [parameter for parameter in ModelState(model).parameters() if not parameter.numel]
         whole |= {(parameter.name, WEIGHT): torch.empty(parameter.shape, dtype=parameter.dtype) for parameter in none}
     return owned + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]
@@ -144,14 +144,14 @@ def _whole(name: str, kind: str, tensor: Tensor) -> tuple[FileEntry, Callable[[]
 
 
 def _common(model: torch.nn.Module, listed: Sequence[TableRow], values: dict[str, Any], run: str) -> dict[str, Any]:
-    engine = engine_of(model)
+    engine, axes = engine_of(model), engine_of(model).axes
     names = [each.names for each in listed] + [tuple(buffer.names) for buffer in persistent_buffers(model)]
     common = {
         **head(run, values["extra"].get("step", 0)),
         "topology": {
             "world_size": dist.get_world_size(),
             "plan": {"name": engine.plan.name, **{state: str(place) for state, place in engine.plan.places().items()}},
-            "mesh": {axis: engine.axes.along(axis).size for axis in (*engine.axes.with_stages, *engine.axes.replicas)},
+            "mesh": {axis: axes.size([axis]) for axis in (*axes.within_replica, *axes.replica_axis)},
             "precision": {field: name_of(getattr(engine.precision, field)) for field in DTYPE_FIELDS},
         },
         "tensors": {each.name: list(each.shape) for each in listed},
@@ -180,9 +180,9 @@ def _optimizer(model: torch.nn.Module, listed: Sequence[TableRow]) -> dict[str, 
 def _scaler_of_replica(model: torch.nn.Module) -> dict[str, Any]:
     """The loss scaler's counters where each replica trains by itself; else all ranks have those of the first."""
     axes, scaler = engine_of(model).axes, scaler_of(model)
-    if not axes.replicas or scaler is None:
+    if not axes.replica_axis or scaler is None:
         return {}
-    return {"replicas": axes.size(axes.replicas), "scaler": scaler.scaler_state()}
+    return {"replicas": axes.size(axes.replica_axis), "scaler": scaler.scaler_state()}
 
 
 def _plain(value: Any) -> Any:

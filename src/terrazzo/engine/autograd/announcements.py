@@ -1,4 +1,4 @@
-"""What announces that backward comes to a unit: hooks on the tensors that its forward has left behind."""
+"""What announces that backward comes to a unit: hooks on the tensors that its forward has returned."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.gradients.gradient import Gradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore
 from terrazzo.engine.buckets.resting.coded import CodedState
+from terrazzo.engine.buckets.resting.counted_once import CountedOnce
 from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.buckets.weights.full import FullWeights
 from terrazzo.engine.buckets.weights.weight_gathers import UpdateWay, update_way
@@ -43,6 +44,7 @@ class Bucket:
 
     Attributes:
         spec: the description.
+        counted: of elements that several ranks have, which copy counts.
         gradient: of its parameters.
         moments: what the optimizer keeps for each element away from the device or in 8 bits, by its own names.
         changes: counts those of the weights.
@@ -69,7 +71,7 @@ class Bucket:
     ) -> None:
         axes, first = sharding.axes, members[0].parameter
         align = sharding.precision.align(packed, sharding.diloco)
-        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(axes.summed_over), align)
+        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(sharding.ranks), align)
         self.spec = BucketSpec(
             full_numel=layout.numel,
             plan=sharding.plan,
@@ -80,13 +82,14 @@ class Bucket:
             keep=keep,
             stored=None if first.dtype.is_floating_point else first.dtype,
             on_host=axes.device.type == "cpu",
-            stages=members[0].stages,
+            tied_ranks=members[0].tied_ranks,
             packed=packed,
             in_blocks=first.dtype.is_floating_point and travels_in_blocks(members[0].shape),
             diloco=sharding.diloco,
         )
         self.members, self.ledger, self.space = members, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, self.spec, members, ledger)
+        self.counted = CountedOnce(self.space, self.spec)
+        self.gradient = Gradient(self.space, self.spec, members, self.counted, ledger)
         self.moments: dict[str, Resting] = {}
         self.outer: list[Resting] = []
         self._boxes = {member.name: member.box for member in members}
@@ -95,7 +98,7 @@ class Bucket:
 
     @property
     def axes(self) -> Axes:
-        """The axes of the mesh, and over which of them gradients of its parameters are summed."""
+        """The axes of the mesh."""
         return self.space.axes
 
     @property
@@ -119,11 +122,6 @@ class Bucket:
     def box(self, slot: Slot) -> Box:
         """This rank's part of the parameter in a slot."""
         return self._boxes[slot.name]
-
-    @property
-    def is_primary(self) -> bool:
-        """Whether this rank's copy stands for those of all stages that share it: the first of them has that one."""
-        return not self.spec.stages or self.axes.stage == self.spec.stages[0]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

@@ -94,10 +94,10 @@ class Unit:
     def has_gradients(self) -> bool:
         return any(bucket.spec.trainable for bucket in self.buckets)
 
-    def add_stages(self) -> None:
+    def sum_tied(self) -> None:
         for bucket in self.trainable():
-            if bucket.spec.stages:
-                bucket.gradient.add_stages()
+            if bucket.spec.tied_ranks:
+                bucket.gradient.sum_tied()
 
     @property
     def half_filled(self) -> bool:

@@ -29,9 +29,11 @@ class UnitWeights:
     """Weights of all buckets of one unit, and the moves that may be under way for them:
 
         by              weights at rest                 full weights                    until
-        begin_update    behind the masters              none, or not to be read         catch_up, or the next gather
+        begin_update    older than the masters          none, or not to be read         catch_up, or the next gather
         publish         on their way from the masters   none, or whoever reads waits    finish_publishing
         gather          stay as they are                on their way                    wait
+
+    A gather may begin in either of the other two, and then comes after it: in its chain, or on its stream.
 
     They implement `RunnableWeights` of the schedule, which documents the methods without a docstring.
 

@@ -135,21 +135,21 @@ class Collectives(ABC):
         yield from self._all_to_all(sent, sent_numels, received, received_numels, kind)
         return received
 
-    def maximum(self, values: Tensor, patience_s: float | None = None) -> Tensor:
+    def maximum(self, values: Tensor, timeout_s: float | None = None) -> Tensor:
         """The elementwise maximum over the ranks, for small control data; blocks.
 
         Args:
-            patience_s: how long to wait for the others, in place of the group's own time.
+            timeout_s: how long to wait for the others, in place of the group's own time.
 
         Raises:
             RuntimeError: where they have not come in that time; the group is of no use then.
         """
         self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._meeting("control"):
-            group, ends = self._group_for(values), patience_s is not None
+            group, ends = self._group_for(values), timeout_s is not None
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=ends)
-            if patience_s is not None:
-                work.wait(timedelta(seconds=patience_s))
+            if timeout_s is not None:
+                work.wait(timedelta(seconds=timeout_s))
         return values
 
     def gather_rows(self, values: Tensor) -> Tensor:

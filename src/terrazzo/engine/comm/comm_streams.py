@@ -40,7 +40,7 @@ class CommStreams:
 
     @contextlib.contextmanager
     def chain(self) -> Iterator[None]:
-        """Queue what is done inside on the first stream, behind all that the computation has queued."""
+        """Queue what is done inside on the first stream, after all that the computation has queued."""
         self._user = self._computation
         self._stream.wait_event(self._user.mark())
         with self._stream.inside():
@@ -48,7 +48,7 @@ class CommStreams:
 
     @contextlib.contextmanager
     def further(self, index: int) -> Iterator[None]:
-        """Queue work on a further stream, behind the chain that this is called in; other chains do not wait for it.
+        """Queue work on a further stream, after the chain that this is called in; other chains do not wait for it.
 
         Args:
             index: of the further streams, which one chain takes in order.
@@ -64,7 +64,7 @@ class CommStreams:
         return self._user.inside()
 
     def lend(self, make: Callable[[], T]) -> T:
-        """Have `make` allocate memory of the first stream, which the computation may use behind all chains so far."""
+        """Have `make` allocate memory of the first stream, which the computation may use after all chains so far."""
         with self.chain():
             made = make()
             mark = self.mark()

@@ -4,7 +4,7 @@ A move is written as a generator: it starts a collective, yields its `Handle`, a
 finished. A `Transfer` drives such a generator, so a chain of collectives stays asynchronous without callbacks.
 
 On CPU the host waits for each collective: every `advance` moves a chain one collective on. On CUDA the host need not
-wait: a whole chain is queued at its start on a communication stream, and the computation waits for its end. Behind its
+wait: a whole chain is queued at its start on a communication stream, and the computation waits for its end. After its
 first sum, the tail of a gradient's chain may run on further streams, over other links or with a division: the next
 chain does not wait for that.
 
@@ -86,11 +86,11 @@ class Handle:
         self._works, self._keep, self._times, self._moments, self.queued = works, keep, times, moments, queued
         self._ordinal = times.ordinal if times is not None else 0
 
-    def wait(self, patience_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Return once the results may be used: by the host for gloo, by the current stream for NCCL.
 
         Args:
-            patience_s: how long to wait, in place of the group's own time.
+            timeout_s: how long to wait, in place of the group's own time.
 
         Raises:
             RuntimeError: where that was too short; the group is of no use then.
@@ -101,7 +101,7 @@ class Handle:
             times.recorder.waits(times.track, self._ordinal)
         for work in self._works:
             if work is not None:
-                work.wait(*(() if patience_s is None else (timedelta(seconds=patience_s),)))
+                work.wait(*(() if timeout_s is None else (timedelta(seconds=timeout_s),)))
         self._works, self._keep = (), ()
         if times is not None:
             times.waited(start, time.perf_counter(), self._moments)
@@ -302,7 +302,7 @@ def outlives_chain(make: Callable[[], T]) -> T:
 
 @contextmanager
 def tail() -> Iterator[None]:
-    """Let the running chain go on to further streams inside, by `next_stream`; what it does behind the block does not
+    """Let the running chain go on to further streams inside, by `next_stream`; what it does after the block does not
     wait for these. The block is the end of a chain but for what that releases.
     """
     transfer = _queued_chain.get()

@@ -57,7 +57,7 @@ class Agreement:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         program, axes = self._schedule.program, self._axes
         numbers = _encoded(program.visits, program.recomputed)
-        rows = self._rows(numbers) if axes.differing({"program": numbers}, axes.of_stage) else [numbers]
+        rows = self._rows(numbers) if axes.differing({"program": numbers}, axes.within_stage) else [numbers]
         ranks = [_decoded(row) for row in rows]
         for _, recomputed in ranks:
             program.join(recomputed)
@@ -66,9 +66,9 @@ class Agreement:
     def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, none of which is negative."""
         axes = self._axes
-        longest = int(axes.maximum(torch.tensor([len(numbers)], device=HOST), axes.of_stage).item())
+        longest = int(axes.maximum(torch.tensor([len(numbers)], device=HOST), axes.within_stage).item())
         own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=HOST)
-        return [[number for number in row if number >= 0] for row in axes.rows(own, axes.of_stage).tolist()]
+        return [[number for number in row if number >= 0] for row in axes.rows(own, axes.within_stage).tolist()]
 
     def agree_on_gradients(self, backward: BackwardPass) -> None:
         """Agree on gradients, once a backward has run its program to the end.
@@ -105,7 +105,7 @@ def flags_numel(units: Sequence[Unit]) -> int:
 
 
 def _encoded(visits: Sequence[Visit], recomputed: Collection[tuple[int, int]]) -> list[int]:
-    """Numbers that stand for visits, behind their count, and for pairs of units that are recomputed in one region."""
+    """Numbers that stand for visits, after their count, and for pairs of units that are recomputed in one region."""
     return [len(visits), *chain.from_iterable(visits), *chain.from_iterable(sorted(recomputed))]
 
 

@@ -35,7 +35,7 @@ def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
         Exception: what it raises here.
         BadInput: where it raises on another rank.
     """
-    return counted_or_none(axes, action, lambda _: 0, axes.everyone).result
+    return counted_or_none(axes, action, lambda _: 0, axes.whole_mesh).result
 
 
 class Counted(NamedTuple, Generic[T]):
@@ -85,8 +85,8 @@ def check_alike(
     """
     differing = axes.differing(facts, along)
     apart = torch.tensor([len(differing)], device=HOST)
-    if axes.live(axes.stages):  # else all have been compared
-        axes.maximum(apart, axes.everyone)
+    if axes.live(axes.stage_axis):  # else all have been compared
+        axes.maximum(apart, axes.whole_mesh)
     if differing:
         mine = "; ".join(f"{key} = {json.dumps(facts[key], sort_keys=True, default=str)[:300]}" for key in differing)
         raise BadInput(

@@ -37,7 +37,7 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
     values = torch.tensor([label.code, ~label.code, checksum, ~checksum, *numbers], device=HOST)
     before = moving.set(label)
     try:
-        highest, lowest, largest, smallest, *top = axes.maximum(values, axes.of_stage).tolist()
+        highest, lowest, largest, smallest, *top = axes.maximum(values, axes.within_stage).tolist()
     finally:
         moving.reset(before)
     label.check(highest, "another rank")
@@ -106,8 +106,8 @@ def _all_alike(progress: Progress) -> Iterator[tuple[str, str, float]]:
 def _checksum(axes: Axes, progress: Progress) -> int:
     """A checksum of `_ALIKE`, and of what has been exchanged on transports whose messages carry no labels."""
     checksum = zlib.crc32(repr([number for _, _, number in _all_alike(progress)]).encode())
-    for axis in axes.with_experts:
-        checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
+    for along in axes.of_states:
+        checksum = zlib.crc32(along.checksum.to_bytes(4, "little"), checksum)
     return checksum
 
 
@@ -118,14 +118,14 @@ def _name_difference(axes: Axes, progress: Progress, label: Label) -> None:
         RanksApart: naming the first of `_ALIKE` that does, or the first exchange.
     """
     alike = {str(place): each for place, each in enumerate(_all_alike(progress))}
-    if differing := axes.differing({place: number for place, (_, _, number) in alike.items()}, axes.of_stage):
+    if differing := axes.differing({place: number for place, (_, _, number) in alike.items()}, axes.within_stage):
         said, name, own = alike[differing[0]]
-        ranks = axes.rows(torch.tensor([own], dtype=torch.float64, device=HOST), axes.of_stage)
+        ranks = axes.rows(torch.tensor([own], dtype=torch.float64, device=HOST), axes.within_stage)
         low, high = ranks.amin().item(), ranks.amax().item()
         found = said.format(name=name, own=own, low=low, high=high, last=progress.last_edit)
         raise RanksApart(f"The ranks have not run the same: before {label}, {found}")
-    for axis in axes.with_experts:
-        trail = [*axes.along(axis).trail]
-        for theirs in axes.rows(torch.tensor(trail, device=HOST), axes.of_stage).tolist():
+    for along in axes.of_states:
+        trail = [*along.trail]
+        for theirs in axes.rows(torch.tensor(trail, device=HOST), axes.within_stage).tolist():
             label.check_trail(trail, theirs, "another rank")
     raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")

@@ -20,26 +20,26 @@ from terrazzo.errors import RanksApart, listed
 __all__ = ["broadcast_first", "compare_written"]
 
 
-def compare_written(axes: Axes, buckets: Sequence[Bucket], replicas: Sequence[str]) -> None:
+def compare_written(axes: Axes, buckets: Sequence[Bucket], replica_axis: Sequence[str]) -> None:
     """Compare what has been written into gathered weights. Collective.
 
     Args:
-        replicas: the axis along which replicas that train by themselves have the same weights now; none within a round.
+        replica_axis: along which replicas that train by themselves have the same weights now; none within a round.
 
     Raises:
         RanksApart: on every rank, where it differs between ranks that hold the same parameters.
     """
-    everyone = (*replicas, *axes.with_stages)
+    everyone = (*replica_axis, *axes.within_replica)
     if not axes.live(everyone):
         return
     differing = []
-    for along in dict.fromkeys(bucket.axes.summed_over for bucket in buckets):
-        own = [bucket for bucket in buckets if bucket.axes.summed_over == along]
+    for along in dict.fromkeys(tuple(bucket.spec.ranks) for bucket in buckets):
+        own = [bucket for bucket in buckets if tuple(bucket.spec.ranks) == along]
         # of copies: memory that numpy has seen once cannot be given back
         hashes = {slot.name: digest(view(bucket.full.data, slot).clone()) for bucket in own for slot in bucket.slots}
-        differing += axes.differing(hashes, (*along, *replicas))
+        differing += axes.differing(hashes, (*along, *replica_axis))
     for bucket in buckets:
-        first = _of_first_stage(axes, bucket)
+        first = _of_first_tied(axes, bucket)
         slots = [] if first is None else [slot for slot in bucket.slots if _differ(bucket, slot, first)]
         differing += [slot.name for slot in slots]
     if axes.maximum(torch.tensor([len(differing)], device=HOST), everyone).item():
@@ -55,25 +55,25 @@ def broadcast_first(buckets: Iterable[Bucket]) -> None:
     """Take the gathered weights of the first rank, of those that hold the same parameters, on all. Collective."""
     for bucket in buckets:
         axes = bucket.axes
-        axes.broadcast(bucket.full.data, (*axes.summed_over, *axes.replicas))
-        if (first := _of_first_stage(axes, bucket)) is not None:
+        axes.broadcast(bucket.full.data, (*bucket.spec.ranks, *axes.replica_axis))
+        if (first := _of_first_tied(axes, bucket)) is not None:
             bucket.full.data.copy_(first)
 
 
-def _of_first_stage(axes: Axes, bucket: Bucket) -> Tensor | None:
-    """The gathered weights of the first of the stages that share them; None there, and where none do. Collective."""
-    if not bucket.spec.stages:
+def _of_first_tied(axes: Axes, bucket: Bucket) -> Tensor | None:
+    """The gathered weights of the first of the ranks along `pp` that share them; None on it. Collective."""
+    if not bucket.spec.tied_ranks:
         return None
-    links = axes.along(axes.stages[0])
-    if bucket.is_primary:
+    links = axes.along(axes.stage_axis[0])
+    if bucket.counted.here:
         for handle in [
-            links.send(bucket.full.data, MessageRoute("tied", links.rank, stage), WRITTEN_WEIGHTS)
-            for stage in bucket.spec.stages[1:]
+            links.send(bucket.full.data, MessageRoute("tied", links.rank, rank), WRITTEN_WEIGHTS)
+            for rank in bucket.spec.tied_ranks[1:]
         ]:
             handle.wait()
         return None
     received = torch.empty_like(bucket.full.data)
-    links.receive(received, MessageRoute("tied", bucket.spec.stages[0], links.rank), WRITTEN_WEIGHTS).wait()
+    links.receive(received, MessageRoute("tied", bucket.spec.tied_ranks[0], links.rank), WRITTEN_WEIGHTS).wait()
     return received
 
 

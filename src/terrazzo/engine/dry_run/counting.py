@@ -29,7 +29,7 @@ class ExpectedGradient(NamedTuple):
     """The gradient of one parameter, which is still to come.
 
     Attributes:
-        position: of the parameter among those of the model; infinite where it may be used behind all of them.
+        position: of the parameter among those of the model; infinite where it may be used after all of them.
         numel: elements of the whole parameter.
         bucket: number of its bucket in the unit.
     """
@@ -101,7 +101,7 @@ class CountingUnit:
         Of what several modules share, with the one that is registered first: the others have run backward by then.
 
         Args:
-            is_around: there are units inside of this one. Its own parameters may be used behind these, wherever they
+            is_around: there are units inside of this one. Its own parameters may be used after these, wherever they
                 are registered, but for a table, whose gradient comes when they have run.
         """
         members = [(number, member) for number, bucket in enumerate(buckets) for member in bucket.members]
@@ -129,10 +129,10 @@ class CountingUnit:
             if bucket.spec.ranks:
                 bucket.accumulate_gradients(fate)
 
-    def add_stages(self) -> None:
+    def sum_tied(self) -> None:
         for bucket in self.buckets:
             if bucket.spec.trainable:
-                bucket.add_stages()
+                bucket.sum_tied()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """A dry run forgets nothing."""
@@ -283,9 +283,9 @@ class CountingBucket:
             self._pending_bytes = self.spec.pending_bytes(fate)
             self._transient.acquire(self._pending_bytes)
 
-    def add_stages(self) -> None:
+    def sum_tied(self) -> None:
         with self._transient.holding(bucket_memory.copied_bytes(self.spec, self._pending_bytes)):
-            for _ in self.spec.stages[1:]:
+            for _ in self.spec.tied_ranks[1:]:
                 self._traffic.record("send", self._pending_bytes)
 
     def reduce(self, fate: GradientFate) -> Moves[None]:

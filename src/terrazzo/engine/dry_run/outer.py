@@ -29,9 +29,9 @@ def dry_run_outer_step(buckets: Sequence[Bucket]) -> Tally:
         return tally
     axes, settings = buckets[0].axes, trained[0].diloco
     assert settings is not None, "an outer step has settings"
-    along, traffic, ledger = axes.along(axes.replicas[0]), tally.traffic, tally.ledger
-    for axis in axes.live(axes.everyone):  # whether the round begins alike
-        traffic.record("control", (2 if axis in axes.replicas else 1) * torch.int64.itemsize)
+    along, traffic, ledger = axes.along(axes.replica_axis[0]), tally.traffic, tally.ledger
+    for axis in axes.live(axes.whole_mesh):  # whether the round begins alike
+        traffic.record("control", (2 if axis in axes.replica_axis else 1) * torch.int64.itemsize)
     for numel in settings.messages(sum(spec.numel(spec.outer_axes) for spec in trained)):
         with ledger.holding(settings.held_bytes(numel, along.size, axes.device.type)):
             if along.size > 1 and settings.traffic == "int8":

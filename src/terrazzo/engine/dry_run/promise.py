@@ -66,7 +66,7 @@ class Promise:
 
         Args:
             micro_batches, local: as for `memory`.
-            ends_round: with the outer step that comes behind it, where replicas train by themselves.
+            ends_round: with the outer step that comes after it, where replicas train by themselves.
         """
         sent = dry_run(self.units, self._step(micro_batches, local), self.templates()).traffic
         if ends_round:

@@ -163,5 +163,5 @@ def _meet(axes: Axes, traffic: Traffic) -> int:
 
 
 def _record_control(axes: Axes, traffic: Traffic, numel: int) -> None:
-    for _ in axes.live(axes.of_stage):
+    for _ in axes.live(axes.within_stage):
         traffic.record("control", numel * torch.int64.itemsize)

@@ -48,7 +48,7 @@ class _FourBits(BlockCodes):
 
 
 class _Nf4(_FourBits):
-    """Each block's codes, and its scale in bf16 behind them."""
+    """Each block's codes, and its scale in bf16 after them."""
 
     def encode(self, values: Tensor, into: Tensor) -> None:
         blocks, rows = values.view(-1, _NUMEL), into.view(-1, self.nbytes)
@@ -126,5 +126,5 @@ def _ratios_of_scales(device: torch.device) -> Tensor:
 
 @functools.cache
 def _edges_of_scales(device: torch.device) -> Tensor:
-    """Above which ratio each code is behind the first that is not zero, fp32 [254]."""
+    """Above which ratio each code is after the first that is not zero, fp32 [254]."""
     return torch.tensor([math.exp2((code + 0.5 - 255) / _OCTAVE) for code in range(1, 255)], device=HOST).to(device)

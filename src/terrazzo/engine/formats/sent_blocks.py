@@ -23,7 +23,7 @@ __all__ = ["SENT_FP8", "SENT_INT4", "SENT_INT8"]
 
 @dataclass(frozen=True)
 class _SentBlocks(BlockCodes):
-    """Codes, and their scale in fp32 behind them.
+    """Codes, and their scale in fp32 after them.
 
     Attributes:
         largest: the largest code.

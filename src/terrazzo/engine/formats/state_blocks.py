@@ -46,7 +46,7 @@ _IS_OF_SQUARES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, 
 
 @dataclass(frozen=True)
 class StateBlocks(BlockCodes):
-    """Codes of a byte, and their scale in fp32 behind them.
+    """Codes of a byte, and their scale in fp32 after them.
 
     Attributes:
         squares: whether they are of an average of squares, which has codes of its own.
@@ -111,7 +111,7 @@ class _SmallFloats(StateBlocks):
         below = scaled.abs().mul_(2**18).int().add_(thresholds.mul(2**9).int()).bitwise_right_shift_(9)
         below = below.mul(_LEAST).copysign_(scaled)
         bits = scaled.view(torch.int32).add(thresholds.mul_(2**20).int()).bitwise_and_(-(2**20))
-        # e4m3 keeps three bits behind the first of an fp32 number, and below its normal ones steps of the least
+        # e4m3 keeps three bits after the first of an fp32 number, and below its normal ones steps of the least
         values = torch.where(scaled.abs() < _LEAST_NORMAL, below, bits.view(torch.float32))
         if self.squares:
             values = torch.where(ratio > 0, values.clamp_(min=_LEAST), 0.0)

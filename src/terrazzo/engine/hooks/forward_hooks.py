@@ -59,7 +59,7 @@ class ForwardHooks:
         self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
         self._agreement, self._exchanges = backward.agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
-        self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.summed_over)
+        self._compute, self._alone = sharding.precision.compute, not sharding.axes.live(sharding.axes.whole_mesh)
         self._warned = False
         self.refuse(None)
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
@@ -251,7 +251,7 @@ class ForwardHooks:
             warn(
                 f"Backward comes to {unit.title}, which is frozen and in front of all that is trained: an input "
                 "requires gradients. The memory bill and the promised traffic were made without it; asked again "
-                "behind this step they have it. Give inputs without requires_grad (transformers: without "
+                "after this step they have it. Give inputs without requires_grad (transformers: without "
                 "enable_input_require_grads()) unless their gradients are wanted."
             )
 

@@ -30,7 +30,7 @@ def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
     axes, label = engine.axes, Label(Purpose.CALL, CALLS.index(call))
     gathers = weights_are_split(engine.units)
     try:
-        for axis in axes.live(axes.with_stages):
+        for axis in axes.live(axes.within_replica):
             links = axes.along(axis)
             numbers = torch.zeros(links.size, device=axes.device)
             moves: Moves[Tensor] = (

@@ -115,7 +115,7 @@ class ShardedModule(nn.Module):
                 "the number of data ranks."
             )
         chosen, gradients = None if denominator is None else float(denominator), self._terrazzo.gradients
-        self._terrazzo.progress.denominator.choose(chosen, in_use=gradients.await_step)
+        self._terrazzo.progress.denominator.choose(chosen, in_use=gradients.awaits_step)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors by name, one at a time: each rank keeps its own ranges. Collective.

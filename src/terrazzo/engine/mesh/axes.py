@@ -1,4 +1,4 @@
-"""The axes of a device mesh: their sizes, this rank's index on them, and the collectives along each."""
+"""The axes of a device mesh: sets of them, sizes, this rank's index on each, and what ranks exchange along them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from terrazzo.engine.comm.backends import backend_of, collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.comm_streams import comm_streams_of
 from terrazzo.engine.instrumentation.tally import Tally
-from terrazzo.engine.mesh.family import DATA_AXES, REPLICAS, SAME_DATA_AXES, STAGES, Family
+from terrazzo.engine.mesh.family import REPLICA_AXIS, STAGE_AXIS, Family, seeing_other_data, seeing_same_data
 from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
 from terrazzo.engine.runtime import device as devices
 
@@ -24,34 +24,35 @@ __all__ = ["Axes"]
 
 
 class Axes:
-    """The axes of a mesh, innermost first.
+    """The axes of a mesh, innermost first, as the engine uses them:
 
-    Ranks see different data along the data axes. `dp_shard` and `cp` are one of them, under the name of the first: over
-    both together states are split, and gradients are summed. Along `tp` ranks see the same data, and have parts of
-    matrices. Where experts are shared, the ranks of `dp_shard`, `cp` and `tp` are those of `edp` and `ep` as well:
-    along `ep` they have other experts, and over `edp` the states of these are split, and gradients summed.
+        tp                          ranks see the same data, and have parts of matrices
+        dp_shard, dp_replicate      they see other data
+        pp                          they have other stages of the model
+        edp, ep                     where experts are shared, the ranks of `dp_shard` and `tp` again: along `ep` they
+                                    have other experts, along `edp` the same
 
-    The sets of axes, in those of the mesh and of a family's parameters:
+    `dp_shard` and `cp` are one of them, under the name of the first: over both together states are split, and gradients
+    summed.
 
-        of_stage            data axes, tp
-        with_experts        the same, and edp
-        with_stages         of_stage, and pp: every rank of a replica
-        with_replicas       of_stage, and replicas: every rank that has this one's stage
-        everyone            with_stages, and replicas: every rank of the mesh
-        same_data           tp
-        summed_over         of the mesh and of dense parameters the data axes; of parameters that ranks along tp share
-                            these and tp; of experts edp, and dp_replicate
-        summed_same_data    what these two have in common
+    Methods that span several ranks are told over which axes. These are the sets of all ranks that:
 
-    Where replicas train by themselves (see `DiLoCo`), `dp_replicate` is none of these axes, but in `replicas`.
+        data            see other data, in this stage and replica
+        same_data       see the same data, there
+        within_stage    have this stage, in this replica: both of these
+        within_replica  have a stage of this replica: the same, and `stage_axis`
+        same_stage      have this stage, in any replica: `within_stage`, and `replica_axis`
+        whole_mesh      are in the mesh
+
+    There is one replica, unless replicas train by themselves (see `DiLoCo`): then their axis, `dp_replicate`, is
+    `replica_axis`, and none of the data axes.
 
     Args:
         tally: where what goes through them is counted.
 
     Attributes:
-        summed_over: the axes over which gradients are summed: the data axes, or those of a family, as `of` gives them.
-        of_stage: all of the mesh, but for that of a pipeline's stages.
-        replicas: the axis along which ranks train by themselves, if there is one.
+        stage_axis: the axis along which ranks have other stages of a pipeline; empty without one.
+        replica_axis: the axis along which ranks train by themselves; empty without one.
         has_experts: whether there are `edp` and `ep`.
         tally: as given.
         device: the device whose memory holds every state.
@@ -60,10 +61,10 @@ class Axes:
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
         groups, experts = groups_of(mesh), expert_mesh(mesh)
-        self.of_stage, self.tally = tuple(axis for axis in groups if axis != STAGES), tally
-        self.replicas: tuple[str, ...] = ()
+        self._names, self.tally = tuple(groups), tally
+        self.stage_axis = tuple(axis for axis in groups if axis == STAGE_AXIS)
+        self.replica_axis: tuple[str, ...] = ()
         self.has_experts = experts is not None
-        self.summed_over = tuple(axis for axis in self.of_stage if axis in DATA_AXES)
         if experts is not None:
             groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
         self.device = devices.current(mesh.device_type)
@@ -75,97 +76,96 @@ class Axes:
         self.comm_streams = comm_streams_of(self.device, backends)
 
     def with_replicas_apart(self) -> Axes:
-        """The axes of one replica, where the groups along `dp_replicate` train by themselves."""
+        """The same axes, where the groups along `dp_replicate` train by themselves."""
         apart = copy.copy(self)
-        apart.replicas = tuple(axis for axis in self.of_stage if axis == REPLICAS)
-        apart.of_stage = tuple(axis for axis in self.of_stage if axis != REPLICAS)
-        apart.summed_over = tuple(axis for axis in self.summed_over if axis != REPLICAS)
+        apart.replica_axis = tuple(axis for axis in self._names if axis == REPLICA_AXIS)
         return apart
 
-    def of(self, family: Family) -> Axes:
-        """The axes for parameters of a family; those that the mesh lacks are left out."""
-        data = [axis for axis in self.of_stage if axis in DATA_AXES]
-        summed = copy.copy(self)
-        summed.summed_over = tuple(axis for axis in family.summed_over(data) if axis in self._collectives)
-        return summed
+    # -- sets of axes ------------------------------------------------------------------------------------------
+
+    @property
+    def within_stage(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self._names if axis not in (*self.stage_axis, *self.replica_axis))
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        return seeing_other_data(self.within_stage)
+
+    @property
+    def same_data(self) -> tuple[str, ...]:
+        return seeing_same_data(self.within_stage)
+
+    @property
+    def within_replica(self) -> tuple[str, ...]:
+        return (*self.within_stage, *self.stage_axis)
+
+    @property
+    def same_stage(self) -> tuple[str, ...]:
+        return (*self.replica_axis, *self.within_stage)
+
+    @property
+    def whole_mesh(self) -> tuple[str, ...]:
+        return (*self.replica_axis, *self.within_replica)
+
+    def summed_over(self, family: Family) -> tuple[str, ...]:
+        """The axes over which gradients of a family are summed."""
+        return tuple(axis for axis in family.summed_over(self.data) if axis in self._collectives)
 
     def cut_along(self, family: Family) -> tuple[str, ...]:
         """The axis along which ranks have other parts of a family's parameters; none where it has one rank."""
         axis = family.cut_along
         return self.live([axis]) if axis in self._collectives else ()
 
-    @property
-    def with_experts(self) -> tuple[str, ...]:
-        """The axes along which states and gradients are exchanged: those of a stage, and the one of experts' copies."""
-        return (*self.of_stage, "edp") if self.has_experts else self.of_stage
+    def live(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes with more than one rank: the others split nothing and need no communication."""
+        return tuple(axis for axis in axes if self._collectives[axis].size > 1)
+
+    # -- this rank, and how many there are ---------------------------------------------------------------------
 
     @property
-    def summed_same_data(self) -> tuple[str, ...]:
-        """The axes along which ranks see the same data and hold the same parameters, whose gradients are summed."""
-        return tuple(axis for axis in self.summed_over if axis in SAME_DATA_AXES)
-
-    @property
-    def same_data(self) -> tuple[str, ...]:
-        """The axes along which ranks see the same data."""
-        return tuple(axis for axis in self.of_stage if axis in SAME_DATA_AXES)
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The axis along which ranks have other parameters, if there is one."""
-        return tuple(axis for axis in self._collectives if axis == STAGES)
-
-    @property
-    def stage(self) -> int:
-        """This rank's number along the axis of stages; 0 where there is none."""
-        return self.cuts(self.stages)[0][0] if self.stages else 0
+    def pp_rank(self) -> int:
+        """This rank's index along the axis of stages; 0 without one."""
+        return self._index(self.stage_axis)
 
     @property
     def replica(self) -> int:
         """This rank's replica among those that train by themselves; 0 where gradients are summed over them."""
-        return self.cuts(self.replicas)[0][0] if self.replicas else 0
+        return self._index(self.replica_axis)
 
-    @property
-    def with_stages(self) -> tuple[str, ...]:
-        """The axes of all ranks of this replica: of the whole mesh, but where replicas train by themselves."""
-        return (*self.of_stage, *self.stages)
-
-    @property
-    def with_replicas(self) -> tuple[str, ...]:
-        """The axes of all ranks that have the same stage of the model, in other replicas too."""
-        return (*self.replicas, *self.of_stage)
-
-    @property
-    def everyone(self) -> tuple[str, ...]:
-        """All axes of the mesh: of every rank, in other replicas too."""
-        return (*self.replicas, *self.with_stages)
-
-    def along(self, axis: str) -> Collectives:
-        return self._collectives[axis]
+    def _index(self, axis: tuple[str, ...]) -> int:
+        return self._collectives[axis[0]].rank if axis else 0
 
     def size(self, axes: Iterable[str]) -> int:
         """How many ranks the axes span."""
         return math.prod(self._collectives[axis].size for axis in axes)
 
-    def live(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """The axes with more than one rank: the others split nothing and need no communication."""
-        return tuple(axis for axis in axes if self._collectives[axis].size > 1)
-
-    def cuts(self, axes: Iterable[str]) -> list[tuple[int, int]]:
-        """This rank's (index, parts) on each axis."""
+    def coordinates(self, axes: Iterable[str]) -> list[tuple[int, int]]:
+        """This rank's (index, ranks) on each axis."""
         return [(self._collectives[axis].rank, self._collectives[axis].size) for axis in axes]
 
     def is_first(self, axes: Iterable[str]) -> bool:
         """Whether this rank is the first on each of the axes."""
         return all(self._collectives[axis].rank == 0 for axis in axes)
 
-    def maximum(self, values: Tensor, axes: Iterable[str], patience_s: float | None = None) -> Tensor:
+    # -- exchanges ---------------------------------------------------------------------------------------------
+
+    def along(self, axis: str) -> Collectives:
+        """The collectives of one axis."""
+        return self._collectives[axis]
+
+    @property
+    def of_states(self) -> Sequence[Collectives]:
+        """The collectives that states and gradients go through: of each axis of `within_stage`, and of `edp`."""
+        return [self._collectives[axis] for axis in (*self.within_stage, *(("edp",) if self.has_experts else ()))]
+
+    def maximum(self, values: Tensor, axes: Iterable[str], timeout_s: float | None = None) -> Tensor:
         """The elementwise maximum over all ranks of the axes, in place; blocks.
 
         Args:
-            patience_s: as for `Collectives.maximum`, along each axis.
+            timeout_s: as for `Collectives.maximum`, along each axis.
         """
         for axis in self.live(axes):
-            self.along(axis).maximum(values, patience_s)
+            self.along(axis).maximum(values, timeout_s)
         return values
 
     def rows(self, values: Tensor, axes: Iterable[str]) -> Tensor:

@@ -1,20 +1,38 @@
-"""The axes of a mesh by name, and families of parameters: over which axes each sums its gradients."""
+"""Names of the axes of a mesh, and families of parameters: over which of these axes each sums its gradients."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-__all__ = ["DATA_AXES", "REPLICAS", "SAME_DATA_AXES", "STAGES", "Family"]
+__all__ = [
+    "DATA_AXES",
+    "REPLICA_AXIS",
+    "SAME_DATA_AXES",
+    "STAGE_AXIS",
+    "Family",
+    "seeing_other_data",
+    "seeing_same_data",
+]
 
 DATA_AXES = ("dp_shard", "cp", "dp_replicate")
 """Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
-REPLICAS = "dp_replicate"
+REPLICA_AXIS = "dp_replicate"
 """The data axis whose groups of ranks may train by themselves."""
 SAME_DATA_AXES = ("tp",)
 """Mesh axes along which ranks see the same data."""
-STAGES = "pp"
+STAGE_AXIS = "pp"
 """The mesh axis along which ranks have other parameters, one stage of a pipeline after the other."""
+
+
+def seeing_same_data(axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of the axes along which ranks see the same data."""
+    return tuple(axis for axis in axes if axis in SAME_DATA_AXES)
+
+
+def seeing_other_data(axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of the axes along which ranks see other data, of axes over which gradients are summed."""
+    return tuple(axis for axis in axes if axis not in SAME_DATA_AXES)
 
 
 class Family(enum.StrEnum):

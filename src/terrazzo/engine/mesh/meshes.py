@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGES
+from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGE_AXIS
 from terrazzo.marks import Mark
 
 __all__ = ["data_mesh", "expert_mesh", "groups_of", "named_mesh"]
@@ -36,7 +36,7 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
         own = {axis: size for axis, size in sizes.items() if axis != "ep"}
         mesh = known[key] = init_device_mesh(kind, tuple(own.values()), mesh_dim_names=tuple(own))
         if sizes.get("ep", 1) > 1:
-            apart = own.get(STAGES, 1) * own.get("dp_replicate", 1)
+            apart = own.get(STAGE_AXIS, 1) * own.get("dp_replicate", 1)
             shape = (apart, math.prod(own.values()) // apart // sizes["ep"], sizes["ep"])
             _EXPERT_MESH.leave(mesh, init_device_mesh(kind, shape, mesh_dim_names=("apart", "edp", "ep")))
     return mesh
@@ -66,16 +66,11 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """The process group of each axis that is known, innermost first; that of `dp_shard` has the ranks of `cp` too."""
-    dims = mesh.mesh_dim_names or ()
-    split = tuple(dim for dim in dims if dim in _SPLIT)
-    groups = {
-        axis: mesh.get_group(axis)
-        for axis in (*SAME_DATA_AXES, *DATA_AXES, STAGES)
-        if axis in dims and axis not in _SPLIT
-    }
-    if split:
-        groups["dp_shard"] = (mesh[split]._flatten("_".join(split)) if len(split) > 1 else mesh[split[0]]).get_group()
-    return {axis: groups[axis] for axis in (*SAME_DATA_AXES, *DATA_AXES, STAGES) if axis in groups}
-
-
-_SPLIT = ("dp_shard", "cp")
+    dims, groups = mesh.mesh_dim_names or (), dict[str, dist.ProcessGroup]()
+    inner = tuple(dim for dim in dims if dim in ("dp_shard", "cp"))
+    for axis in (*SAME_DATA_AXES, *DATA_AXES, STAGE_AXIS):
+        if axis == "dp_shard" and inner:
+            groups[axis] = (mesh[inner]._flatten("_".join(inner)) if len(inner) > 1 else mesh[inner[0]]).get_group()
+        elif axis in dims and axis not in inner:
+            groups[axis] = mesh.get_group(axis)
+    return groups

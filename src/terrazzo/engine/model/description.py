@@ -17,12 +17,12 @@ def described(sharding: ShardingSpec, units: Sequence[Unit], why: str) -> str:
         why: how the units were found.
     """
     axes, plan = sharding.axes, sharding.mesh_plan
-    named = (*axes.summed_over, *axes.same_data, *(("ep",) if axes.has_experts else ()))
+    named = (*axes.data, *axes.same_data, *(("ep",) if axes.has_experts else ()))
     sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in named)
     lines = [f"plan {plan.name} on {sizes} ({axes.device})"]
     lines += [f"  {state:<8}{place!s:<24}" for state, place in plan.places().items()]
     if sharding.diloco is not None:
-        replicas, settings = axes.size(axes.replicas), sharding.diloco
+        replicas, settings = axes.size(axes.replica_axis), sharding.diloco
         lines.append(
             f"replicas: {replicas} (dp_replicate) train by themselves, outer step every {settings.sync_every} steps, "
             f"lr {settings.lr:g}, momentum {settings.momentum:g}, in {settings.traffic}"

@@ -48,7 +48,7 @@ class EMA:
             if engine.outer is not None:
                 raise Misuse(
                     "tz.EMA of a model whose replicas train by themselves (diloco): each would have another average. "
-                    "Leave the average out; the weights behind an outer step are a mean already."
+                    "Leave the average out; the weights after an outer step are a mean already."
                 )
             return Average(decay, engine.precision.exact_master)
 

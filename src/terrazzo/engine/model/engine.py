@@ -47,12 +47,16 @@ __all__ = ["Engine", "engine_of", "is_sharded"]
 class Engine:
     """What `tz.shard` builds for a model.
 
-    It becomes quiet at two levels. A word means the same in each class that has it:
+    What is under way ends in these calls, from the least to the most. A word means the same in each class that has it:
 
-        catch_up    No update of master weights is under way, and weights at rest are in line with them. Gathered
-                    weights stay. Drivers and units do so, too; of a unit, `finish_publishing` is the half that does not
-                    wait for an update away from the device.
-        settle      All of that, and what users have written is taken over; nothing is gathered, and no copy is queued.
+        call               has come to its end                              asked by whoever
+        await_states       writes of updates off the device to states       reads states of the optimizer
+        await_scaling      scaling of gradients by such updates             clips, or asks `.grad`
+        recover            a step that raised, and what it has updated      uses weights or param groups
+        finish_publishing  new weights of a step on this thread             sends them again
+        catch_up           every update: weights at rest follow masters     reads weights
+        have_masters       the same, and what users have written is taken   reads master weights
+        settle             all of these, every gather and every copy        saves, loads, gathers for a user
 
     Attributes:
         sharding: the plan and the precision on this mesh.
@@ -250,7 +254,7 @@ class Engine:
         return [bucket for bucket in self.buckets() if bucket.spec.trainable]
 
     def settle(self) -> None:
-        """Return once every state is at rest, the second level. Collective."""
+        """Return once every state is at rest, the last of these levels. Collective."""
         require_own(self.process)
         self.blocks.require_unwritten()
         self._take_over_edits()
@@ -260,7 +264,7 @@ class Engine:
             queued.synchronize()  # copies from host memory may still be under way
 
     def catch_up(self) -> None:
-        """Return once no update is under way, the first level. Collective."""
+        """Return once no update is under way, and weights at rest are in line. Collective."""
         self.drivers.recover()
         self._finish_publishing()
         self.drivers.catch_up()

@@ -114,7 +114,7 @@ class GatheredBlocks:
     def _take_over_written(self, write: Literal[True, "first rank"]) -> None:
         self._agree_on_written(write)
         packed = [bucket for bucket in self._buckets if bucket.spec.packed is not None]
-        if packed or self._axes.stages:  # other stages may have some
+        if packed or self._axes.stage_axis:  # other stages may have some
             all_or_none(self._axes, functools.partial(_refuse_edits, packed))
         for bucket in self._buckets:
             take_over_gathered(bucket)
@@ -126,8 +126,8 @@ class GatheredBlocks:
         if write == "first rank":
             broadcast_first(self._buckets)
         else:
-            replicas = () if self._outer is None else self._outer.alike_over
-            compare_written(self._axes, self._buckets, replicas)
+            replica_axis = () if self._outer is None else self._outer.alike_over
+            compare_written(self._axes, self._buckets, replica_axis)
 
     def _enter(self, inside: Literal["read", "write"] | None) -> None:
         self._inside = inside

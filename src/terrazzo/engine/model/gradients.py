@@ -41,7 +41,7 @@ class ModelGradients:
         return any(bucket.gradient.finished.exists for bucket in self.buckets)
 
     @property
-    def await_step(self) -> bool:
+    def awaits_step(self) -> bool:
         """Whether any have been divided, and no step has taken them: of parameters that an optimizer has, if any has
         one.
         """

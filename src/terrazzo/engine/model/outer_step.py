@@ -55,7 +55,7 @@ class OuterSteps:
     def __init__(self, settings: DiLoCo, buckets: Sequence[Bucket], axes: Axes, tally: Tally) -> None:
         self.settings, self.steps, self.number = settings, 0, 0
         self._buckets, self._axes, self._ledger = buckets, axes, tally.ledger
-        self._along = axes.along(axes.replicas[0])
+        self._along = axes.along(axes.replica_axis[0])
 
     @property
     def begins(self) -> bool:
@@ -65,7 +65,7 @@ class OuterSteps:
     @property
     def alike_over(self) -> tuple[str, ...]:
         """The axis along which replicas have the same weights now; none within a round."""
-        return self._axes.replicas if self.begins else ()
+        return self._axes.replica_axis if self.begins else ()
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -95,7 +95,7 @@ class OuterSteps:
             every = self.settings.sync_every
             raise Misuse(
                 f"{what} {self.steps} optimizer steps into a round of {every}, where each replica (dp_replicate) has "
-                f"weights of its own: do it behind an outer step, {every - self.steps} steps later."
+                f"weights of its own: do it after an outer step, {every - self.steps} steps later."
             )
 
     def count_step(self) -> bool:
@@ -120,8 +120,8 @@ class OuterSteps:
         for bucket in self._buckets:
             with bucket.outer[0].opened(bucket.outer[0].range) as noted:
                 checksum = checksum * 31 + digest(noted).to(HOST)
-        apart = self._axes.differing({"weights": checksum}, self._axes.replicas)
-        if self._axes.maximum(torch.tensor([len(apart)], device=HOST), self._axes.with_stages).item():
+        apart = self._axes.differing({"weights": checksum}, self._axes.replica_axis)
+        if self._axes.maximum(torch.tensor([len(apart)], device=HOST), self._axes.within_replica).item():
             raise RanksApart(
                 f"The replicas (dp_replicate) begin round {self.number + 1} with other weights than each other, and "
                 "its outer step would mix them. Load the same checkpoint on all of them; what is written into weights "
@@ -152,7 +152,7 @@ class OuterSteps:
 
 
 def _messages(settings: DiLoCo, buckets: Sequence[Bucket]) -> Iterator[list[_Part]]:
-    """Messages of an outer step: this rank's parts of the buckets, one behind the other."""
+    """Messages of an outer step: this rank's parts of the buckets, one after the other."""
     owned = [(bucket, bucket.space.range(bucket.spec.outer_axes)) for bucket in buckets]
     left = deque((bucket, own) for bucket, own in owned if own.numel)
     for numel in settings.messages(sum(own.numel for _, own in left)):

@@ -62,7 +62,7 @@ class Average:
         """
         fix = "Give tz.EMA the same decay on every rank, and call ema.update() on all of them."
         updates = f"{self._updates}, the checksum of their decays {self._decays:08x}"
-        check_alike(axes, {"decay": self.decay, "updates": updates}, axes.everyone, fix)
+        check_alike(axes, {"decay": self.decay, "updates": updates}, axes.whole_mesh, fix)
 
     def begin(self, buckets: Iterable[Bucket]) -> None:
         """Begin as the master weights are now."""

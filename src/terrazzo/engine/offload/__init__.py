@@ -10,7 +10,7 @@ A step of units A, B and C, all of whose states are away, with `Offload(step="ov
     terrazzo-read                                                   wA  wB  wC          new weights come in
 
 Each row but the first is a thread; weights in host memory need no terrazzo-read, they are copied as a gather begins.
-With "synchronous", `step()` returns behind the update of C. With "backward", updates follow their gradients: C, B, A.
+With "synchronous", `step()` returns after the update of C. With "backward", updates follow their gradients: C, B, A.
 
 Two things are away, which meet in nothing but pinned host memory. States have their places from `tz.shard` on, in the
 `Store`; inputs of checkpointed units are lent some for as long as autograd keeps them. Who moves what, and by which

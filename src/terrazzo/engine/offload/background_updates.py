@@ -132,7 +132,7 @@ class BackgroundUpdates(OffDeviceUpdates):
     def _require_whole(self, what: str) -> None:
         if self._torn:
             raise Misuse(
-                f"{what} came behind gradients that were forgotten, or a backward that raised, after units had been "
+                f"{what} came after gradients that were forgotten, or a backward that raised, after units had been "
                 "updated with them, and optimizer.step() never came: the weights are those of half a step, or of one "
                 "that was to be left out. Restore a checkpoint, or use tz.Offload(step='overlapped'), which updates "
                 "nothing before optimizer.step()."

@@ -22,7 +22,7 @@ goes through these modules, from top to bottom:
                                          or in 8 bits
           Segment.take_gradient        - all others: `.grad` is set      segment
       the optimizer's own code: updates what has a `.grad`               torch
-      torch's hook behind it: OptimizerDriver._after_step                driver
+      torch's hook after it:  OptimizerDriver._after_step                driver
         SwappedGroups.hold_parameters  parameters are back               swapped_groups
         engine.publish()               weights follow the masters        model/engine
         OffDeviceUpdates.after_step    waits, if step='synchronous'      offload/background_updates

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.resting.counted_once import sums_over
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
@@ -34,8 +35,8 @@ def clip_grad_norm(
     """
     finished = [bucket for bucket in buckets if bucket.gradient.finished.exists]
     gradients = [bucket.gradient.finished for bucket in finished]
-    contributions = [(bucket.gradient.finished.contribution() for bucket in finished if bucket.is_primary)]
-    total = norms(contributions, sharding, norm_type, also_over=sharding.axes.stages)[0].to(norm_dtype(sharding))
+    contributions = [(bucket.gradient.finished.contribution() for bucket in finished if bucket.counted.here)]
+    total = norms(contributions, sharding, norm_type, also_over=sharding.axes.stage_axis)[0].to(norm_dtype(sharding))
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
@@ -63,7 +64,7 @@ def norms(
         norm_type: the p; infinity for the maximum.
         also_over: axes whose ranks give other parameters to the same groups.
     """
-    axes, split = sharding.axes, (*sharding.contributed_over, *also_over)
+    axes, split = sharding.axes, (*sums_over(sharding), *also_over)
     powers = torch.stack([_power(group, norm_type, axes.device) for group in groups])
     if norm_type == float("inf"):
         return axes.total(powers, split, reduce=torch.amax)
@@ -99,7 +100,7 @@ def overflowed(buckets: Iterable[Bucket], sharding: ShardingSpec) -> bool:
     axes, known = sharding.axes, (bucket.gradient.finished.is_finite() for bucket in buckets)
     finite = [each for each in known if each is not None]
     every = _stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
-    return bool(axes.maximum(every.logical_not().long().view(1), axes.with_stages).item())
+    return bool(axes.maximum(every.logical_not().long().view(1), axes.within_replica).item())
 
 
 def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -212,7 +212,7 @@ class OptimizerDriver:
         self._skipping = None
         self.groups.hold_segments(self._on_device.excludes)
         for unit in self.units:
-            unit.weights.finish_publishing()  # behind a step, with no forward between: what is sent is about to change
+            unit.weights.finish_publishing()  # after a step, with no forward between: what is sent is about to change
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_inside_own_step(optimizer):

@@ -56,7 +56,7 @@ class Stages(ABC):
 
     @abstractmethod
     def runs(self, module: str) -> bool:
-        """Whether this rank runs a module: in one of its stages or, where it has the last one, behind all."""
+        """Whether this rank runs a module: in one of its stages or, where it has the last one, after all of them."""
 
     @abstractmethod
     def has(self, module: str) -> bool:
@@ -101,8 +101,8 @@ def require_whole(axes: Axes, what: str) -> None:
     Raises:
         Misuse: there, on every rank.
     """
-    if axes.stages:
+    if axes.stage_axis:
         raise Misuse(
-            f"{what} of a model in stages (pp {axes.size(axes.stages)}) is not supported yet: this rank has the "
+            f"{what} of a model in stages (pp {axes.size(axes.stage_axis)}) is not supported yet: this rank has the "
             "parameters of its own stages alone. Save it by tz.checkpoint.save(path, model, optimizer), or take pp 1."
         )

@@ -204,7 +204,7 @@ def publishes_late(spec: BucketSpec) -> bool:
 
 def copied_bytes(spec: BucketSpec, pending_bytes: int) -> int:
     """Unreduced gradients of the other stages that have the same parameters, as they come to be added."""
-    return pending_bytes * max(0, len(spec.stages) - 1)
+    return pending_bytes * max(0, len(spec.tied_ranks) - 1)
 
 
 def finished_bytes(spec: BucketSpec) -> int:

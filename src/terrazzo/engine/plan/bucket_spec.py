@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from terrazzo.engine.formats.format_names import FrozenFormat
-from terrazzo.engine.mesh.family import SAME_DATA_AXES
+from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.error_feedback import RESIDUAL_DTYPE
 from terrazzo.engine.plan.gradient_wire import Axis, GradientWire
@@ -64,7 +64,7 @@ class BucketSpec:
             anyway, and what the plan keeps of them is put beside.
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
-        stages: the ranks along the axis of stages that have these parameters, where several do.
+        tied_ranks: the ranks along `pp` that have these parameters, where several do.
         packed: in which frozen weights rest and are gathered; None: in a dtype.
         in_blocks: whether its parameters may be sent in blocks, as matrices may; see `travels_in_blocks`.
         diloco: how replicas train by themselves, if they do.
@@ -79,7 +79,7 @@ class BucketSpec:
     keep: bool | None = None
     stored: torch.dtype | None = None
     on_host: bool = False
-    stages: tuple[int, ...] = ()
+    tied_ranks: tuple[int, ...] = ()
     packed: FrozenFormat | None = None
     in_blocks: bool = False
     diloco: DiLoCo | None = None
@@ -101,6 +101,15 @@ class BucketSpec:
     def optim_axes(self) -> tuple[str, ...]:
         """Axes over which master weights and what the optimizer keeps are split; frozen weights have neither."""
         return self.plan.optim.axes if self.trainable else self.plan.weight.axes
+
+    def copied_along(self, split: tuple[str, ...], apart: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Axes along which ranks have the same of a state.
+
+        Args:
+            split: the axes over which it is split.
+            apart: those along which each rank has one of its own.
+        """
+        return tuple(axis for axis in self.ranks if axis not in (*split, *apart))
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
@@ -318,10 +327,9 @@ class BucketSpec:
         grad, optim = self.plan.grad.axes, self.optim_axes
         partial_axes = grad or optim
         partial = self._scatters((), partial_axes)
-        replicas = [axis for axis in self.ranks if axis not in optim]  # whose ranks keep the same state
         finish = [
             *self._scatters(partial_axes, optim),
-            *self.gradient_wire.all_reduces(replicas, self.numel(optim)),
+            *self.gradient_wire.all_reduces(self.copied_along(optim), self.numel(optim)),
         ]
         finishing_bytes = self.numel(partial_axes) * self.precision.accumulate.itemsize if partial and finish else 0
         return Sums(
@@ -359,7 +367,7 @@ class BucketSpec:
     @property
     def outer_axes(self) -> tuple[str, ...]:
         """Axes over which states of outer steps are split: all of a replica along which ranks see other data."""
-        return (*self.optim_axes, *(axis for axis in self.ranks if axis not in (*self.optim_axes, *SAME_DATA_AXES)))
+        return (*self.optim_axes, *(axis for axis in seeing_other_data(self.ranks) if axis not in self.optim_axes))
 
     @property
     def outer_states(self) -> int:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from terrazzo.engine.formats.format_names import WireFormat
-from terrazzo.engine.mesh.family import SAME_DATA_AXES
+from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.plan.error_feedback import ResidualSpec, adding_bytes, residuals_along
 from terrazzo.engine.plan.moves import MoveBytes
 from terrazzo.engine.plan.precision import Precision
@@ -56,7 +56,7 @@ class GradientWire:
     @cached_property
     def block_axis(self) -> str | None:
         """Axis along which gradients are sent in blocks, the outermost data axis; None for none."""
-        data = [axis for axis in self.ranks if axis not in SAME_DATA_AXES]
+        data = seeing_other_data(self.ranks)
         return data[-1] if data and self.form is not None else None
 
     @cached_property

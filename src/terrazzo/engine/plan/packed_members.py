@@ -22,7 +22,7 @@ def packed_members(spec: UnitSpec, precision: Precision) -> frozenset[int]:
 def _is_packed(spec: UnitSpec, member: Member) -> bool:
     inside = member.name.rpartition(".")[0] != spec.name
     of_numbers = member.parameter.dtype.is_floating_point  # and not codes that the module decodes itself
-    return member.is_matrix and inside and of_numbers and not member.trainable and not member.stages
+    return member.is_matrix and inside and of_numbers and not member.trainable and not member.tied_ranks
 
 
 def cuts_blocks(box: Box, numel: int) -> bool:

@@ -38,7 +38,7 @@ class Member:
     is_matrix: bool = False
     record: Record | None = None
     group: int = -1
-    stages: tuple[int, ...] = ()
+    tied_ranks: tuple[int, ...] = ()
     registered: tuple[tuple[dict[str, Any], str], ...] = ()
 
     @property

@@ -23,9 +23,9 @@ class ShardingSpec:
     """Settings that every bucket of a model follows. What changes in training is in its `Progress` and its `Tally`.
 
     Attributes:
-        axes: of the mesh, and over which gradients are summed.
+        axes: of the mesh.
         mesh_plan: the plan in the data axes of the mesh, whichever the family.
-        family: of the parameters.
+        family: of the parameters, which says over which axes their gradients are summed.
         diloco: how replicas train by themselves; None: gradients are summed over them.
     """
 
@@ -41,8 +41,7 @@ class ShardingSpec:
         return self._over(self.family).regathered_as(self._over(Family.DENSE))
 
     def _over(self, family: Family) -> Plan:
-        axes = self.axes.of(family)
-        return self.mesh_plan.along(family.renamed).over(axes.live(axes.summed_over))
+        return self.mesh_plan.along(family.renamed).over(self.axes.live(self.axes.summed_over(family)))
 
     def fate_of(self, last: bool, local: bool | None = None) -> GradientFate:
         """Fate of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
@@ -65,17 +64,8 @@ class ShardingSpec:
     @cached_property
     def ranks(self) -> Mapping[str, Collectives]:
         """The axes with more than one rank over which gradients are summed, data axes first."""
-        return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.summed_over)}
+        return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.summed_over(self.family))}
 
     def of(self, family: Family) -> ShardingSpec:
         """Return the same settings for parameters of that family."""
-        return self if family is self.family else replace(self, axes=self.axes.of(family), family=family)
-
-    @property
-    def contributed_over(self) -> tuple[str, ...]:
-        """Axes over which the ranks' contributions to a sum over gradients are added, so that each element counts once.
-
-        Where families are split over other groups of ranks, these are all of the mesh: see
-        `FinishedGradient.contribution`.
-        """
-        return self.axes.of_stage if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.same_data)
+        return self if family is self.family else replace(self, family=family)

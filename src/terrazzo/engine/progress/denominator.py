@@ -38,7 +38,7 @@ class Denominator:
             raise Misuse(
                 f"The gradient denominator was set to {chosen!r} when gradients had been divided by {self.unscaled:g} "
                 "already, in the last micro-batch's backward. Call set_gradient_denominator before that backward, or, "
-                "for the next step, behind step() or zero_grad() of each optimizer whose parameters have gradients."
+                "for the next step, after step() or zero_grad() of each optimizer whose parameters have gradients."
             )
         self.chosen = chosen
 

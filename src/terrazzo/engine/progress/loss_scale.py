@@ -37,7 +37,7 @@ class LossScale:
     skipped_steps = 0
 
     def begin_forward(self, model: nn.Module) -> None:
-        """The model's own forward begins, perhaps behind a backward that raised."""
+        """The model's own forward begins, perhaps after a backward that raised."""
 
     def check_unit(self, title: str) -> None:
         """A unit runs outside of the model's forward, and is differentiated.
@@ -101,7 +101,7 @@ class LossScale:
 
 
 class DynamicLossScale(LossScale):
-    """A power of two that grows while gradients are finite, and shrinks behind steps where they were not."""
+    """A power of two that grows while gradients are finite, and shrinks after steps where they were not."""
 
     scales = True
 

@@ -15,9 +15,9 @@ __all__ = ["NotedNumbers"]
 class NotedNumbers:
     """Numbers by name, as they were when this was made: an optimizer's hyper-parameters, factors of gradients.
 
-    One in a device's memory, such as an `lr` that is a tensor there, goes to the host behind what is queued: a copy of
+    One in a device's memory, such as an `lr` that is a tensor there, goes to the host after what is queued: a copy of
     eight bytes. `values` waits for it, where ranks next meet. The device, which has the forward to do by
-    then, is kept busy; but the host is no longer further ahead of it than the pass that comes behind its last step.
+    then, is kept busy; but the host is no longer further ahead of it than the pass that comes after its last step.
 
     Args:
         numbers: tensors have one element; what is in the host's memory is read at once.

@@ -92,7 +92,7 @@ class Progress:
         self.steps += 1
 
     def begin_forward(self) -> None:
-        """A differentiated forward begins: behind a backward that raised, it is the same micro-batch again.
+        """A differentiated forward begins: after a backward that raised, it is the same micro-batch again.
 
         Raises:
             Misuse: where gradients of earlier micro-batches went with that backward.

@@ -5,8 +5,8 @@
     private_torch  what torch does not document and the engine uses, looked up once; a torch without it is named
     compiled       what torch's compiler has made of modules
     callers        who has called what runs now, by Python's stack
-    worker         threads that do a rank's errands
-    process_groups what torch knows of a process group: backends, patience
+    worker         threads that work for a rank in the background
+    process_groups what torch knows of a process group: backends, timeout
     device         streams, events, pinned memory, the current device; alone says `torch.cuda`
     pages          large pages for big CPU buffers, and what fresh memory costs
     system         what Linux says of the machine, of this process, and of the control groups whose limits hold for it

@@ -161,7 +161,7 @@ class Stream:
 
     @contextlib.contextmanager
     def completing(self, after: torch.Event | None) -> Iterator[None]:
-        """Queue what is done inside behind a mark, and return once it has ended; for threads that only copy."""
+        """Queue what is done inside after a mark, and return once it has ended; for threads that only copy."""
         set_current(self.device)
         with self.inside():
             self.wait_event(after)

@@ -115,5 +115,5 @@ def oom_kills(root: Path = SYS) -> int | None:
 
 
 def _stat(pid: int, root: Path) -> list[str]:
-    """The words of `/proc/PID/stat` behind the program's name: its state first; none where there is no such process."""
+    """The words of `/proc/PID/stat` after the program's name: its state first; none where there is no such process."""
     return text_of(root.parent / f"proc/{pid}/stat").rpartition(")")[2].split()

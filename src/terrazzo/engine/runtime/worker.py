@@ -1,4 +1,4 @@
-"""Threads that do a rank's errands: exchanges with its neighbours, transfers from and to host memory and swap files."""
+"""Threads that work for a rank in the background: exchanges with its neighbours, copies, swap files."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class Worker:
         _end(self._jobs, len(self._threads))
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Have a thread do `work`, behind what came before.
+        """Have a thread do `work`, after what came before.
 
         Raises:
             Misuse: in a forked child, and once it is closed.
         """
         require_own(self._process)
         job = Job()
-        with self._closing:  # what comes behind the end would never be done
+        with self._closing:  # what comes after the end would never be done
             if self._closed:
                 raise Misuse("A job was given to threads that have been closed: give it before close().")
             self._jobs.put((job, work))

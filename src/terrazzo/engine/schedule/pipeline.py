@@ -56,7 +56,7 @@ class PipelineSchedule(Schedule):
         self.set_fate(GradientFate.FINISHED)
         backward = self.begin_backward()
         for unit in self.units:  # nothing of another kind is under way: what stages share waits for other ranks
-            unit.add_stages()
+            unit.sum_tied()
         for unit in reversed(self.units):
             backward.close([unit])
             self._reductions.make_room()

@@ -86,7 +86,7 @@ class Runnable(Protocol):
     def expect_gradients(self, fate: GradientFate) -> None:
         """Allocate memory for gradients that its backward, which begins, will bring."""
 
-    def add_stages(self) -> None:
+    def sum_tied(self) -> None:
         """Add to its gradients those of the parameters that other stages share with it. Collective over these."""
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -63,8 +63,8 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         stepped = [[member.name, member.group] for member in members if member.group >= first]
         facts = {"optimizer": optimizer_facts(optimizer)}
         of_stage = {"optimizer state": state_facts(optimizer), "parameters": stepped}
-        check_alike(axes, {**facts, **of_stage}, axes.with_replicas)
-        check_alike(axes, facts, axes.stages)
+        check_alike(axes, {**facts, **of_stage}, axes.same_stage)
+        check_alike(axes, facts, axes.stage_axis)
         all_templates = [*engine.drivers.templates, *templates]
         all_or_none(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
     except BaseException:

@@ -26,7 +26,7 @@ def check_versions(axes: Axes) -> None:
     Raises:
         BadInput: on every rank.
     """
-    check_alike(axes, versions(), axes.everyone, "Install the same on every machine.")
+    check_alike(axes, versions(), axes.whole_mesh, "Install the same on every machine.")
 
 
 @functools.cache

@@ -85,7 +85,7 @@ class InitialValues:
         own = fresh[: len(fresh) - len(spec.drawn)]
         for parameters, attribute in (each for member in spec.drawn for each in member.registered):
             parameters[attribute] = None
-        synchronize([member.parameter for member, _, _ in own], self._axes, self._axes.of_stage)
+        synchronize([member.parameter for member, _, _ in own], self._axes, self._axes.within_stage)
         self._forgotten += [(member.name, kind) for member, _, kind in own if _is_unset(member.parameter)]
         for member, _, _ in own:
             if member.record is not None:
@@ -185,7 +185,7 @@ def check_initializable(model: nn.Module) -> None:
 def move_buffers(model: nn.Module, axes: Axes) -> None:
     """Bring every buffer to the device, those that modules share together, with the first rank's values."""
     replace_buffers(model, lambda buffer: buffer.to(axes.device))
-    synchronize(list(model.buffers()), axes, axes.of_stage)
+    synchronize(list(model.buffers()), axes, axes.within_stage)
 
 
 def _replace(member: Member, value: Tensor) -> None:

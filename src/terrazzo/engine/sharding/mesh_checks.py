@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGES
+from terrazzo.engine.mesh.family import DATA_AXES, SAME_DATA_AXES, STAGE_AXIS
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 
@@ -47,14 +47,14 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
         BadInput: there.
     """
     dims = mesh.mesh_dim_names or ()
-    if not axes.summed_over or any(dim not in (*DATA_AXES, *SAME_DATA_AXES, STAGES) for dim in dims):
+    if not axes.data or any(dim not in (*DATA_AXES, *SAME_DATA_AXES, STAGE_AXIS) for dim in dims):
         raise BadInput(
             f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
             "dp_replicate, dp_shard and cp, of which it needs one, tp and pp; ep is cut out of these. Make it with "
             "tz.mesh, or name them: "
             'mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
         )
-    backend = backend_of(mesh.get_group(axes.summed_over[0]), axes.device)
+    backend = backend_of(mesh.get_group(axes.data[0]), axes.device)
     if axes.device.type == "cuda" and backend == "gloo":
         raise BadInput(
             "The mesh is on CUDA, but the process group's backend for CUDA tensors is gloo. Initialise it with "

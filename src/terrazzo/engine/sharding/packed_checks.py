@@ -27,7 +27,7 @@ def check_packed(units: Sequence[Unit], precision: Precision, axes: Axes, offloa
     if form is None:
         return
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.spec.packed is not None]
-    if not buckets and not axes.stages:  # whose other ranks may have some
+    if not buckets and not axes.stage_axis:  # whose other ranks may have some
         raise BadInput(
             f"precision: frozen is {form}, and no unit has a frozen weight of a linear layer that could be kept so. "
             "Freeze the model with requires_grad_(False) before adapters are added and before tz.shard, name blocks "

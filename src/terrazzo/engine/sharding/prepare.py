@@ -139,8 +139,8 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     of_stage: dict[str, object] = {"parameters": model_facts(arguments.specs), "compiled units": compiled}
     of_stage["buffers"] = buffer_facts(model)
     of_stage["optimizer state"] = [state_facts(each) for each in arguments.optimizers]
-    check_alike(axes, {**facts, **of_stage}, axes.with_replicas)
-    check_alike(axes, facts, axes.stages)
+    check_alike(axes, {**facts, **of_stage}, axes.same_stage)
+    check_alike(axes, facts, axes.stage_axis)
     check_parts([member for spec in arguments.specs for member in spec.members], axes)
     replica = axes if options.diloco is None else axes.with_replicas_apart()
     sharding = ShardingSpec(replica, arguments.plan, arguments.precision, diloco=options.diloco)
@@ -169,25 +169,25 @@ def _read_arguments(
     if options.diloco is not None:
         check_diloco(options.diloco, plan, precision, axes, options.offload)
         axes = axes.with_replicas_apart()
-    plan = plan.resolve(axes.summed_over)
+    plan = plan.resolve(axes.data)
     check_precision(precision, axes)
     check_dtypes(model, precision)
     names, why_units = find_units(model, options.units)
     drawn = partition(model, names)
     for spec in drawn:
-        _note_stages(model, spec.members)
+        _note_ties(model, spec.members)
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
     built = _build_optimizers(model, optimizer, specs, axes.device)
     return _ShardArguments(plan, precision, specs, drawn, why_units, built, bool(offloading_of(model)))
 
 
-def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
-    """Note on each member with which other stages this rank shares it."""
+def _note_ties(model: nn.Module, members: Iterable[Member]) -> None:
+    """Note on each member with which other ranks along `pp` this one shares it."""
     if (stages := stages_of(model)) is not None:
         for member in members:
             holders = stages.holders(member.names)
-            member.stages = holders if len(holders) > 1 else ()
+            member.tied_ranks = holders if len(holders) > 1 else ()
 
 
 def _lay_out(
@@ -273,7 +273,7 @@ class _GroupKey(NamedTuple):
         family: over which axes their gradients are summed.
         optimizer: number of the optimizer that steps them; -1 for none.
         stored: dtype of parameters that are no floating-point numbers, else empty.
-        stages: ranks along the axis of stages that hold the same of them.
+        tied_ranks: ranks along `pp` that have them, where several do.
         is_packed: whether they are kept in 4 bits.
         is_left_out: whether they are sent in a dtype where matrices are sent in blocks.
     """
@@ -282,7 +282,7 @@ class _GroupKey(NamedTuple):
     family: str
     optimizer: int
     stored: str
-    stages: tuple[int, ...]
+    tied_ranks: tuple[int, ...]
     is_packed: bool
     is_left_out: bool
 
@@ -306,7 +306,7 @@ def _bucket_groups(
             family=member.family.value,
             optimizer=owners[member.group] if member.trainable and member.group >= 0 else -1,
             stored=stored,
-            stages=member.stages,
+            tied_ranks=member.tied_ranks,
             is_packed=member.position in packed,
             is_left_out=in_blocks and not stored and not travels_in_blocks(member.shape),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import REPLICAS
+from terrazzo.engine.mesh.family import REPLICA_AXIS
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.place import Plan
@@ -26,10 +26,10 @@ def check_diloco(diloco: object, plan: Plan, precision: Precision, axes: Axes, o
     """
     if not isinstance(diloco, DiLoCo):
         raise BadInput(f"diloco is {diloco!r}; pass a tz.DiLoCo, such as tz.DiLoCo(sync_every=10).")
-    if REPLICAS not in axes.summed_over or len(axes.summed_over) < 2:
+    if REPLICA_AXIS not in axes.data or len(axes.data) < 2:
         raise BadInput(
             "diloco needs a mesh with the axes dp_replicate, whose groups train by themselves, and dp_shard, the ranks "
-            f"of one group; this mesh has {', '.join(axes.of_stage)}. Pass mesh=tz.mesh(dp_replicate=2), which has "
+            f"of one group; this mesh has {', '.join(axes.within_stage)}. Pass mesh=tz.mesh(dp_replicate=2), which has "
             "both."
         )
     if plan.groups:

@@ -11,7 +11,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.backends import backend_of
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import SAME_DATA_AXES
+from terrazzo.engine.mesh.family import seeing_other_data
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import PAGE_BYTES
@@ -38,7 +38,7 @@ def check_precision(precision: Precision, axes: Axes) -> None:
         BadInput: there.
     """
     device = axes.device
-    groups = [axes.along(axis).group for axis in axes.live(axes.of_stage)]
+    groups = [axes.along(axis).group for axis in axes.live(axes.within_stage)]
     if precision.reduce == torch.float16 and any(backend_of(group, device) == "nccl" for group in groups):
         raise BadInput(
             "precision: reduce='fp16' with NCCL, which sums in the dtype that is sent: a sum over ranks overflows "
@@ -129,15 +129,10 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
 
 def warn_of_unused_formats(sharding: ShardingSpec, buckets: Iterable[Bucket]) -> None:
     """Warn of what a precision says of messages where none of `buckets` has any; see `Precision.unused_under`."""
-    of_buckets = [Precision.unused_under(bucket.spec.plan, _data_axes(bucket)) for bucket in buckets]
+    of_buckets = [Precision.unused_under(bucket.spec.plan, seeing_other_data(bucket.spec.ranks)) for bucket in buckets]
     for why, names in of_buckets[0].items():
         if all(why in unused for unused in of_buckets):
             _warn_of(sharding.precision, names, sharding.mesh_plan, why)
-
-
-def _data_axes(bucket: Bucket) -> Sequence[str]:
-    axes = bucket.axes
-    return [axis for axis in axes.live(axes.summed_over) if axis not in SAME_DATA_AXES]
 
 
 def _warn_of(settings: Offload | Precision, names: Iterable[str], plan: Plan, why: str, instead: str = "") -> None:

@@ -172,7 +172,7 @@ def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store
 def _ranks_beside(axes: Axes) -> int:
     """Number of ranks of the mesh on this host, as they hear of each other. Collective."""
     own = torch.tensor([zlib.crc32((boot_id() or socket.gethostname()).encode())], device=axes.device)
-    return max(1, int((axes.rows(own, axes.everyone) == own).sum()))
+    return max(1, int((axes.rows(own, axes.whole_mesh) == own).sum()))
 
 
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
@@ -185,7 +185,7 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
             continue
         for bucket in unit.buckets:
             loaded = [member.parameter for member in bucket.members if member.parameter not in fresh]
-            synchronize(loaded, axes, (*bucket.axes.summed_over, *bucket.axes.replicas))
+            synchronize(loaded, axes, (*bucket.spec.ranks, *bucket.axes.replica_axis))
             bucket.build(store)
     values.finish()
     for built in prepared.optimizers:
@@ -198,7 +198,7 @@ def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Sto
     tally.traffic.count_along(exchanged_along(model))
     tally.reset()
     axes, stages = sharding.axes, stages_of(model)
-    progress = Progress(Denominator(axes.size(axes.summed_over)))
+    progress = Progress(Denominator(axes.size(axes.data)))
     meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(units) else None
     if stages is None:
         schedule = Schedule(units, prefetch, meeting, progress.denominator.divisor)

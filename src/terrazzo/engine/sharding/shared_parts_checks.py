@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine.consensus.joint_checks import all_or_none
 from terrazzo.engine.instrumentation.traffic import Traffic
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.mesh.family import STAGES, Family
+from terrazzo.engine.mesh.family import STAGE_AXIS, Family
 from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.pipeline.stages import stages_of
@@ -63,7 +63,7 @@ def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
         BadInput: there.
     """
     dims = mesh.mesh_dim_names or ()
-    size = mesh.size(dims.index(STAGES)) if STAGES in dims else 1
+    size = mesh.size(dims.index(STAGE_AXIS)) if STAGE_AXIS in dims else 1
     stages = stages_of(model)
     if stages is not None:
         check_uncompiled(model)
@@ -127,7 +127,7 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             numels = axes.total(torch.tensor([m.parameter.numel() for m in cut], device=axes.device), along).tolist()
             halves = zip(cut, numels, strict=True)
             wrong += [member.name for member, numel in halves if numel != torch.Size(member.shape).numel()]
-    if axes.maximum(torch.tensor([len(wrong)], device=HOST), axes.everyone).item():
+    if axes.maximum(torch.tensor([len(wrong)], device=HOST), axes.whole_mesh).item():
         raise BadInput(
             f"{listed(wrong) or 'Parameters of other ranks'}: the ranks along which they are cut do not have the whole "
             "of it between them. Pass tz.shard the mesh that tz.parallelize was given, and leave parameters "
@@ -148,7 +148,7 @@ def _check_known_to_mesh(members: Sequence[Member], axes: Axes) -> None:
     if recorded:
         raise BadInput(
             f"The model was cut by tz.parallelize ({listed(recorded)}), but the mesh has the axes "
-            f"{', '.join(axes.summed_over)}. Pass tz.shard the mesh that tz.parallelize was given."
+            f"{', '.join(axes.data)}. Pass tz.shard the mesh that tz.parallelize was given."
         )
     if frozen := [member.name for member in members if member.family is Family.EXPERT and not member.trainable]:
         raise BadInput(

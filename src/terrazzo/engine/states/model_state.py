@@ -220,8 +220,8 @@ class ModelState:
             driver.off_device.restored("weights")
         engine.restart_round()
         engine.blocks.show_changed()
-        differing = engine.axes.differing(hashes, engine.axes.with_replicas)
-        if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), engine.axes.everyone).item():
+        differing = engine.axes.differing(hashes, engine.axes.same_stage)
+        if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), engine.axes.whole_mesh).item():
             raise RanksApart(
                 "load_state_dict: the ranks were given other values of "
                 f"{listed([*map(repr, differing)]) or 'what other stages have'}, and each has kept its own part. "
@@ -238,7 +238,7 @@ class ModelState:
         names = {each[0]: _name_in(state, each) or "" for each in self._names}
         names |= {buffer.name: name or "" for buffer, name in buffers}
         found = {own: zlib.crc32(name.encode()) for own, name in names.items()}
-        if differing := axes.differing(found, axes.everyone):
+        if differing := axes.differing(found, axes.whole_mesh):
             raise RanksApart(
                 f"load_state_dict: the ranks were given other names; of {listed([*map(repr, differing)])} some ranks "
                 f"alone have one. Nothing has been loaded. {_GIVE_ALL}"
@@ -270,7 +270,7 @@ class ModelState:
             BadInput: there.
         """
         _check_shapes(state, shapes)
-        spread = [name for name in shapes if is_dtensor(state[name])] if self._engine.axes.stages else []
+        spread = [name for name in shapes if is_dtensor(state[name])] if self._engine.axes.stage_axis else []
         if spread:
             raise BadInput(
                 f"load_state_dict: {listed([*map(repr, spread)])} are DTensors, and this rank has stages of the model "
@@ -280,7 +280,7 @@ class ModelState:
     def _hashed(self, full: Tensor) -> Tensor:
         """Digest that ranks compare of a full tensor, wherever each has it; 0 where no other has it."""
         axes = self._engine.axes
-        return digest(full.cpu()) if axes.live(axes.with_replicas) else torch.zeros((), dtype=torch.int64, device=HOST)
+        return digest(full.cpu()) if axes.live(axes.same_stage) else torch.zeros((), dtype=torch.int64, device=HOST)
 
 
 _GIVE_ALL = (

@@ -221,7 +221,7 @@ class OptimizerStates:
 
     def _taken(self, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], _Taken]:
         """Cut this rank's part out of each state, by name and kind."""
-        taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.of_stage)
+        taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.within_stage)
         for name, kinds in by_name.items():
             for kind in kinds:
                 value, spec = torch.as_tensor(kinds[kind]).detach(), self._template_of(name)[kind]
@@ -246,7 +246,7 @@ class OptimizerStates:
         Raises:
             RanksApart: there.
         """
-        if differing := self.engine.axes.differing(facts, self.engine.axes.of_stage):
+        if differing := self.engine.axes.differing(facts, self.engine.axes.within_stage):
             raise RanksApart(
                 f"optimizer.load_state_dict: the ranks were given other states of {listed([*map(repr, differing)])}. "
                 "Nothing has been loaded. Give every rank the same state dict."
@@ -295,7 +295,7 @@ class OptimizerStates:
                     numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in fixed]
                     row = torch.cat([torch.zeros(1, dtype=torch.float64, device=HOST), *numbers])
                     rows[slot.name][: len(row)] = row
-        agreed = self.engine.axes.maximum(table, self.engine.axes.of_stage)
+        agreed = self.engine.axes.maximum(table, self.engine.axes.within_stage)
         rows_agreed = zip(self._located, agreed, strict=True)
         return {name: list(_unpacked(self._template_of(name), row[1:])) for name, row in rows_agreed if row[0] == 0}
 

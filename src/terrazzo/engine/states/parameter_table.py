@@ -49,15 +49,15 @@ def parameter_table(model: nn.Module) -> list[TableRow]:
     axes = engine_of(model).axes
     shapes = {names: tuple(parameter.shape) for names, parameter in parameters_by_names(model).items()}
     own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}
-    stage, buckets = axes.stage, engine_of(model).buckets()
-    primary = {slot.name for bucket in buckets if bucket.is_primary for slot in bucket.slots}
+    stage, buckets = axes.pp_rank, engine_of(model).buckets()
+    primary = {slot.name for bucket in buckets if bucket.counted.here for slot in bucket.slots}
     table = torch.zeros((len(shapes), 5), dtype=torch.int64, device=HOST)  # of what other ranks have, lower than theirs
     for row, (name, *_) in zip(table, shapes, strict=True):
         if name in primary:
             position, info = own[name]
             numbers = [stage, position, _DTYPES.index(info.dtype), info.group + 1, info.states is not None]
             row.copy_(torch.tensor(numbers, device=HOST))
-    agreed = axes.maximum(table, axes.stages).tolist()
+    agreed = axes.maximum(table, axes.stage_axis).tolist()
     return [
         TableRow(
             names, own[names[0]][1].shape if names[0] in own else shape, _DTYPES[dtype], group - 1, bool(stepped),

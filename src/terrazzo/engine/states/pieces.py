@@ -101,7 +101,7 @@ def require_known_states(drivers: Iterable[OptimizerDriver]) -> None:
             raise Misuse(
                 f"This {driver.kind.__name__} keeps {listed([*map(repr, unknown)])} for param group {segment.group}, "
                 "which a step with the settings that it had at tz.shard does not make: it could be neither saved nor "
-                "loaded. Give it such settings before tz.shard, SGD its momentum say, and turn them off behind it "
+                "loaded. Give it such settings before tz.shard, SGD its momentum say, and turn them off after it "
                 "until they are wanted; an optimizer of your own makes all of its states in its first step."
             )
 

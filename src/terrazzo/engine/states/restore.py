@@ -111,7 +111,7 @@ def _residuals_taken_over(
     Of m ranks that have one of their own of a parameter, number r takes over the numbers r, r + m, r + 2m and so on,
     added in that order in fp32; where no sums are encoded here, those of sums likewise.
     """
-    if (own := residual.number_of(member.replicated)) is None:
+    if (own := saved.bucket.counted.residual_number(residual.spec, member)) is None:
         return _SummedStates(source, [])
     kinds = [saved.kind] if len(saved.bucket.gradient.residuals) > 1 else [RESIDUAL, RESIDUAL_OF_SUMS]
     return _SummedStates(source, [taken for kind in kinds for taken in _numbered(source, slot.name, kind, *own)])

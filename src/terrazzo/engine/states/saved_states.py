@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting
+from terrazzo.engine.buckets.resting.counted_once import NOTHING
 from terrazzo.engine.plan.diloco import OUTER_MOMENTUM
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
@@ -18,9 +19,6 @@ from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.runtime.calls import do_nothing
 
 __all__ = ["SavedState", "copied_along", "saved_states", "saved_weights", "share_in_replica"]
-
-
-_NOTHING = Range(0, 0)
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class SavedState:
         """Name of this rank's state of a parameter; None where another rank's gradient of it counts."""
         if self.residual is None:
             return self.kind
-        number = self.residual.number_of(member.replicated)
+        number = self.bucket.counted.residual_number(self.residual.spec, member)
         return None if number is None else numbered(self.kind, number[0])
 
 
@@ -68,36 +66,35 @@ def saved_states(buckets: Iterable[Bucket], averages: Mapping[Bucket, Buffer]) -
     for bucket in (bucket for bucket in trainable if bucket in averages):
         yield SavedState(bucket, "average", averages[bucket], _share(bucket), copied_along(bucket))
     for bucket in trainable:
-        axes = bucket.axes
-        along = axes.live(axis for axis in (*axes.summed_over, *axes.replicas) if axis not in bucket.spec.outer_axes)
+        axes, split = bucket.axes, bucket.spec.outer_axes
+        along = (*bucket.spec.copied_along(split), *axes.live(axes.replica_axis))
         for momentum in bucket.outer[1:]:
-            share = momentum.range if bucket.is_primary and not axes.replica else _NOTHING
+            share = _of_first_replica(bucket, bucket.counted.saved(split))
             yield SavedState(bucket, OUTER_MOMENTUM, momentum, share, along, _zeroing(momentum))
     for bucket in trainable:
-        axes = bucket.axes
         for residual in bucket.gradient.residuals:
-            kind, split, apart = residual.spec
-            along = tuple(axis for axis in axes.summed_over if axis not in (*split, *apart))
-            share = bucket.space.range((*split, *along)) if bucket.is_primary else _NOTHING
-            yield SavedState(bucket, kind, residual.committed, share, axes.live(along), residual.clear, residual)
+            kind, *split_and_apart = residual.spec
+            share, along = bucket.counted.saved(*split_and_apart), bucket.spec.copied_along(*split_and_apart)
+            yield SavedState(bucket, kind, residual.committed, share, along, residual.clear, residual)
 
 
 def copied_along(bucket: Bucket) -> tuple[str, ...]:
-    """The axes with more than one rank along which ranks hold the same weights and moments of a bucket."""
-    axes = bucket.axes
-    return axes.live(axis for axis in axes.summed_over if axis not in bucket.spec.optim_axes)
+    """The axes along which ranks hold the same weights and moments of a bucket."""
+    return bucket.spec.copied_along(bucket.spec.optim_axes)
 
 
 def share_in_replica(bucket: Bucket) -> Range:
-    """Range that this rank saves of its replica's own states: ranks that hold the same save a part each."""
-    split = bucket.spec.optim_axes
-    every = (*split, *(axis for axis in bucket.axes.summed_over if axis not in split))
-    return bucket.space.range(every) if bucket.is_primary else _NOTHING
+    """Range that this rank saves of its replica's own states."""
+    return bucket.counted.saved(bucket.spec.optim_axes)
 
 
 def _share(bucket: Bucket) -> Range:
-    """Range that this rank saves of states that are the same in all replicas: the first one saves them."""
-    return share_in_replica(bucket) if not bucket.axes.replica else _NOTHING
+    """Range that this rank saves of states that are the same in all replicas."""
+    return _of_first_replica(bucket, share_in_replica(bucket))
+
+
+def _of_first_replica(bucket: Bucket, share: Range) -> Range:
+    return NOTHING if bucket.axes.replica else share
 
 
 def _zeroing(state: Resting) -> Callable[[], None]:

@@ -22,7 +22,7 @@ def shows_all(model: nn.Module) -> bool:
     8 bits are what is left of master weights. Inside `tz.gathered` parameters are what the user reads and writes there.
     """
     engine = engine_of(model)
-    if engine.axes.stages or any(engine.axes.cut_along(bucket.family) for bucket in engine.buckets()):
+    if engine.axes.stage_axis or any(engine.axes.cut_along(bucket.family) for bucket in engine.buckets()):
         return False
     return engine.blocks.is_open or all(bucket.spec.resident and not _is_rounded(bucket) for bucket in engine.buckets())
 

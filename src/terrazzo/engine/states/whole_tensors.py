@@ -39,9 +39,9 @@ def collect_buffers(model: nn.Module) -> None:
     if (stages := stages_of(model)) is None:
         return
     axes, buffers = engine_of(model).axes, persistent_buffers(model)
-    (along,) = (axes.along(axis) for axis in axes.stages)
+    (along,) = (axes.along(axis) for axis in axes.stage_axis)
     here = [along.rank if stages.chunks_of(*buffer.names) else -1 for buffer in buffers]
-    holders = axes.maximum(torch.tensor(here, device=HOST), axes.stages).tolist()
+    holders = axes.maximum(torch.tensor(here, device=HOST), axes.stage_axis).tolist()
     for buffer, holder in zip(buffers, holders, strict=True):
         if holder >= 0 and buffer.tensor.numel():
             values = buffer.tensor.detach().flatten()
@@ -119,7 +119,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     everywhere = sorted(parameter_table(model), key=lambda each: (each.stage, each.position))
     known = {name: each for each in everywhere for name in each.names}
     wanted = [each.name for each in everywhere] if names is None else list(names)
-    if names is not None and engine.axes.differing({"names": wanted}, engine.axes.with_stages):
+    if names is not None and engine.axes.differing({"names": wanted}, engine.axes.within_replica):
         raise RanksApart(
             "whole_weights: the ranks were not given the same names in the same order. Each tensor is put together "
             "from the parts of all: give the same list on every rank, such as a sorted one."
@@ -149,6 +149,6 @@ def _everywhere(axes: Axes, parameter: TableRow, own: Tensor | None) -> Tensor:
     """Bring a parameter that one stage has to the ranks of all; `own` is None on those of the others."""
     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=axes.device) if own is None else own
     if values.numel():
-        for axis in axes.live(axes.stages):
+        for axis in axes.live(axes.stage_axis):
             axes.along(axis).broadcast(values.view(-1), parameter.stage)
     return values

@@ -1,4 +1,4 @@
-"""What is put around forwards of units: before a model is sharded, or of compilation behind that too.
+"""What is put around forwards of units: before a model is sharded, or, of compilation, after that too.
 
 It goes around the unit's own `forward`, inside the hooks: recomputation happens while the unit's weights are gathered
 for its backward, and compiled graphs never see the engine.

@@ -36,7 +36,7 @@ def compile_units(model: nn.Module, *, units: Units | None = None, **options: An
         if hasattr(module.forward, "offloading") and not isinstance(module.forward, LayeredForward):
             raise BadInput(
                 f"The forward of a {type(module).__name__}, whose activations are offloaded, has been wrapped since: "
-                "compile units before that, right behind checkpoint_activations."
+                "compile units before that, right after checkpoint_activations."
             )
     for module in modules:
         surround(module, compiled)

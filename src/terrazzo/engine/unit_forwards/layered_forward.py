@@ -48,8 +48,8 @@ def surround(module: nn.Module, layer: Layer) -> None:
     forward: Any = module.forward
     inner, layers = (forward.inner, forward.layers) if isinstance(forward, LayeredForward) else (forward, ())
     is_offloaded = bool(layers) and isinstance(layers[-1], OffloadedActivations)
-    behind = len(layers) - 1 if is_offloaded else len(layers)
-    module.forward = LayeredForward(inner, (*layers[:behind], layer, *layers[behind:]))
+    after = len(layers) - 1 if is_offloaded else len(layers)
+    module.forward = LayeredForward(inner, (*layers[:after], layer, *layers[after:]))
 
 
 def unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:

@@ -49,4 +49,4 @@ def set_reduces(engine: Engine, required: bool, *, each: bool) -> None:
 
 def has_replicas(engine: Engine) -> bool:
     """Whether several ranks hold the same part of the optimizer state."""
-    return len(engine.sharding.plan.optim.axes) < len(engine.axes.live(engine.axes.summed_over))
+    return len(engine.sharding.plan.optim.axes) < len(engine.axes.live(engine.axes.data))

@@ -33,10 +33,10 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
             stages.
         SaveFailed: a file could not be written; nothing is left.
     """
-    if (axes := engine_of(model).axes).stages:
+    if (axes := engine_of(model).axes).stage_axis:
         raise BadInput(
-            f"save_merged of a model in stages (pp {axes.size(axes.stages)}) would add adapters that each rank has of"
-            " its own layers alone. Use save_adapter, and merge in one process: PeftModel.from_pretrained(base,"
+            f"save_merged of a model in stages (pp {axes.size(axes.stage_axis)}) would add adapters that each rank has "
+            "of its own layers alone. Use save_adapter, and merge in one process: PeftModel.from_pretrained(base,"
             " folder).merge_and_unload()."
         )
     layers, base = dict(_mergeable(model, adapter)), base_model(model)

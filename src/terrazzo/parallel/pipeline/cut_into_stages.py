@@ -67,7 +67,7 @@ def read_stages(model: nn.Module, axes: Axes, pipeline: Pipeline) -> PipelineSta
     Raises:
         BadInput: the model cannot be cut into these stages.
     """
-    rank, ranks = axes.cuts(axes.stages)[0]
+    rank, ranks = axes.coordinates(axes.stage_axis)[0]
     check_uncut(model)
     check_uncompiled(model)
     names = _names_of(model, pipeline)
@@ -82,7 +82,7 @@ def read_stages(model: nn.Module, axes: Axes, pipeline: Pipeline) -> PipelineSta
 
 def take_stages(model: nn.Module, axes: Axes, stages: PipelineStages) -> None:
     """Have `model` run this rank's stages alone, in place. Collective over all ranks."""
-    synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
+    synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.within_replica)
     modules = [model.get_submodule(name) for name in stages.line]
     away_for: dict[nn.Parameter, nn.Parameter | None] = {}
     for names, parameter in parameters_by_names(model).items():

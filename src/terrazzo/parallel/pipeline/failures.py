@@ -48,8 +48,8 @@ class Failures:
 
     def __init__(self, axes: Axes, stages: int) -> None:
         self._axes, self._stages, self._step = axes, stages, 0
-        sizes = " x ".join(str(axes.size([axis])) for axis in axes.with_stages)
-        models = _MODELS.setdefault(axes.along(axes.stages[0]).group, Counter())
+        sizes = " x ".join(str(axes.size([axis])) for axis in axes.within_replica)
+        models = _MODELS.setdefault(axes.along(axes.stage_axis[0]).group, Counter())
         models[sizes] += 1
         self._model = f"terrazzo/failed/{sizes}/{models[sizes]}"
 
@@ -81,9 +81,9 @@ class Failures:
         """
         axes, gathered = self._axes, torch.tensor([problem is not None, *numbers], dtype=torch.float64, device=HOST)
         try:
-            axes.maximum(gathered, axes.stages, patience_s if problem is not None else None)
+            axes.maximum(gathered, axes.stage_axis, patience_s if problem is not None else None)
             if patience_s is None or not gathered[0]:
-                axes.maximum(gathered, axes.of_stage)
+                axes.maximum(gathered, axes.within_stage)
         except RuntimeError as error:
             if problem is None:
                 raise self._reason_for(error) from error
@@ -100,7 +100,7 @@ class Failures:
 
     def _break_off(self) -> None:
         """Whoever waits for this rank is to hear that nothing comes."""
-        for axis in self._axes.live(self._axes.with_stages):
+        for axis in self._axes.live(self._axes.within_replica):
             self._axes.along(axis).break_off()
 
     def _reason_for(self, error: Exception) -> Exception:

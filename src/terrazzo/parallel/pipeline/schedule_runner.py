@@ -102,7 +102,7 @@ class ScheduleRunner:
             self._run_and_meet(actions, schedule)
         if self.trains:
             engine.hooks.end_micro_batches(schedule)
-        return engine.axes.total(self._losses.reshape(1), engine.axes.stages).reshape(())
+        return engine.axes.total(self._losses.reshape(1), engine.axes.stage_axis).reshape(())
 
     def _run_and_meet(self, actions: Sequence[Action], schedule: PipelineSchedule) -> None:
         """Run all actions and meet the other ranks. Where one of them fails, no gradients are left."""
@@ -122,7 +122,7 @@ class ScheduleRunner:
 
     def _meets_in_passes(self, schedule: PipelineSchedule) -> bool:
         """Whether ranks with the same stages wait for each other inside of forwards and backwards."""
-        if not self.engine.axes.live(self.engine.axes.of_stage):
+        if not self.engine.axes.live(self.engine.axes.within_stage):
             return False
         return exchanges_inside(self.model, self.engine) or not all(each.order.agreed for each in schedule.programs)
 

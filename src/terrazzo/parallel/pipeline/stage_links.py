@@ -30,7 +30,7 @@ def links_of(model: nn.Module, engine: Engine, stages: PipelineStages) -> StageL
     links = _LINKS.find(model)
     if links is None:
         axes = engine.axes
-        along, count = axes.along(axes.stages[0]), len(stages.bounds)
+        along, count = axes.along(axes.stage_axis[0]), len(stages.bounds)
         holders = [stages.holders(names) for names in parameters_by_names(model)]
         sharing = sorted({ranks for ranks in holders if len(ranks) > 1})
         messages = Messages(along, count, axes.device, sharing)

@@ -105,7 +105,7 @@ def compare_counts(model: nn.Module, engine: Engine, read: Callable[[], StepArgu
     if not (sums or exchanges_inside(model, engine)):
         read()
         return
-    given = counted_or_none(engine.axes, read, lambda arguments: len(arguments.inputs), engine.axes.of_stage)
+    given = counted_or_none(engine.axes, read, lambda arguments: len(arguments.inputs), engine.axes.within_stage)
     if given.least != given.greatest:
         raise RanksApart(
             f"tz.step was given from {given.least} to {given.greatest} micro-batches on the mesh's ranks (here "
@@ -122,7 +122,7 @@ def _row(inputs: Any, looks: bool) -> tuple[int, int]:
 def _ends(axes: Axes, numbers: Sequence[float]) -> tuple[list[float], list[float]]:
     """The least and the greatest of each number along `pp`. Collective."""
     own = torch.tensor(numbers, dtype=torch.float64, device=HOST)
-    most, least = axes.maximum(torch.stack([own, -own]), axes.stages)
+    most, least = axes.maximum(torch.stack([own, -own]), axes.stage_axis)
     return (-least).tolist(), most.tolist()
 
 

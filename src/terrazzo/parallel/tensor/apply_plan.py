@@ -42,7 +42,7 @@ def cut_matrices(cuts: TensorCuts) -> None:
 def _replace_parameters(cuts: TensorCuts) -> None:
     """Leave the records on modules, and replace cut parameters by this rank's parts. Ties are kept."""
     if (axes := cuts.ranks.axes) is not None:
-        synchronize([each for each in cuts.model.parameters() if not each.is_meta], axes, axes.of_stage)
+        synchronize([each for each in cuts.model.parameters() if not each.is_meta], axes, axes.within_stage)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for (name, attribute), record in cuts.records.items():
         module = cuts.model.get_submodule(name)

@@ -125,7 +125,7 @@ class PlannedBucket(BucketSpec):
             trainable=tensors[0].trainable,
             keep=keep,
             on_host=placement.host > 0,
-            stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
+            tied_ranks=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
             packed=packed,
             in_blocks=travels_in_blocks(tensors[0].shape),
             diloco=placement.diloco,

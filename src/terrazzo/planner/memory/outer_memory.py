@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.engine.mesh.family import REPLICAS
+from terrazzo.engine.mesh.family import REPLICA_AXIS
 from terrazzo.engine.plan.layout import round_up
 from terrazzo.planner.layout.buckets import buckets
 from terrazzo.planner.layout.placement import PlannedAxis, placed_units
@@ -30,7 +30,7 @@ def outer_held_bytes(setup: Setup, pp_rank: int) -> float:
     nbytes = settings.held_bytes(message, replicas, device.kind)
     if settings.traffic == "fp32" and replicas > 1:
         host = device.per_node if device.kind == "cpu" else 0
-        near = host and max(1, min(replicas, host // group_of(setup.mesh, REPLICAS).stride))
+        near = host and max(1, min(replicas, host // group_of(setup.mesh, REPLICA_AXIS).stride))
         nbytes += PlannedAxis(replicas, near).receive_bytes(round_up(message, replicas) * 4)
     return float(max(nbytes, _apart_bytes(setup, pp_rank)))
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from terrazzo.engine import DiLoCo, Offload, Plan, Precision
-from terrazzo.engine.mesh.family import REPLICAS
+from terrazzo.engine.mesh.family import REPLICA_AXIS
 from terrazzo.parallel import Balance, Mode
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
@@ -127,7 +127,7 @@ class Setup:
     def axis_sizes(self) -> dict[str, int]:
         """Ranks of the data axes that states are split and gradients summed over, as `Mesh.sizes`."""
         sizes = self.mesh.sizes()
-        return sizes if self.diloco is None else {axis: size for axis, size in sizes.items() if axis != REPLICAS}
+        return sizes if self.diloco is None else {axis: size for axis, size in sizes.items() if axis != REPLICA_AXIS}
 
     @property
     def splits_states(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.mesh.family import REPLICAS
+from terrazzo.engine.mesh.family import REPLICA_AXIS
 from terrazzo.planner.figures import Formula
 from terrazzo.planner.layout.buckets import PlannedBucket, buckets
 from terrazzo.planner.layout.placement import placed_units
@@ -29,7 +29,7 @@ def outer_moves(setup: Setup, pp_rank: int) -> Iterator[UnitTransfer]:
     settings, numel = setup.diloco, outer_numel(setup, pp_rank)
     if settings is None or not numel:
         return
-    group, replicas = group_of(setup.mesh, REPLICAS), setup.mesh.dp_replicate
+    group, replicas = group_of(setup.mesh, REPLICA_AXIS), setup.mesh.dp_replicate
     messages = settings.messages(numel)
     if replicas > 1:
         kind = "all_gather" if settings.traffic == "int8" else "all_reduce"

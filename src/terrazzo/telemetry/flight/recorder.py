@@ -79,7 +79,7 @@ class RingRecorder(Recorder):
             more: entries for the ring's table, such as the folder of the run.
         """
         axes = engine.axes
-        groups = {axis: dist.get_process_group_ranks(axes.along(axis).group) for axis in axes.with_stages}
+        groups = {axis: dist.get_process_group_ranks(axes.along(axis).group) for axis in axes.within_replica}
         if axes.has_experts:
             groups |= {axis: dist.get_process_group_ranks(axes.along(axis).group) for axis in ("edp", "ep")}
         self.extend_table(units=[unit.name for unit in engine.units], groups=self._table["groups"] | groups, **more)

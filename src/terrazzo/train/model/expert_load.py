@@ -73,7 +73,7 @@ class RowsCounter:
             own[:-2] = rows
         if scores is not None:
             own[-2:] = scores
-        *counts, _, entropy, tokens = axes.total(own, axes.with_stages).tolist()
+        *counts, _, entropy, tokens = axes.total(own, axes.within_replica).tolist()
         return load_of(torch.tensor(counts, dtype=torch.int64), entropy / tokens if tokens else None)
 
 

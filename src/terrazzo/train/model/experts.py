@@ -272,7 +272,7 @@ def balance_experts(model: nn.Module) -> dict[str, ExpertLoad]:
     axes = engine_of(model).axes
     loads = {name: counter.take(axes) for name, counter in counters_of(model)}
     for name, router in routers_of(model):
-        load, entropy = (axes.total(each, axes.with_stages) for each in (router.load, router.entropy))
+        load, entropy = (axes.total(each, axes.within_replica) for each in (router.load, router.entropy))
         loads[name] = load_of(load, float(entropy[0] / entropy[1].clamp(min=1)))
         with torch.no_grad():
             if router.config.balance == "bias":

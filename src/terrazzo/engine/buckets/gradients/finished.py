@@ -10,6 +10,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Resting, Space, StateStore
+from terrazzo.engine.buckets.resting.counted_once import CountedOnce
 from terrazzo.engine.comm.sums import multiply
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import Range
@@ -28,8 +29,8 @@ class FinishedGradient:
     _store: StateStore  # from `build` on
     _at_rest: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
-    def __init__(self, space: Space, spec: BucketSpec) -> None:
-        self.space, self._spec = space, spec
+    def __init__(self, space: Space, spec: BucketSpec, counted: CountedOnce) -> None:
+        self.space, self._spec, self._counted = space, spec, counted
         self.sum: SummedGradient | None = None
         self.changes = 0
 
@@ -102,14 +103,8 @@ class FinishedGradient:
         return self._read(self._range_of(index))
 
     def contribution(self, index: int | None = None) -> Tensor | None:
-        """Return the elements that this rank contributes to sums over the axes of `ShardingSpec.contributed_over`.
-
-        One rank along these axes contributes each element, however many hold it. Arguments as of `read`.
-        """
-        axes, optim = self.space.axes, self._spec.optim_axes
-        rest = axes.summed_over if axes.has_experts else axes.summed_same_data
-        own = self.space.range((*optim, *(axis for axis in rest if axis not in optim)))
-        return self._read(self._range_of(index).intersect(own))
+        """Return the elements that this rank gives to sums over ranks; see `CountedOnce.in_sums`. Else as `read`."""
+        return self._read(self._range_of(index).intersect(self._counted.in_sums))
 
     def _range_of(self, index: int | None) -> Range:
         return self.space.layout.whole if index is None else self.space.layout.slots[index].range

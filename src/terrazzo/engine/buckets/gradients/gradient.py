@@ -1,8 +1,8 @@
 """The gradient of a bucket on this rank, on its way from autograd to the optimizer.
 
-It passes through three stages; the second is there only between micro-batches that are reduced one by one:
+It takes three forms; the second is there only between micro-batches that are reduced one by one:
 
-    stage       what it is                           from                          until
+    form        what it is                           from                          until
     unreduced   UnreducedGradient: the whole space,  the first gradient of a pass  `reduce` takes it
                 of this rank's data alone
     partial     SummedGradient: the plan's `grad`    `reduce` of a micro-batch     the next `reduce` adds it to its own
@@ -30,6 +30,7 @@ from terrazzo.engine.buckets.gradients.residual import Residual
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.buckets.gradients.unreduced import UnreducedGradient
 from terrazzo.engine.buckets.resting.buffer import Buffer, Space, StateStore
+from terrazzo.engine.buckets.resting.counted_once import CountedOnce
 from terrazzo.engine.comm.collectives import MessageRoute
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.tags import TIED_FLAGS, TIED_GRADIENTS
@@ -49,10 +50,11 @@ _TAGS = {"tied": TIED_GRADIENTS, "control": TIED_FLAGS}
 
 
 class Gradient:
-    """The gradients of all parameters of one flat space, in whichever stage they are.
+    """The gradients of all parameters of one flat space, in whichever form they are.
 
     Args:
         members: the parameters.
+        counted: whether this rank's gradient of one counts.
         ledger: counts transient memory.
         spec: says how gradients are summed over ranks, in which dtypes, where sums rest, and which residuals there are.
 
@@ -65,16 +67,17 @@ class Gradient:
 
     _store: StateStore  # from `build` on
 
-    def __init__(self, space: Space, spec: BucketSpec, members: Sequence[Member], ledger: Ledger) -> None:
+    def __init__(
+        self, space: Space, spec: BucketSpec, members: Sequence[Member], counted: CountedOnce, ledger: Ledger
+    ) -> None:
         self.space, self.spec, self.ledger = space, spec, ledger
         self._tier = spec.tiers.grad
         self.seen = [False] * len(members)
         self._unstepped = [False] * len(members)  # what has been finished, and no step has taken
-        self.finished = FinishedGradient(space, spec)
+        self.finished = FinishedGradient(space, spec, counted)
         self.residuals = [Residual(space, each, spec.residual_tier) for each in spec.gradient_wire.residuals]
         self._numels = [math.prod(member.shape) for member in members]
-        first = space.axes.is_first(space.axes.summed_same_data)
-        self._counts = [first or not member.replicated for member in members]
+        self._counts = [counted.gives_gradient(member) for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
         self._partial_at_rest: Buffer | None = None
@@ -143,18 +146,19 @@ class Gradient:
         taken, self._unreduced = self._unreduced or self._make_unreduced(fate, lent=True), None
         return taken.complete(), taken.lent
 
-    def add_stages(self) -> None:
-        """Replace the unreduced gradient by the sum over the stages that share these parameters. Collective over them.
+    def sum_tied(self) -> None:
+        """Replace the unreduced gradient by the sum over the ranks along `pp` that have these parameters too.
+        Collective over them.
 
-        The terms are added in the order of stages, so all get the same bits. A parameter counts as seen if any of these
-        stages has seen a gradient of it.
+        The terms are added in the order of ranks, so all get the same bits. A parameter counts as seen if any of these
+        has seen a gradient of it.
         """
-        axes, stages = self.space.axes, self.spec.stages
+        axes, tied = self.space.axes, self.spec.tied_ranks
         own = self.begin(GradientFate.LOCAL).complete()
-        with self.ledger.holding(own.nbytes * (len(stages) - 1)):
-            own.copy_(functools.reduce(torch.add, _on_stages(axes, stages, own, "tied")))
+        with self.ledger.holding(own.nbytes * (len(tied) - 1)):
+            own.copy_(functools.reduce(torch.add, _of_tied(axes, tied, own, "tied")))
         seen = torch.tensor(self.seen, device=HOST)
-        self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, "control")).tolist()
+        self.seen = functools.reduce(torch.logical_or, _of_tied(axes, tied, seen, "control")).tolist()
 
     def agree_on_seen(self, flags: Iterable[int]) -> None:
         """Take over which parameters have received a gradient on any rank: they count as seen here.
@@ -327,15 +331,15 @@ class Gradient:
             self.zero(set_to_none=True)
 
 
-def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
-    """Exchange a tensor among stages: those of all, in order; `own` is this rank's. Collective over them; blocks."""
-    links, here = axes.along(axes.stages[0]), axes.stage
-    others, handles = {stage: torch.empty_like(own) for stage in stages if stage != here}, []
-    for source in stages:  # all begin their messages in one order: NCCL waits for each before the next on its route
+def _of_tied(axes: Axes, tied: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
+    """Exchange a tensor among ranks along `pp`: those of all, in order; `own` is this rank's. Collective; blocks."""
+    links, here = axes.along(axes.stage_axis[0]), axes.pp_rank
+    others, handles = {rank: torch.empty_like(own) for rank in tied if rank != here}, []
+    for source in tied:  # all begin their messages in one order: NCCL waits for each before the next on its route
         if source == here:
-            handles += [links.send(own, MessageRoute(kind, here, stage), _TAGS[kind]) for stage in others]
+            handles += [links.send(own, MessageRoute(kind, here, rank), _TAGS[kind]) for rank in others]
         else:
             handles.append(links.receive(others[source], MessageRoute(kind, source, here), _TAGS[kind]))
     for handle in handles:
         handle.wait()
-    return [own if stage == here else others[stage] for stage in stages]
+    return [own if rank == here else others[rank] for rank in tied]

@@ -47,22 +47,6 @@ class Residual:
     def nbytes(self) -> int:
         return self.committed.nbytes + self._uncommitted.nbytes
 
-    def number_of(self, replicated: bool) -> tuple[int, int] | None:
-        """Number of this rank among those that have a residual of their own of a parameter, and how many these are.
-
-        Args:
-            replicated: ranks beside each other compute the same gradient, of which the first one's counts. The others
-                send zeros and never lose anything: None.
-        """
-        axes = self._space.axes
-        beside = [axis for axis in self.spec.apart if replicated and axis in axes.summed_same_data]
-        if not axes.is_first(beside):
-            return None
-        number, apart = 0, [axis for axis in self.spec.apart if axis not in beside]
-        for rank, size in axes.cuts(apart):
-            number = number * size + rank
-        return number, axes.size(apart)
-
     def encode(self, values: Tensor, blocks: BlockCodes, into: Tensor, loss_scale: float) -> None:
         """Replace the blocks `into` by those of `values` and the residual, which is what they lose from now on.
 

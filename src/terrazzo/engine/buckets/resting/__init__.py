@@ -3,6 +3,7 @@
     buffer          `Resting`, what can be asked of a state; `Buffer`, one in memory, which moves between places
     coded           `CodedState`, one in blocks of codes: what an optimizer keeps in 8 bits, frozen weights in 4
     with_remainder  `WithRemainder`, master weights in 32 bits whose upper half are weights in bf16
+    counted_once    of elements that several ranks have, which copy counts: in sums, in norms, in checkpoints
 
 Read them in that order.
 """

@@ -45,7 +45,7 @@ class Space:
     def range(self, axes: tuple[str, ...]) -> Range:
         """Part of the space that this rank has when it is split over `axes`."""
         if (known := self._ranges.get(axes)) is None:
-            known = share(self.layout.whole, self.axes.cuts(axes))
+            known = share(self.layout.whole, self.axes.coordinates(axes))
             known = self._ranges[axes] = known if self.window is None else known.intersect(self.window)
         return known
 

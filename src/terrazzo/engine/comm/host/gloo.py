@@ -76,7 +76,9 @@ class GlooCollectives(Collectives):
         chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
         if (columns := self._columns) is not None:
             stamp = self._stamp("gather")
-            yield self._errand("gather", lambda _: columns.gather(self.group, stamp, self._near, full), [full], times)
+            yield self._in_thread(
+                "gather", lambda _: columns.gather(self.group, stamp, self._near, full), [full], times
+            )
             return full
 
         def fill(sources: Sequence[_Source]) -> None:
@@ -140,7 +142,7 @@ class GlooCollectives(Collectives):
             else:
                 stamp = self._stamp("reduce")
                 go = functools.partial(columns.reduce, self.group, stamp, self._near, full, add)
-                yield self._errand("reduce", lambda _: go(), [full, *space], times)
+                yield self._in_thread("reduce", lambda _: go(), [full, *space], times)
         return total
 
     def receive_bytes(self, full_bytes: int) -> int:
@@ -196,7 +198,7 @@ class GlooCollectives(Collectives):
             for work in going:
                 work.wait()
 
-        return self._errand(kind, exchange, [*outgoing, *space], times)
+        return self._in_thread(kind, exchange, [*outgoing, *space], times)
 
     def _stamp(self, kind: str) -> Stamp:
         """The mark of the messages of an exchange that begins now.
@@ -211,7 +213,9 @@ class GlooCollectives(Collectives):
         hashes = len(EXCHANGES) // 4  # times two kinds of exchanges, and two messages of each
         return Stamp(label, number % hashes * 4 + of_kind, mixed % hashes * 4 + 2 + of_kind)
 
-    def _errand(self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times) -> Handle:
+    def _in_thread(
+        self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times
+    ) -> Handle:
         """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
         moments, ordinal = Moments(), times.ordinal
 

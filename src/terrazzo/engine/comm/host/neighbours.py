@@ -54,7 +54,7 @@ class Memory:
         self.pid, self.address, self.owner = pid, address, owner
 
     def read(self, start_bytes: int, into: Tensor) -> Tensor:
-        """Fill the contiguous tensor `into` with what lies `start_bytes` behind the address; returns it."""
+        """Fill the contiguous tensor `into` with what lies `start_bytes` after the address; returns it."""
         done, size_bytes = 0, into.nbytes
         while done < size_bytes:
             target = _Span(into.data_ptr() + done, size_bytes - done)

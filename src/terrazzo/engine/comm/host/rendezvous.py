@@ -82,7 +82,7 @@ def connect(
     others: Mapping[int, Address],
     kinds: Sequence[str],
     probe: tuple[int, int],
-    patience_s: float,
+    timeout_s: float,
 ) -> dict[int, Met]:
     """Connect with the ranks `others` of this machine, all of which do the same; the listener is closed then.
 
@@ -90,14 +90,14 @@ def connect(
         rank: of this process.
         kinds: of exchanges; each gets a line of its own.
         probe: address and value of a number in this process's memory.
-        patience_s: how long to try.
+        timeout_s: how long to try.
 
     Returns:
         Those with which every line was established, as far as this rank knows: the other one may have given up.
     """
     meeting = _Meeting(rank, listener, others, kinds, Probe(*probe))
     try:
-        meeting.go_on(time.monotonic() + patience_s)
+        meeting.go_on(time.monotonic() + timeout_s)
     finally:
         meeting.close()
     return {other: met for other, met in meeting.met.items() if len(met.lines) == len(kinds)}

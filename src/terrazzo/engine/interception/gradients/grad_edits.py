@@ -1,6 +1,6 @@
 """What users set `.grad` to, found when a backward begins or gradients are used.
 
-parameter.grad is                     before a backward                      behind it
+parameter.grad is                     before a backward                      after it
 None, and was shown                   -                                      that gradient is forgotten
 a tensor                              autograd adds to it; refused where     refused: no step would use it
                                       the sum would not be what users mean
@@ -104,7 +104,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 
 def _set_by_hand(member: Member) -> Misuse:
-    """The error for a tensor in `.grad` behind a backward, where it would change nothing."""
+    """The error for a tensor in `.grad` after a backward, where it would change nothing."""
     return Misuse(
         f"The .grad of {member.name!r} was replaced by a tensor, by hand or before tz.shard, and no step would use it: "
         "the gradients of a sharded model are in memory of the engine, where backward() puts them. Change those in "
@@ -128,5 +128,5 @@ def _put_back(member: Member) -> Misuse:
     return Misuse(
         f"The .grad of {member.name!r} was put back after its gradient had been forgotten, by zero_grad() say: it "
         "stands for what the engine holds, and holds no values itself. Run backward again, or leave zero_grad() out "
-        "until behind optimizer.step()."
+        "until after optimizer.step()."
     )

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.resting.counted_once import sums_over
 from terrazzo.engine.interception.measuring.measured import measured_gradient
 from terrazzo.engine.interception.measuring.measures import Spread
 from terrazzo.engine.model.engine import Engine
@@ -48,7 +49,7 @@ class GradientAnswers:
 
     def norm(self, key: GradientKey, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d, as of `norm_dtype`. Collective."""
-        if self._engine.axes.stages:  # torch's own clipping would scale each stage by the norm of that stage
+        if self._engine.axes.stage_axis:  # torch's own clipping would scale each stage by the norm of that stage
             raise Misuse(
                 f"The norm of {_name(key)!r} was asked for, of a model in stages (pp): a norm over the gradients that "
                 "this rank has is not that of the model. Use tz.clip_grad_norm_(model, max_norm), which gives it."
@@ -75,7 +76,7 @@ class GradientAnswers:
     def _measure(self, kind: float) -> dict[GradientKey, Tensor]:
         engine = self._engine
         self._await_scaling()
-        Spread(engine.axes, engine.sharding.contributed_over, 0).check(f"the gradients' norms of order {kind:g}")
+        Spread(engine.axes, sums_over(engine.sharding), 0).check(f"the gradients' norms of order {kind:g}")
         total = norms(
             ([bucket.gradient.finished.contribution(index)] for bucket, index in self.keys), engine.sharding, kind
         )

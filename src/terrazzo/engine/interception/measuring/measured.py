@@ -18,6 +18,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameters.note import note_of
 from terrazzo.engine.buckets.parameters.placeholder import Placeholder
+from terrazzo.engine.buckets.resting.counted_once import sums_over
 from terrazzo.engine.interception.measuring.measures import (
     ALIASES,
     ELEMENTWISE,
@@ -84,7 +85,7 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
         )
     part = bucket.gradient.finished.contribution(index)
     part = torch.empty(0, dtype=finished.data.dtype, device=HOST) if part is None else part
-    spread = Spread(axes, engine.sharding.contributed_over, math.prod(member.shape))
+    spread = Spread(axes, sums_over(engine.sharding), math.prod(member.shape))
     values = SplitValues(name, name, len(member.shape), part.to(axes.device), spread, _GRADIENTS_ARE_READ)
     measured = Measured.of(values, member.parameter)
     return Measured.__torch_function__(func, (Measured,), (measured, *rest), named)

@@ -49,7 +49,7 @@ class Spread:
             RanksApart: on every rank of the stage, where one of them measures something else: also in replicas that
                 agree. Of a tensor that is whole on each rank nothing is compared.
         """
-        if self.axes.live(self.over) and self.axes.differing({"measure": expression}, self.axes.of_stage):
+        if self.axes.live(self.over) and self.axes.differing({"measure": expression}, self.axes.within_stage):
             raise RanksApart(
                 f"The ranks have not measured the same: here it is the turn of {expression}, and on another rank of "
                 "something else. The number is of all their parts: ask for the same ones in the same order on every "

@@ -140,7 +140,7 @@ class SwapSpace:
             end = start + padded_bytes(count_bytes)
             if end > self.size_bytes:
                 raise Misuse(
-                    f"A region of {count_bytes} bytes does not fit behind byte {start} of a SwapSpace of "
+                    f"A region of {count_bytes} bytes does not fit after byte {start} of a SwapSpace of "
                     f"{self.size_bytes}: make it larger (size_bytes)."
                 )
             self._reserved_bytes = end

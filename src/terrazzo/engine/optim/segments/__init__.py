@@ -4,7 +4,7 @@
     state_placeholder   what `optimizer.state` has in the place of states that rest elsewhere
     segment             such a run as one 1-D tensor, with its gradient and its states
     state_memory        where a step of one segment finds states that are its bucket's
-    segment_step        a step of one segment: its states are loaded for that and stored behind it
+    segment_step        a step of one segment: its states are loaded for that and stored after it
     swapped_groups      param groups that hold segments inside a step, and parameters otherwise
     off_device_updates  what is asked of updates away from the device
 

@@ -83,7 +83,7 @@ class OffDeviceUpdates:
         """Refuse `what`, which sees or changes weights or states, where some have been updated and others not.
 
         Args:
-            reads: what it reads; refused behind a step that was given up, too, until that has been restored.
+            reads: what it reads; refused after a step that was given up, too, until that has been restored.
 
         Raises:
             Misuse: there.

@@ -1,4 +1,4 @@
-"""A step of one segment alone, with an optimizer's own code: its states are loaded for that, and stored behind it."""
+"""A step of one segment alone, with an optimizer's own code: its states are loaded for that, and stored after it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
     if foreign := sum(parameter not in by_parameter for _, parameter in stepped):
         raise BadInput(
             f"{foreign} of the optimizer's {len(stepped)} parameters are not parameters of this model. Build the "
-            "optimizer over model.parameters() of the model you shard, behind what replaces parameters, such as "
+            "optimizer over model.parameters() of the model you shard, after what replaces parameters, such as "
             "tz.parallelize."
         )
     owned: dict[int, int] = {}
