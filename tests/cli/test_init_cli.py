@@ -235,8 +235,15 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(arguments: tuple[str, 
 
 
 def test_a_file_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, *_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    """A full disk names no file, and what was there stays as it was: half a configuration would be read as one."""
+    real = Path.write_text
 
+    def full(path: Path, text: str, **more: Any) -> None:
+        real(path, text[: len(text) // 2], **more)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Path("mine.yaml").write_text("before")
     monkeypatch.setattr(Path, "write_text", full)
     assert refused("mine.yaml", "--yes") == "'mine.yaml' cannot be written: No space left on device."
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+    assert Path("mine.yaml").read_text() == "before"

@@ -26,12 +26,11 @@ def trace(
     import json
 
     from terrazzo.cli.shared.terminal import say
-    from terrazzo.cli.shared.written_files import writing
+    from terrazzo.cli.shared.written_files import write_output
     from terrazzo.telemetry import flights_of, trace_of
     from terrazzo.telemetry.log.run_folder import RunFolder
 
     events = trace_of(flights_of(run), steps)
     path = out or RunFolder(run).trace
-    with writing(path):
-        path.write_text(json.dumps(events), encoding="utf-8")
+    write_output(path, json.dumps(events))
     say(str(path))

@@ -10,7 +10,7 @@ from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.cli.config.text import cell_text, columns_text, say_report, say_verdicts
 from terrazzo.cli.shared.terminal import say
-from terrazzo.cli.shared.written_files import check_file, writing
+from terrazzo.cli.shared.written_files import check_file, write_output
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KINDS, KeyVerdict
 from terrazzo.dialects.registry import dialect
@@ -53,8 +53,7 @@ def convert_config(
     is_written = partial or not conversion.refused
     text = _text(conversion, understood, out)
     if is_written and out is not None:
-        with writing(out), out.open("x", encoding="utf-8") as opened:
-            opened.write(text)
+        write_output(out, text)
     if as_json:
         say_report(_as_json(str(file), conversion, understood.context, out if is_written else None))
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.cli.init.answers import DECODER, InitAnswers, Machine, Model
 from terrazzo.cli.shared.terminal import say
-from terrazzo.cli.shared.written_files import with_comments, write_model, writing
+from terrazzo.cli.shared.written_files import with_comments, write_model, write_output
 from terrazzo.config import Config, config_from_dict
 from terrazzo.documents import write_json
 from terrazzo.errors import BadInput, counted
@@ -47,10 +47,9 @@ def write_config(file: Path, answers: InitAnswers) -> None:
     config = config_from_dict(document, origin=f"'{file}'")
     notes = _checked(config, files, answers["ranks"]) if machine.is_here else []
     text = _text(document, _reasons(frontier, best, answers), file)
-    with writing(file):
-        if files.model_config is not None:
-            write_model(files.model_config, folder / "config.json", "terrazzo init")
-        file.write_text(text, encoding="utf-8")
+    if files.model_config is not None:
+        write_model(files.model_config, folder / "config.json", "terrazzo init")
+    write_output(file, text)
     say(f"{best.setup.plan.name}: {_memory(best)}")
     for note in notes:
         say(f"note: {note}")

@@ -15,7 +15,7 @@ from terrazzo.cli.plan.files import check_files, emit, files_of, missing_parts
 from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments
 from terrazzo.cli.plan.sources import FromConfig, FromCount, FromModel, PlanSource
 from terrazzo.cli.plan.values import by_option, check_tier
-from terrazzo.cli.shared.written_files import writing
+from terrazzo.cli.shared.written_files import write_output, writing
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, nearest
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
@@ -26,7 +26,7 @@ from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.blocks import TextBlock, TextLine, show
 from terrazzo.planner.report.explain import explain, explained
-from terrazzo.planner.report.page import save_page
+from terrazzo.planner.report.page import page
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.build_setup import build_cluster
 from terrazzo.planner.setup.framework import TERRAZZO
@@ -187,25 +187,23 @@ def _refuse_options(source: PlanSource, arguments: PlanArguments) -> None:
 
 def _write(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArguments) -> None:
     if arguments.emit is not None and isinstance(source, FromModel):
-        with writing(arguments.emit):
-            emit(_best(answer), source.name, arguments.emit)
+        emit(_best(answer), source.name, arguments.emit)
     if arguments.picture is not None:
         from terrazzo.planner.report.picture import save_picture  # imports Pillow
 
         with writing(arguments.picture):
             save_picture(answer.chart(), arguments.picture)
     if arguments.html is not None and isinstance(answer, Answer):
-        with writing(arguments.html):
-            _write_page(answer, arguments, arguments.html)
+        write_output(arguments.html, _page(answer, arguments))
 
 
-def _write_page(answer: Answer, arguments: PlanArguments, path: Path) -> None:
-    """Write the page of all possible plans, also if one plan was named."""
+def _page(answer: Answer, arguments: PlanArguments) -> str:
+    """The page of all possible plans, also if one plan was named."""
     request, frontier = _model_request(arguments), answer.frontier
     if frontier is None:
         opened = replace(request, strategy=None, micro_batch=None, checkpointing=None)
         frontier = compare(opened)
-    save_page(answer.best, request, frontier, answer.estimate, path)
+    return page(answer.best, request, frontier, answer.estimate)
 
 
 def _print(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArguments) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from terrazzo.cli.shared.written_files import check_file, refuse_other, with_comments, write_model
+from terrazzo.cli.shared.written_files import check_file, refuse_other, with_comments, write_model, write_output
 from terrazzo.documents import write_json
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
@@ -45,7 +45,7 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
     refuse_other(path, text, f"--emit would replace '{path}', which has other settings: name another file, or move it.")
     if files.model_config is not None:
         write_model(files.model_config, path.with_suffix("") / "config.json", "--emit")
-    path.write_text(text, encoding="utf-8")
+    write_output(path, text)
 
 
 def files_of(estimate: Estimate, model: str, path: Path) -> TrainFiles:

@@ -10,8 +10,9 @@ from typing import Any
 
 from terrazzo.documents import write_json, write_yaml
 from terrazzo.errors import BadInput
+from terrazzo.files import replace_file
 
-__all__ = ["check_file", "refuse_other", "with_comments", "write_model", "writing"]
+__all__ = ["check_file", "refuse_other", "with_comments", "write_model", "write_output", "writing"]
 
 WIDTH = 110
 
@@ -51,7 +52,20 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadInput(f"'{error.filename or path}' cannot be written: {error.strerror or error}.") from error
+        raise BadInput(f"'{path}' cannot be written: {error.strerror or error}.") from error
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file as a whole, or leave what is there as it is; into a pipe or a device as it comes.
+
+    Raises:
+        BadInput: it cannot be written.
+    """
+    with writing(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(path.resolve(), text, sync=False)
 
 
 def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
@@ -62,5 +76,6 @@ def write_model(config: Mapping[str, Any], path: Path, writer: str) -> None:
     """
     text = write_json(config)
     refuse_other(path, text, f"{writer} would replace '{path}', the config of another model: give FILE another name.")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+    write_output(path, text)

@@ -28,5 +28,5 @@ The term `gathered` of an estimate's memory, by who reads it:
     explained         with `memory.gathered`, its formula, and the inputs        explain, all_formulas
     Answer.chart      a share of "gathered weights, buffers" in a bar            answer, alternatives, bars
                       drawn by `show_bars`, or by `save_picture`                 terminal, picture
-    save_page         the same share of every plan that a slider reaches         page, bars
+    page              the same share of every plan that a slider reaches         page, bars
 """

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from terrazzo.errors import BadInput
@@ -25,7 +24,7 @@ from terrazzo.planner.setup.choice_names import TRIED_MODES
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["page", "save_page"]
+__all__ = ["page"]
 
 TEMPLATE, PLACE = "page.html", "/*PLAN*/null"
 TOKENS_PER_PARAMETER = 20
@@ -48,13 +47,6 @@ class _Slider:
 
     def labels(self) -> list[str]:
         return [f"{value:,}" if isinstance(value, int) else str(value) for value in self.values]
-
-
-def save_page(
-    best: Estimate, request: Request, frontier: Frontier | None, estimate: Callable[[Setup], Estimate], path: Path
-) -> None:
-    """Write what `page` says."""
-    path.write_text(page(best, request, frontier, estimate), encoding="utf-8")
 
 
 def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: Callable[[Setup], Estimate]) -> str:
