@@ -22,7 +22,7 @@ from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach,
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
-from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
+from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, has_engine
 from terrazzo.integrations.accelerate.requested import RequestedSetup, hidden
 from terrazzo.integrations.shared.arguments import TerrazzoArguments
 from terrazzo.integrations.shared.engine_setup import EngineSetup
@@ -115,8 +115,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _match(self, models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.Module, Optimizer]:
         """Which new optimizer is whose: of these models, or of one that was prepared before."""
-        known = dict.fromkeys([*models, *filter(is_sharded, self._models)])
-        return _partners(list(known), [each for each in optimizers if not is_sharded(each)])
+        known = dict.fromkeys([*models, *filter(has_engine, self._models)])
+        return _partners(list(known), [each for each in optimizers if not has_engine(each)])
 
     def _check(self, args: Iterable[Any], models: list[nn.Module]) -> None:
         for each in args:
@@ -145,7 +145,7 @@ class Accelerator(accelerate.Accelerator):
         if any(parameter.is_meta for parameter in model.parameters()):
             device_placement = False  # sharding gives it its values
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if not evaluation_mode and not is_sharded(prepared):
+        if not evaluation_mode and not has_engine(prepared):
             self._set_up(model).shard(prepared, self._partners.get(model))
         return prepared
 
@@ -153,10 +153,10 @@ class Accelerator(accelerate.Accelerator):
         """Wrap an optimizer that is sharded, or about to be."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
-        if not is_sharded(optimizer):
+        if not has_engine(optimizer):
             partners = self._partners or self._match([], [optimizer])
             model = next(model for model, partner in partners.items() if partner is optimizer)
-            if is_sharded(model):
+            if has_engine(model):
                 attach(model, optimizer)
         wrapped = SteppedOptimizer(optimizer, self)
         self._optimizers.append(wrapped)
@@ -167,7 +167,7 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Micro-batches inside are not the step's last: see `tz.accumulate`."""
-        with accumulate(model) if is_sharded(model) else contextlib.nullcontext():
+        with accumulate(model) if has_engine(model) else contextlib.nullcontext():
             yield
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
@@ -194,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
         """Parameters as a list, and the sharded model that trains just these; None where they are of no such model."""
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {each for each in tensors if each.requires_grad}
-        models: list[nn.Module] = [model for model in self._models if is_sharded(model)]
+        models: list[nn.Module] = [model for model in self._models if has_engine(model)]
         for model in models:
             own: set[Tensor] = {each for each in model.parameters() if each.requires_grad}
             if own == wanted:
@@ -225,7 +225,7 @@ class Accelerator(accelerate.Accelerator):
 
         With `save_on_each_node` the first rank of every node has them.
         """
-        if not is_sharded(model):
+        if not has_engine(model):
             return super().get_state_dict(model, unwrap)
         each_node = self.project_configuration.save_on_each_node
         return full_state_dict(model, keep=self.is_local_main_process if each_node else self.is_main_process)
@@ -265,7 +265,7 @@ def _partners(models: list[nn.Module], optimizers: list[Optimizer]) -> dict[nn.M
             "prepared models",
             "build an optimizer over model.parameters() of each model, and pass both to accelerator.prepare",
         )
-        if owner in partners or (is_sharded(owner) and engine_of(owner).optimizer is not None):
+        if owner in partners or (has_engine(owner) and engine_of(owner).optimizer is not None):
             raise BadInput(
                 f"{type(optimizer).__name__} is a second optimizer of one {type(owner).__name__}, and through "
                 "Accelerate a model has one: give it several param groups."

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import ShardedModule, ShardedOptimizer, clip_grad_norm_, engine_of
 
-__all__ = ["SteppedOptimizer", "is_sharded"]
+__all__ = ["SteppedOptimizer", "has_engine"]
 
 
 class ClippingAccelerator(Protocol):
@@ -41,12 +41,12 @@ class SteppedOptimizer(AcceleratedOptimizer):
         self._is_overflow = self.optimizer.skipped_steps > skipped
 
 
-def is_sharded(each: object) -> bool:
-    """Whether this is a sharded model, or an optimizer that drives one, wrapped or not."""
+def has_engine(each: object) -> bool:
+    """Whether this is a sharded model, or an optimizer that drives one, wrapped by Accelerate or not."""
     if isinstance(each, AcceleratedOptimizer):
         each = each.optimizer
     return isinstance(each, ShardedModule | ShardedOptimizer)
 
 
 def _drives(optimizer: Optimizer, model: nn.Module) -> bool:
-    return is_sharded(model) and engine_of(model).optimizer is optimizer
+    return has_engine(model) and engine_of(model).optimizer is optimizer
