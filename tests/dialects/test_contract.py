@@ -262,3 +262,9 @@ def test_every_key_that_has_a_meaning_here_has_a_reader(name: str) -> None:
             outcomes = dialect(name).read(nested([(spelled_out(key), value)])).verdicts
             unread |= {key for verdict in outcomes if "does not take there" in verdict.why}
     assert unread == ONLY_WITH_OTHERS.get(name, set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_that_other_dialects_must_refuse_says_what_to_do(name: str) -> None:
+    silent = [key for key, row in dialect(name).keys.items() if row.keep == "refused" and not row.why]
+    assert silent == []

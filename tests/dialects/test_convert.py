@@ -732,6 +732,22 @@ def test_the_models_sizes_are_checked(tmp_path: Path) -> None:
     assert {finding.key for finding in findings} == {"tp", "pp"}
 
 
+def test_ranks_share_key_heads_and_stages_need_no_block_where_training_takes_that(tmp_path: Path) -> None:
+    model = {"heads": 32, "kv_heads": 8, "layers": 6, "world": 128}
+    mesh = {"tp": 16, "pp": 8}
+    assert check(understood(tmp_path, {"plan": {"mesh": mesh}}, **model)) == []
+    path = tmp_path / "titan.json"
+    degrees = {"tensor_parallel_degree": 16, "pipeline_parallel_degree": 8}
+    titan = {"parallelism": degrees, "training": {"disable_cuda_graphs": True}}
+    path.write_text(json.dumps(titan))
+    errors = [each for each in check(understand(path, "torchtitan", ReadingContext(**model))) if each.level == "error"]
+    assert {each.key.rpartition(".")[2] for each in errors} == set(degrees)
+    assert {each.key for each in check(understood(tmp_path, {"plan": {"mesh": {"tp": 12, "pp": 9}}}, **model))} >= {
+        "plan.mesh.tp",
+        "plan.mesh.pp",
+    }
+
+
 def test_differences_are_of_meaning() -> None:
     one = OURS.read({"plan": "zero3", "precision": "bf16", "log": {"every": 5}}).description
     other = OURS.read({"plan": {"name": "full_shard"}, "precision": {"name": "bf16"}, "log": {"every": 5}}).description

@@ -11,6 +11,7 @@ from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees, row_fault
 from terrazzo.dialects.verbs.understand import Understood
+from terrazzo.parallel.sharing_rules import shares_experts, shares_heads, shares_key_heads
 
 __all__ = ["check"]
 
@@ -80,23 +81,34 @@ def _world(understood: Understood) -> Iterator[Finding]:
 def _model(understood: Understood) -> Iterator[Finding]:
     """What the model's sizes rule out."""
     description, model = understood.description, understood.context
-    for axis, size, name, even in (
-        ("tp", model.heads, "attention heads", True),
-        ("tp", model.kv_heads, "key and value heads", True),
-        ("sp", model.heads, "attention heads", True),
-        ("pp", model.layers, "blocks", False),
-        ("ep", model.experts, "experts", True),
+    ours = description.dialect == "terrazzo"  # whose ranks share key heads, and have stages without a block
+    for axis, size, name, cuts in (
+        ("tp", model.heads, "attention heads", shares_heads),
+        ("tp", model.kv_heads, "key and value heads", shares_key_heads if ours else shares_heads),
+        ("sp", model.heads, "attention heads", shares_heads),
+        ("pp", model.layers, "blocks", _has_stages if ours else _has_blocks),
+        ("ep", model.experts, "experts", shares_experts),
     ):
         setting = description[f"mesh.{axis}"]
         degree = setting.value or 1
-        if size is not None and degree > 1 and (degree > size or (even and size % degree)):
-            text = f"{axis} {degree} cannot cut the model's {size} {name}" + (" evenly" if even else "")
+        if size is not None and degree > 1 and not (size and cuts(size, degree)):
+            text = f"{axis} {degree} cannot cut the model's {size} {name}" + (" evenly" if axis != "pp" else "")
             yield Finding.error(setting.key or axis, text)
     yield from _units(understood)
     length = description["batch.sequence_length"]
     if model.positions is not None and (length.value or 0) > model.positions:
         text = f"sequences of {length.value:,} tokens, and the model takes {model.positions:,}"
         yield Finding.warning(length.key or "batch.sequence_length", text)
+
+
+def _has_blocks(layers: int, stages: int) -> bool:
+    """Whether each stage has a block."""
+    return stages <= layers
+
+
+def _has_stages(layers: int, stages: int) -> bool:
+    """Whether each stage has a block, the embedding or the head."""
+    return stages <= layers + 2
 
 
 def _units(understood: Understood) -> Iterator[Finding]:

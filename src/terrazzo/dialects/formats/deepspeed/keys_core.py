@@ -20,7 +20,13 @@ _TOP = {
     "seq_parallel_communication_data_type": Key(TEXT, "fp32", "the same under sequence parallelism"),
     "prescale_gradients": Key(BOOLEAN, False, "gradients are divided before they are summed", "lossy", _DIVISION),
     "gradient_predivide_factor": Key(number(), 1.0, "part of the division made before summing", "lossy", _DIVISION),
-    "gradient_allreduce_op": Key(TEXT, "mean", "mean or sum of gradients over the ranks", "refused"),
+    "gradient_allreduce_op": Key(
+        TEXT,
+        "mean",
+        "mean or sum of gradients over the ranks",
+        "refused",
+        "gradients are averaged there: say mean, and multiply the loss by the number of data ranks in your code",
+    ),
     "disable_allgather": Key(BOOLEAN, False, "weights are broadcast, not gathered", "harmless"),
     "sequence_parallel_size": Key(integer(), None, "Ulysses sequence parallel degree"),
     "data_parallel_size": Key(integer(), None, "data parallel degree beside it"),
@@ -69,7 +75,9 @@ OPTIMIZER_PARAMS = {
     "betas": Key(ANY, (0.9, 0.999), "decay of the two moments", null=True),
     "eps": Key(number(), 1e-8, "term added to the denominator"),
     "weight_decay": Key(number(), 0.0, "weight decay, decoupled unless adam_w_mode is false"),
-    "bias_correction": Key(BOOLEAN, True, "the moments' bias is corrected", "refused"),
+    "bias_correction": Key(
+        BOOLEAN, True, "the moments' bias is corrected", "refused", "moments are always corrected there: remove it"
+    ),
     "amsgrad": Key(BOOLEAN, False, "the largest second moment is used"),
     "torch_adam": Key(BOOLEAN, False, "torch's own Adam rather than a compiled one", "harmless"),
     "adam_w_mode": Key(BOOLEAN, True, "Adam's weight decay is decoupled, as AdamW's"),

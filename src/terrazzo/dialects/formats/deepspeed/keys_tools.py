@@ -38,14 +38,15 @@ _COMPILE = {
     ),
 }
 _HERE = "of a model that Terrazzo builds it is model.experts.{}"
+_ROUTING = "a model routes there as its own code and config.json say: remove it, and set it in the model's config.json"
 _WHOLE = "experts are dealt out whole, over tensor parallel ranks too: raise plan.mesh.ep"
 _EXPERTS = {
     "enabled": Key(BOOLEAN, False, "experts of Hugging Face's models are dealt out to ranks"),
     "autoep_size": Key(integer(1), 1, "expert parallel degree"),
     "expert_tensor_parallel_size": Key(integer(), 1, "tensor parallel degree within experts", "lossy", _WHOLE),
     "use_grouped_mm": Key(BOOLEAN, True, "one matrix product for all experts", "harmless"),
-    "route_scale": Key(number(), 1.0, "factor on the router's weights", "refused"),
-    "routed_scaling_factor": Key(ANY, "auto", "factor on the experts' output", "refused"),
+    "route_scale": Key(number(), 1.0, "factor on the router's weights", "refused", _ROUTING),
+    "routed_scaling_factor": Key(ANY, "auto", "factor on the experts' output", "refused", _ROUTING),
     "top_k": Key(ANY, "auto", "experts per token", "refused", _HERE.format("top_k")),
     "score_func": Key(TEXT, "auto", "softmax or sigmoid", "refused", _HERE.format("scores")),
     "score_apply": Key(TEXT, "auto", "scores before or after the experts", "refused", _HERE.format("apply")),
@@ -71,7 +72,7 @@ _EXPERTS = {
         )
     },
     **{
-        name: Key(ANY, None, f"routing: {name.replace('_', ' ')}", "refused")
+        name: Key(ANY, None, f"routing: {name.replace('_', ' ')}", "refused", _ROUTING)
         for name in ("route_norm", "num_expert_groups", "num_limited_groups", "load_balance_coeff")
     },
 }
@@ -204,13 +205,14 @@ _HYBRID = {
     "enable_cuda_graph": Key(BOOLEAN, False, "generation as a CUDA graph", "harmless"),
 }
 _EIGHT_BITS = "weights are quantised"
+_REMOVE = f"{_EIGHT_BITS}, which changes the numbers: remove it"
 _QUANTIZATION = {
-    "enabled": Key(BOOLEAN, None, _EIGHT_BITS, "refused", f"{_EIGHT_BITS}, which changes the numbers: remove it"),
+    "enabled": Key(BOOLEAN, None, _EIGHT_BITS, "refused", _REMOVE),
     "num_bits": Key(integer(), 8, "bits", "harmless"),
     "q_type": Key(TEXT, "symmetric", "symmetric or asymmetric", "harmless"),
     "q_groups": Key(integer(), 1, "groups", "harmless"),
-    "quantized_initialization.*": Key(ANY, None, "weights are quantised as they are made", "refused"),
-    "post_init_quant.*": Key(ANY, None, "weights are quantised once they are made", "refused"),
+    "quantized_initialization.*": Key(ANY, None, "weights are quantised as they are made", "refused", _REMOVE),
+    "post_init_quant.*": Key(ANY, None, "weights are quantised once they are made", "refused", _REMOVE),
 }
 
 TOOL_ROWS = {

@@ -27,7 +27,7 @@ _ZERO = {
     "elastic_checkpoint": Key(BOOLEAN, False, "stages 1, 2: optimizer state without padding", "harmless"),
     "sub_group_size": Key(integer(), 1_000_000_000, f"optimizer tile, {_ELEMENTS}", "harmless"),
     "ignore_unused_parameters": Key(BOOLEAN, True, "parameters without a gradient are no error", "harmless"),
-    "legacy_stage1": Key(BOOLEAN, False, "an older stage 1, which no longer exists", "refused"),
+    "legacy_stage1": Key(BOOLEAN, False, "an older stage 1", "refused", "it no longer exists: remove it"),
     "round_robin_gradients": Key(BOOLEAN, False, "stages 1, 2: gradient copies are spread over ranks", "harmless"),
     "parameter_alignment": Key(BOOLEAN, False, "each parameter starts at a multiple of 16 bytes", "harmless"),
     "zero_hpz_partition_size": Key(integer(), 1, "ranks that share a second copy of the weights for backward (hpZ)"),
