@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import TIERS, Description, Extra, asks_for_nothing
+from terrazzo.dialects.core.description import TIER_PATHS, Description, Extra, asks_for_nothing
 from terrazzo.dialects.core.mesh import degrees
 
 __all__ = ["NVME_ONLY", "agree_on", "extras_by_key", "has_no_effect", "same_value"]
@@ -49,9 +49,9 @@ def has_no_effect(description: Description, path: str) -> bool:
         return description.value(f"mesh.{axis}") in (None, 1)
     if path.startswith("prefetch."):
         return all(description.value(f"sharding.{state}") == "-" for state in ("weight", "between"))
-    if not path.startswith("offload.") or path in TIERS:
+    if not path.startswith("offload.") or path in TIER_PATHS:
         return False
-    tiers = [str(description.value(tier) or "device") for tier in TIERS]
+    tiers = [str(description.value(tier) or "device") for tier in TIER_PATHS]
     return not any("nvme" in tier if path in NVME_ONLY else tier != "device" for tier in tiers)
 
 

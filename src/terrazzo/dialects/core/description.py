@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.sections import (
     OFF,
-    TIERS,
+    TIER_PATHS,
     UNSET,
     ActivationCheckpointingSection,
     BatchSection,
@@ -38,7 +38,7 @@ from terrazzo.engine import PLANS, Place, Plan
 from terrazzo.errors import shortened
 
 __all__ = [
-    "DATA_AXES",
+    "DATA_AXIS_PATHS",
     "DTYPES",
     "EVERY_DTYPE",
     "LOADED",
@@ -46,9 +46,9 @@ __all__ = [
     "MODEL_AXES",
     "PARAMETER_DTYPES",
     "PATHS",
-    "SHARDING",
+    "SHARDING_PATHS",
     "STATES",
-    "TIERS",
+    "TIER_PATHS",
     "UNSET",
     "Description",
     "Extra",
@@ -63,8 +63,8 @@ __all__ = [
 
 T = TypeVar("T")
 STATES = ("weight", "between", "grad", "optim")
-SHARDING = tuple(f"sharding.{state}" for state in STATES)
-DATA_AXES = ("mesh.dp_replicate", "mesh.dp_shard")
+SHARDING_PATHS = tuple(f"sharding.{state}" for state in STATES)
+DATA_AXIS_PATHS = ("mesh.dp_replicate", "mesh.dp_shard")
 MODEL_AXES = ("tp", "cp", "sp", "ep", "pp")
 """Axes of the mesh that are no data axes."""
 LOADED = "loaded"
@@ -139,15 +139,15 @@ class Description:
     @property
     def row(self) -> str | None:
         """The name of the row of the table that `sharding` is; None: it has none, or is not said."""
-        return row_name(*(self[path].value for path in SHARDING))
+        return row_name(*(self[path].value for path in SHARDING_PATHS))
 
     @property
     def plan(self) -> Plan | None:
         """The row with its tiers, as the engine takes it; None where the source does not say it."""
-        if not all(self[path].is_set for path in SHARDING):
+        if not all(self[path].is_set for path in SHARDING_PATHS):
             return None
         places = {state: Place.parse(self.value(f"sharding.{state}")) for state in STATES}
-        tiers = {path.partition(".")[2]: self.value(path) or "device" for path in TIERS}
+        tiers = {path.partition(".")[2]: self.value(path) or "device" for path in TIER_PATHS}
         placed = {state: Place(place.axes, tiers.get(state, "device")) for state, place in places.items()}
         return Plan(**placed, name=self.row or "custom")
 

@@ -11,7 +11,7 @@ from terrazzo.engine import LossScaling
 
 __all__ = [
     "OFF",
-    "TIERS",
+    "TIER_PATHS",
     "UNSET",
     "ActivationCheckpointingSection",
     "BatchSection",
@@ -248,7 +248,7 @@ class SavingSection:
     background: Annotated[Setting[bool], "training goes on meanwhile"] = UNSET
 
 
-TIERS = ("offload.weight", "offload.grad", "offload.optim")
+TIER_PATHS = ("offload.weight", "offload.grad", "offload.optim")
 OFF: dict[str, Any] = {
     **dict.fromkeys(("mesh.dp_replicate", "mesh.tp", "mesh.cp", "mesh.sp", "mesh.ep", "mesh.pp"), 1),
     **dict.fromkeys(("precision.autocast", "training.compile", "activation_checkpointing.offload"), False),
@@ -264,6 +264,6 @@ OFF: dict[str, Any] = {
     "optimizer.options": {},
     "schedule.options": {},
     **dict.fromkeys(("units.classes", "activation_checkpointing.ops", "offload.path"), ()),
-    **dict.fromkeys(TIERS, "device"),
+    **dict.fromkeys(TIER_PATHS, "device"),
 }
 """The value that asks for nothing to happen, by path."""

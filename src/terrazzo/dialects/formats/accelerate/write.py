@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import SHARDING, TIERS, Description
+from terrazzo.dialects.core.description import SHARDING_PATHS, TIER_PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.keys import KEYS
@@ -35,10 +35,10 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
 
 def _engine(draft: Draft) -> str:
     """FSDP where it has the row, DeepSpeed for what only that can do, plain replicas where nothing is split."""
-    tiers = {str(draft.value(path, "device")) for path in TIERS}
+    tiers = {str(draft.value(path, "device")) for path in TIER_PATHS}
     finer = len(tiers) > 1 or not tiers <= {"device", "cpu"}
     row, sequence = draft.description.row, draft.value("mesh.sp", 1) > 1
-    split = all(draft.is_set(path) for path in SHARDING) and row != "zero0"
+    split = all(draft.is_set(path) for path in SHARDING_PATHS) and row != "zero0"
     if draft.description.dialect == "deepspeed" and split:
         return "DEEPSPEED"
     if row in ("zero1", "zero2") or sequence or (finer and row in ("zero3", "shard_grad_op")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.agreement import NVME_ONLY
-from terrazzo.dialects.core.description import DATA_AXES, SHARDING
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import TWO_AXES
 from terrazzo.dialects.formats.accelerate.write_precision import write_precision
@@ -26,7 +26,7 @@ def write_deepspeed(draft: Draft, half: str | None) -> None:
     row = draft.description.row or ""
     stage = STAGES.get(row, 3)
     why = _LOST.get(row, "" if row in STAGES else f"DeepSpeed has no such row: stage {stage} is nearest")
-    draft.put(SHARDING, f"{_D}.zero_stage", stage, why, "lossy" if why else "applied")
+    draft.put(SHARDING_PATHS, f"{_D}.zero_stage", stage, why, "lossy" if why else "applied")
     low = ("bf16" if half == "fp8" else half) or "fp32"
     states = ("weight", "reduce", "accumulate", "buffers", "output", "saved")
     write_precision(draft, {**dict.fromkeys(states, low), "master": "fp32", "moments": "fp32"}, _IN_FILE)
@@ -126,9 +126,9 @@ def _axes(draft: Draft, stage: int) -> None:
             draft.refuse(f"mesh.{axis}", f"Accelerate's keys for DeepSpeed have none: {instead}, which {_IN_FILE[5:]}")
     if draft.value("mesh.cp", 1) > 1:
         draft.refuse("mesh.cp", "DeepSpeed has no ring attention: take sequence parallelism (mesh.sp)")
-    draft.implied(DATA_AXES, "all ranks that are started")
+    draft.implied(DATA_AXIS_PATHS, "all ranks that are started")
     if draft.description.row in TWO_AXES:
-        draft.lossy(DATA_AXES, f"groups of ranks are in no key of Accelerate's: {_IN_FILE}")
+        draft.lossy(DATA_AXIS_PATHS, f"groups of ranks are in no key of Accelerate's: {_IN_FILE}")
     draft.implied(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
     for path in ("prefetch.forward", "prefetch.backward"):
         if stage == 3 and draft.value(path, 1) != 1:

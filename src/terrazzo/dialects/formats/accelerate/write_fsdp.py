@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, SHARDING_PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
@@ -26,7 +26,7 @@ def write_fsdp(draft: Draft, half: str | None, context: ReadingContext) -> None:
     draft.write(f"{_F}version", version)
     _row(draft, row, why, version)
     if near is None:
-        draft.refuse(SHARDING, f"{why}: take a row that FSDP has, such as zero3")
+        draft.refuse(SHARDING_PATHS, f"{why}: take a row that FSDP has, such as zero3")
     _sizes(draft, row, version, shards if row in HYBRID_ROWS else _one_axis(draft, context.world))
     _units(draft)
     if write_offload(draft, f"{_F}offload_params") and draft.value("offload.pin") is False:
@@ -48,7 +48,7 @@ def _row(draft: Draft, row: str, why: str, version: int) -> None:
         key, value = f"{_F}sharding_strategy", _NAMES[row]
     one = row in HYBRID_ROWS and version == 2 and draft.value("mesh.dp_replicate") == 1
     note = why or ("one replica: it is split over all ranks" if one else "")
-    draft.put(SHARDING, key, value, note, "lossy" if why else "applied")
+    draft.put(SHARDING_PATHS, key, value, note, "lossy" if why else "applied")
 
 
 def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
@@ -58,8 +58,8 @@ def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
         if draft.value(f"mesh.{axis}", 1) > 1:
             draft.refuse(f"mesh.{axis}", "Accelerate has no such axis under FSDP")
     if version == 1:
-        draft.implied(DATA_AXES)
-        known = [path for path in DATA_AXES if draft.value(path) is not None]
+        draft.implied(DATA_AXIS_PATHS)
+        known = [path for path in DATA_AXIS_PATHS if draft.value(path) is not None]
         draft.lossy(
             known, "both sizes must be known (--world); else nodes are replicas, and the ranks of a node shards"
         )
@@ -68,7 +68,7 @@ def _sizes(draft: Draft, row: str, version: int, shards: int | None) -> None:
     elif row in HYBRID_ROWS or max(sizes.values()) > 1:
         _parallel(draft, row in HYBRID_ROWS, shards, sizes)
     else:
-        draft.implied(DATA_AXES, "all data ranks are one axis")
+        draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
 
 
 def _one_axis(draft: Draft, world: int | None) -> int | None:

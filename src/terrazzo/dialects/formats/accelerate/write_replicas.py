@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, TIERS
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, SHARDING_PATHS, TIER_PATHS
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.accelerate.write_precision import write_autocast, write_precision
 
@@ -11,9 +11,9 @@ __all__ = ["write_replicas"]
 
 def write_replicas(draft: Draft, half: str | None) -> None:
     """Plain data parallelism says little: nothing is split, and compute is autocast's."""
-    draft.implied(SHARDING, key="distributed_type")
-    draft.implied(DATA_AXES, "all ranks that are started")
-    for path in TIERS:
+    draft.implied(SHARDING_PATHS, key="distributed_type")
+    draft.implied(DATA_AXIS_PATHS, "all ranks that are started")
+    for path in TIER_PATHS:
         if draft.value(path, "device") != "device":
             draft.refuse(path, "plain replicas have no offload: take a plan that splits, such as zero3")
     as_loaded = dict.fromkeys(("weight", "reduce", "accumulate", "master", "moments", "saved", "buffers"), LOADED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.agreement import has_no_effect
-from terrazzo.dialects.core.description import MODEL_AXES, SHARDING
+from terrazzo.dialects.core.description import MODEL_AXES, SHARDING_PATHS
 from terrazzo.dialects.core.key_verdict import VerdictKind
 from terrazzo.dialects.core.mesh import TWO_AXES
 from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
@@ -27,7 +27,7 @@ _LOST = {
 
 def write_sharding(draft: DeepSpeedDraft) -> int:
     """Write the stage and return it."""
-    if not any(draft.is_set(path) for path in SHARDING):
+    if not any(draft.is_set(path) for path in SHARDING_PATHS):
         return 0
     row = draft.description.row or ""
     known = row in STAGES or row in _LOST
@@ -35,7 +35,7 @@ def write_sharding(draft: DeepSpeedDraft) -> int:
     mics = row == "hybrid_shard" and draft.version < REMOVED[MICS].since
     note = f"{why}; MiCS, which had it, is gone from DeepSpeed" if row == "hybrid_shard" and not mics else why
     kind: VerdictKind = "lossy" if why and not mics else "applied"
-    draft.put(SHARDING, f"{ZERO}.stage", stage, note if kind == "lossy" else "", kind)
+    draft.put(SHARDING_PATHS, f"{ZERO}.stage", stage, note if kind == "lossy" else "", kind)
     if row in TWO_AXES:
         _group(draft, MICS if mics else f"{ZERO}.zero_hpz_partition_size")
     return stage
@@ -53,7 +53,7 @@ def _group(draft: DeepSpeedDraft, key: str) -> None:
     """The group's size."""
     size = draft.value("mesh.dp_shard")
     if size is None:
-        draft.lossy(SHARDING, f"how many ranks share a copy is not known: set {key}")
+        draft.lossy(SHARDING_PATHS, f"how many ranks share a copy is not known: set {key}")
     else:
         draft.put("mesh.dp_shard", key, size)
         draft.implied("mesh.dp_replicate")

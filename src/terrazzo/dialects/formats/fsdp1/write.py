@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXES, SHARDING, Description
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.fsdp1.keys import KEYS
@@ -36,19 +36,19 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT, librar
 
 def _write_row(draft: Draft, row: str, why: str, world: int | None) -> None:
     if row != "zero3" or why:
-        draft.put(SHARDING, "sharding_strategy", ROW_NAMES[row], why, "lossy" if why else "applied")
+        draft.put(SHARDING_PATHS, "sharding_strategy", ROW_NAMES[row], why, "lossy" if why else "applied")
     else:
-        draft.implied(SHARDING)
+        draft.implied(SHARDING_PATHS)
     replicas, shards = draft.value("mesh.dp_replicate"), draft.value("mesh.dp_shard")
     if row in HYBRID_ROWS:
         shards = shard_ranks(draft, world)
     if row not in HYBRID_ROWS:
         _write_flat_mesh(draft, shards)
     elif replicas is not None and shards is not None:
-        draft.put(DATA_AXES, "device_mesh", [replicas, shards])
+        draft.put(DATA_AXIS_PATHS, "device_mesh", [replicas, shards])
     else:
-        known = [path for path in DATA_AXES if draft.value(path) is not None]
-        draft.implied(DATA_AXES, "by default the ranks of a node are shards, and the nodes replicas")
+        known = [path for path in DATA_AXIS_PATHS if draft.value(path) is not None]
+        draft.implied(DATA_AXIS_PATHS, "by default the ranks of a node are shards, and the nodes replicas")
         draft.lossy(known, "device_mesh needs both sizes, and the number of ranks is not known: say --world")
 
 
@@ -57,9 +57,11 @@ def _write_flat_mesh(draft: Draft, shards: int | None) -> None:
     replicas = draft.setting("mesh.dp_replicate").value if draft.is_set("mesh.dp_replicate") else 1
     if shards is not None and replicas is not None:
         same_axes = replicas == 1
-        draft.put(DATA_AXES, "device_mesh", [replicas * shards], "" if same_axes else "all data ranks are one axis")
+        draft.put(
+            DATA_AXIS_PATHS, "device_mesh", [replicas * shards], "" if same_axes else "all data ranks are one axis"
+        )
     else:
-        draft.implied(DATA_AXES, "all data ranks are one axis")
+        draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
 
 
 def _write_prefetch(draft: Draft) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import TIERS, Description
+from terrazzo.dialects.core.description import TIER_PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
@@ -44,7 +44,7 @@ def _units(draft: Draft) -> None:
 def _offload(draft: Draft) -> None:
     pin = draft.value("offload.pin", True)
     key = "offload_policy"
-    if not pin and any(draft.value(path, "device") != "device" for path in TIERS):
+    if not pin and any(draft.value(path, "device") != "device" for path in TIER_PATHS):
         write_offload(draft, f"{key}.pin_memory", pin)
         draft.implied("offload.pin", key=f"{key}.pin_memory")
         return

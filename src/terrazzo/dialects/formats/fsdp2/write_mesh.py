@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import DATA_AXES, SHARDING
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
@@ -36,9 +36,9 @@ def _write_reshard(draft: Draft, row: str, why: str) -> None:
     )
     if row == "zero0":
         note = "one rank per shard group: weights, gradients and optimizer state whole on every rank, as in DDP"
-        draft.implied(SHARDING, note, "mesh")
+        draft.implied(SHARDING_PATHS, note, "mesh")
     else:
-        draft.put(SHARDING, key, value, why, "lossy" if why else "applied")
+        draft.put(SHARDING_PATHS, key, value, why, "lossy" if why else "applied")
 
 
 def _write_mesh(draft: Draft, row: str, context: ReadingContext) -> None:
@@ -48,14 +48,14 @@ def _write_mesh(draft: Draft, row: str, context: ReadingContext) -> None:
     if others:
         _write_named(draft, sizes, others)
     elif len(sizes) == 1 and sizes[0] is None:
-        draft.implied(DATA_AXES, "all ranks are one axis")
+        draft.implied(DATA_AXIS_PATHS, "all ranks are one axis")
     else:
         open_ended = None in sizes
         why = "null stands for a number of ranks that is not known here: fill it in" if open_ended else ""
         named = dict(zip(("dp_replicate", "dp_shard"), sizes, strict=False)) if len(sizes) == 2 else list(sizes)
-        draft.put(DATA_AXES, "mesh", named, why, "lossy" if open_ended else "applied")
+        draft.put(DATA_AXIS_PATHS, "mesh", named, why, "lossy" if open_ended else "applied")
         if open_ended and row != "zero0":
-            draft.lossy(SHARDING, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
+            draft.lossy(SHARDING_PATHS, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
 
 
 def _data_axes(draft: Draft, row: str, context: ReadingContext) -> tuple[int | None, ...]:
@@ -75,7 +75,7 @@ def _write_named(draft: Draft, sizes: tuple[int | None, ...], others: Mapping[st
     names = ("dp_shard",) if len(sizes) == 1 else ("dp_replicate", "dp_shard")
     outer = {axis: size for axis, size in others.items() if axis == "pp"}
     inner = {axis: size for axis, size in others.items() if axis != "pp"}
-    draft.put(DATA_AXES, "mesh", {**outer, **dict(zip(names, sizes, strict=True)), **inner})
+    draft.put(DATA_AXIS_PATHS, "mesh", {**outer, **dict(zip(names, sizes, strict=True)), **inner})
     for axis in others:
         draft.implied(f"mesh.{axis}", "an axis of the mesh; modules are split over it by your code", "mesh")
     shard = ["dp_shard", "cp"] if "cp" in others else "dp_shard"

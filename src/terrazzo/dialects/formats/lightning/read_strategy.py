@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.dialects.core.description import SHARDING, Extra, Setting, SettingsByPath
+from terrazzo.dialects.core.description import SHARDING_PATHS, Extra, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
@@ -101,7 +101,7 @@ def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> Strate
     nested = read_nested(FSDP_STRATEGY, inner, context, section)
     settings = {path: _at_strategy(setting, strategy, section) for path, setting in nested.settings.items()}
     if "sharding_strategy" not in strategy.arguments:  # the name of the strategy asks for full sharding
-        for path in SHARDING:
+        for path in SHARDING_PATHS:
             settings[path] = replace(settings[path], origin="file", key=strategy.name)
     verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.in_document]
     _keep_by_rows(reader, strategy)

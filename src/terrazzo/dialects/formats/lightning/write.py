@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
+from terrazzo.dialects.core.description import (
+    DATA_AXIS_PATHS,
+    LOADED,
+    PATHS,
+    SHARDING_PATHS,
+    TIER_PATHS,
+    Description,
+    Setting,
+)
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict
@@ -46,7 +54,7 @@ def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Wri
     elif row is not None:
         _fsdp(draft, context)
     elif why:
-        draft.refuse(SHARDING, f"{why}: choose one of {', '.join(ROW_NAMES)}")
+        draft.refuse(SHARDING_PATHS, f"{why}: choose one of {', '.join(ROW_NAMES)}")
     return draft.finish()
 
 
@@ -119,11 +127,11 @@ def _clip(draft: Draft, sharded: bool) -> None:
 
 
 def _ddp(draft: Draft) -> None:
-    draft.put(SHARDING, _STRATEGY, "ddp")
-    draft.implied(DATA_AXES, "every rank is a replica", _STRATEGY)
+    draft.put(SHARDING_PATHS, _STRATEGY, "ddp")
+    draft.implied(DATA_AXIS_PATHS, "every rank is a replica", _STRATEGY)
     draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
-    if any(draft.value(path, "device") != "device" for path in TIERS):
-        draft.refuse(TIERS, "DDP moves nothing to the CPU: shard with zero3")
+    if any(draft.value(path, "device") != "device" for path in TIER_PATHS):
+        draft.refuse(TIER_PATHS, "DDP moves nothing to the CPU: shard with zero3")
     else:
         draft.implied([path for path in PATHS if path.startswith("offload.")])
     draft.implied("loading.broadcast", "DDP does so")

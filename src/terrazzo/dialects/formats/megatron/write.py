@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.agreement import NVME_ONLY, has_no_effect
-from terrazzo.dialects.core.description import DATA_AXES, SHARDING, TIERS, Description
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS, TIER_PATHS, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, KEYS, LAUNCHER
@@ -66,17 +66,17 @@ def _stages(draft: Draft) -> None:
 
 
 def _sharding(draft: Draft) -> None:
-    places = tuple(draft.value(path) for path in SHARDING)
+    places = tuple(draft.value(path) for path in SHARDING_PATHS)
     row, why = nearest_row(draft.description, _ROWS)
     groups = draft.value("mesh.dp_replicate", 1)
     if places == _GROUPED:
         _in_groups(draft, "use-distributed-optimizer", groups, "")
     elif row is None and why:
-        draft.refuse(SHARDING, f"{why}: choose one of {', '.join(_ROWS)}")
+        draft.refuse(SHARDING_PATHS, f"{why}: choose one of {', '.join(_ROWS)}")
     elif row == "zero0":
-        draft.implied(SHARDING, why)
+        draft.implied(SHARDING_PATHS, why)
     elif row == "zero1":
-        draft.put(SHARDING, "use-distributed-optimizer", True, why)
+        draft.put(SHARDING_PATHS, "use-distributed-optimizer", True, why)
     elif row == "shard_grad_op":
         _torchs(draft, why)
     elif row in ("hybrid_shard", "hfsdp"):
@@ -87,12 +87,12 @@ def _sharding(draft: Draft) -> None:
     elif row is not None:
         _megatrons(draft, row, why)
     if not draft.has(_GROUPS):
-        draft.implied(DATA_AXES, "all ranks that the other axes leave")
+        draft.implied(DATA_AXIS_PATHS, "all ranks that the other axes leave")
 
 
 def _megatrons(draft: Draft, row: str, why: str) -> None:
     """Write Megatron-FSDP, with the format that its checkpoints have to have."""
-    draft.put(SHARDING, "use-megatron-fsdp", True, why, "lossy" if why else "applied")
+    draft.put(SHARDING_PATHS, "use-megatron-fsdp", True, why, "lossy" if why else "applied")
     strategy = next(word for word, named in FSDP_ROWS.items() if named == row)
     draft.write("data-parallel-sharding-strategy", strategy)
     draft.write("ckpt-format", "fsdp_dtensor")
@@ -104,9 +104,11 @@ def _torchs(draft: Draft, why: str) -> None:
         if draft.value(path, 1) != 1:
             draft.refuse(path, "--use-torch-fsdp2, which shard_grad_op is, does not go with it: choose zero1 or zero3")
     if draft.value("precision.compute") == "fp16":
-        draft.refuse(SHARDING, "--use-torch-fsdp2, which shard_grad_op is, is not run in fp16: choose zero1 or zero3")
+        draft.refuse(
+            SHARDING_PATHS, "--use-torch-fsdp2, which shard_grad_op is, is not run in fp16: choose zero1 or zero3"
+        )
         return
-    draft.put(SHARDING, "use-torch-fsdp2", True, why, "lossy" if why else "applied")
+    draft.put(SHARDING_PATHS, "use-torch-fsdp2", True, why, "lossy" if why else "applied")
     for switch in ("torch-fsdp2-no-reshard-after-forward", "no-gradient-accumulation-fusion"):
         draft.write(switch, True)
     draft.write("untie-embeddings-and-output-weights", True)
@@ -115,15 +117,17 @@ def _torchs(draft: Draft, why: str) -> None:
 def _in_groups(draft: Draft, switch: str, groups: int | None, why: str) -> None:
     """Split over the ranks of a group, and whole in each of several."""
     if groups is None or groups == 1:
-        draft.refuse((*SHARDING, *DATA_AXES), "the number of groups of data ranks is not known, or is 1: set it")
+        draft.refuse(
+            (*SHARDING_PATHS, *DATA_AXIS_PATHS), "the number of groups of data ranks is not known, or is 1: set it"
+        )
         return
-    draft.put(SHARDING, switch, True, why, "lossy" if why else "applied")
+    draft.put(SHARDING_PATHS, switch, True, why, "lossy" if why else "applied")
     draft.put("mesh.dp_replicate", _GROUPS, groups)
     draft.implied("mesh.dp_shard", "all ranks of a group that the other axes leave")
 
 
 def _offload(draft: Draft) -> None:
-    tiers = {path: draft.value(path, "device") for path in TIERS}
+    tiers = {path: draft.value(path, "device") for path in TIER_PATHS}
     moved = [path for path, tier in tiers.items() if tier != "device"]
     for path in moved:
         if path != "offload.optim":

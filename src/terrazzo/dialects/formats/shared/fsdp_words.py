@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.agreement import NVME_ONLY
-from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, SettingsByPath, asks_for_nothing
+from terrazzo.dialects.core.description import PATHS, TIER_PATHS, Description, Setting, SettingsByPath, asks_for_nothing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.keys import NAME_LIST, choice, integer
 from terrazzo.dialects.core.reader import Reader, derived
@@ -102,7 +102,7 @@ def canonical(reader: Reader, key: str, setting: Setting[Any], word: str | None)
 def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> SettingsByPath:
     """FSDP's all-or-nothing offload: weights, gradients and optimizer in host memory, or none of them."""
     tier = derived("cpu" if enabled.value else "device", enabled, origin=enabled.origin)
-    settings = dict.fromkeys(TIERS, tier)
+    settings = dict.fromkeys(TIER_PATHS, tier)
     return {**settings, "offload.pin": pin or Setting(True, "default")} if enabled.value else settings
 
 
@@ -159,27 +159,27 @@ def is_size(value: Any) -> bool:
 
 def write_offload(draft: Draft, key: str, value: Any = True) -> bool:
     """Write FSDP's offload if any state is off the device; whether it is."""
-    tiers = {path: draft.value(path, "device") for path in TIERS}
-    idle = [path for path in PATHS if path.startswith("offload.") and path not in TIERS]
+    tiers = {path: draft.value(path, "device") for path in TIER_PATHS}
+    idle = [path for path in PATHS if path.startswith("offload.") and path not in TIER_PATHS]
     if set(tiers.values()) == {"device"}:
-        draft.implied((*TIERS, *idle))
+        draft.implied((*TIER_PATHS, *idle))
         return False
     if not any("nvme" in tier for tier in tiers.values()):
         draft.implied([path for path in idle if path in NVME_ONLY])
     if draft.value("offload.step") in ("auto", "synchronous"):
         draft.implied("offload.step", ON_CPU)
     if set(tiers.values()) == {"cpu"}:
-        draft.put(TIERS, key, value)
+        draft.put(TIER_PATHS, key, value)
         return True
     wanted = ", ".join(f"{path.partition('.')[2]} {tier}" for path, tier in tiers.items())
     why = f"{draft.library} moves all of weights, gradients and optimizer to the CPU or nothing; asked was {wanted}"
-    draft.put(TIERS, key, value, why, "lossy")
+    draft.put(TIER_PATHS, key, value, why, "lossy")
     return True
 
 
 def wants_deepspeed(description: Description) -> bool:
     """Whether DeepSpeed says this and FSDP cannot: stages 1 and 2, a second copy in the node, a part off the device."""
-    tiers = {description.value(path) or "device" for path in TIERS}
+    tiers = {description.value(path) or "device" for path in TIER_PATHS}
     partly = tiers not in ({"device"}, {"cpu"})
     return description.dialect == "deepspeed" or description.row in ("zero1", "zero2", "hpz") or partly
 

@@ -6,7 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import SHARDING, Description, Setting, SettingOrigin, SettingsByPath, row_name
+from terrazzo.dialects.core.description import (
+    SHARDING_PATHS,
+    Description,
+    Setting,
+    SettingOrigin,
+    SettingsByPath,
+    row_name,
+)
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import SAME_DATA_AXES, ranks_left
 from terrazzo.dialects.core.reader import derived
@@ -58,11 +65,11 @@ def row_settings(row: str, *sources: Setting[Any]) -> SettingsByPath:
 
 def in_one_group(settings: Mapping[str, Setting[Any]]) -> SettingsByPath:
     """The places of a row on two axes whose ranks are one group, under the same keys; empty for all else."""
-    row = row_name(*(settings[path].value for path in SHARDING))
+    row = row_name(*(settings[path].value for path in SHARDING_PATHS))
     if row not in _IN_ONE_GROUP or settings["mesh.dp_replicate"].value != 1:
         return {}
     places = Plan.named(_IN_ONE_GROUP[row]).places()
-    return {path: replace(settings[path], value=str(places[path.partition(".")[2]])) for path in SHARDING}
+    return {path: replace(settings[path], value=str(places[path.partition(".")[2]])) for path in SHARDING_PATHS}
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -73,14 +80,14 @@ def nearest_row(description: Description, rows: Collection[str]) -> tuple[str | 
 
     None with a reason where there is none near; None without one where the description says no row at all.
     """
-    if not all(description[path].is_set for path in SHARDING):
+    if not all(description[path].is_set for path in SHARDING_PATHS):
         return None, ""
     row = description.row
     if row is not None and row in rows:
         return row, ""
     if row in _NEAREST and _NEAREST[row][0] in rows:
         return _NEAREST[row]
-    places = " | ".join(f"{path.partition('.')[2]} {description.value(path)}" for path in SHARDING)
+    places = " | ".join(f"{path.partition('.')[2]} {description.value(path)}" for path in SHARDING_PATHS)
     return None, f"no setting splits the states so ({places})"
 
 
@@ -88,7 +95,7 @@ def choose_row(draft: Draft, rows: Collection[str], hint: str) -> tuple[str | No
     """`nearest_row` of what is written; where there is none near it is refused, with a hint which one to choose."""
     row, why = nearest_row(draft.description, rows)
     if row is None and why:
-        draft.refuse(SHARDING, f"{why}: choose {hint}")
+        draft.refuse(SHARDING_PATHS, f"{why}: choose {hint}")
     return row, why
 
 

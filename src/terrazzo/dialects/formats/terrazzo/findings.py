@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.config import config_problems
-from terrazzo.dialects.core.description import TIERS, Description
+from terrazzo.dialects.core.description import TIER_PATHS, Description
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.mesh import row_fault
 from terrazzo.errors import BadInput
@@ -26,7 +26,7 @@ def findings(document: ConfigDocument, reading: Reading, context: ReadingContext
 
 def _folder(description: Description) -> Iterable[Finding]:
     path = description["offload.path"]
-    if any("nvme" in str(description.value(tier)) for tier in TIERS) and not path.value:
+    if any("nvme" in str(description.value(tier)) for tier in TIER_PATHS) and not path.value:
         yield Finding.error(path.key or "offload.path", "states are on NVMe, and no folder is named for them")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.config import CONFIG_KEYS, SHORTHANDS, MuonConfig, check_keys, tier_text
-from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByPath
+from terrazzo.dialects.core.description import LOADED, STATES, TIER_PATHS, Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import TEXT
 from terrazzo.dialects.core.reader import Reader, derived
@@ -20,7 +20,7 @@ from terrazzo.words import DTYPE_FIELDS
 __all__ = ["read"]
 
 _MUON = "optimizer.muon"
-_OPAQUE = ("optimizer.options", "parallel.tensor.plan", *TIERS)
+_OPAQUE = ("optimizer.options", "parallel.tensor.plan", *TIER_PATHS)
 _HARMLESS = (
     "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
     "train.sample_tokens", "launch",

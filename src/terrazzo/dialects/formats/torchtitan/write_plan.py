@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.agreement import has_no_effect
-from terrazzo.dialects.core.description import DATA_AXES, SHARDING
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, SHARDING_PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.mesh import ranks_left
@@ -69,15 +69,15 @@ def _reshard(draft: Draft, row: str, why: str) -> None:
     key = "parallelism.fsdp_reshard_after_forward"
     pipelined = draft.value("mesh.pp", 1) != 1
     if row == "zero0":
-        draft.implied(SHARDING, why, _SHARDS)
+        draft.implied(SHARDING_PATHS, why, _SHARDS)
         return
     keeps = row in _KEEPS
     if keeps != pipelined:
-        draft.put(SHARDING, key, "never" if keeps else "always", why, "lossy" if why else "applied")
+        draft.put(SHARDING_PATHS, key, "never" if keeps else "always", why, "lossy" if why else "applied")
     elif why:
-        draft.lossy(SHARDING, why)
+        draft.lossy(SHARDING_PATHS, why)
     else:
-        draft.implied(SHARDING)
+        draft.implied(SHARDING_PATHS)
 
 
 def _degrees(draft: Draft, row: str, context: ReadingContext) -> None:
@@ -87,7 +87,7 @@ def _degrees(draft: Draft, row: str, context: ReadingContext) -> None:
     elif row in HYBRID_ROWS:
         if draft.value("mesh.dp_replicate") is None:
             why = "the number of replicas is not known: set it, or every rank is a shard of one replica"
-            draft.refuse((*DATA_AXES, *SHARDING), why)
+            draft.refuse((*DATA_AXIS_PATHS, *SHARDING_PATHS), why)
             return
         draft.put("mesh.dp_replicate", _REPLICAS, replicas)
         _shard_degree(draft, shards)
@@ -119,8 +119,8 @@ def _replicated(draft: Draft, replicas: int, shards: int | None, context: Readin
     ranks = replicas * shards if shards else ranks_left(draft.description, context.world, SAME_DATA_AXES) or None
     if ranks is None:
         why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
-        draft.refuse((*SHARDING, *DATA_AXES), why)
+        draft.refuse((*SHARDING_PATHS, *DATA_AXIS_PATHS), why)
         draft.write(_SHARDS, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
         return
-    draft.put(DATA_AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
+    draft.put(DATA_AXIS_PATHS, _REPLICAS, ranks, "nothing is split: every rank is a replica")
     draft.write(_SHARDS, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
+from terrazzo.dialects.core.description import DATA_AXIS_PATHS, LOADED, PATHS, SHARDING_PATHS, TIER_PATHS, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.formats.shared.accelerate_stack import AUTOCAST, stack_precision, stays_as_loaded
@@ -17,10 +17,10 @@ _SECTION = "fsdp_config"
 
 def write_ddp(draft: Draft) -> None:
     """Nothing is split: the Trainer does so without a word."""
-    draft.implied((*SHARDING, *DATA_AXES), "DDP, which needs no key")
+    draft.implied((*SHARDING_PATHS, *DATA_AXIS_PATHS), "DDP, which needs no key")
     draft.implied([path for path in PATHS if path.startswith(("units.", "prefetch."))], "nothing is gathered")
-    if any(draft.value(path, "device") != "device" for path in TIERS):
-        draft.refuse(TIERS, "DDP moves nothing to the CPU: shard with zero3")
+    if any(draft.value(path, "device") != "device" for path in TIER_PATHS):
+        draft.refuse(TIER_PATHS, "DDP moves nothing to the CPU: shard with zero3")
     else:
         draft.implied([path for path in PATHS if path.startswith("offload.")])
     _axes(draft, {})
@@ -41,10 +41,10 @@ def write_fsdp(draft: Draft, context: ReadingContext) -> None:
         shards = shard_ranks(draft, context.world)
     if row in HYBRID_ROWS and None in (replicas, shards):
         why = "the sizes of both axes must be known, or nothing is replicated: write them in the file, or say --world"
-        draft.refuse((*SHARDING, *DATA_AXES), why)
+        draft.refuse((*SHARDING_PATHS, *DATA_AXIS_PATHS), why)
     else:
         keeps = row in ("shard_grad_op", "hybrid_shard_zero2")
-        draft.put(SHARDING, f"{_SECTION}.reshard_after_forward", not keeps, why, "lossy" if why else "applied")
+        draft.put(SHARDING_PATHS, f"{_SECTION}.reshard_after_forward", not keeps, why, "lossy" if why else "applied")
         _axes(draft, {"dp_replicate": replicas, "dp_shard": shards} if row in HYBRID_ROWS else {})
     _units(draft)
     write_offload(draft, f"{_SECTION}.cpu_offload")
@@ -62,7 +62,7 @@ def _axes(draft: Draft, data: dict[str, int | None]) -> None:
     for axis, size in data.items():
         draft.put(f"mesh.{axis}", f"parallelism_config.{axis}_size", size)
     if not data:
-        draft.implied(DATA_AXES, "all data ranks are one axis")
+        draft.implied(DATA_AXIS_PATHS, "all data ranks are one axis")
     if draft.value("mesh.pp", 1) != 1:
         draft.refuse("mesh.pp", "the Trainer has no pipeline: set it to 1")
     if draft.value("mesh.ep", 1) != 1:
