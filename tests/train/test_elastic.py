@@ -224,7 +224,7 @@ def test_a_rank_alone_is_where_it_was_if_it_has_ended_a_step(
     saved = map(RestartPoint, itertools.count(1), itertools.repeat("a checkpoint"))
     slots = RankSlots([1, 2], lambda: 1, named=False)
     policy = RestartPolicy(2, lambda: next(saved), lambda point: words, lambda line: None, slots)
-    assert launch_ranks(LaunchSpec(1, words), notices=Notices("", str), restarts=policy) == 7
+    assert launch_ranks(LaunchSpec(1, words), notices=Notices(lambda trains: "", str), restarts=policy) == 7
     assert f"\nNot started again: {why}.\n" in capfd.readouterr().err
 
 

@@ -39,7 +39,7 @@ from terrazzo.train.data import load as load_module
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
-from terrazzo.train.report.stop_notices import cut_short_text
+from terrazzo.train.report.stop_notices import asked_text, cut_short_text
 from terrazzo.train.session import build_session
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
@@ -319,7 +319,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, times: int, code: int, 
     """Each is said as it comes, by the rank itself where no launcher of ours hears it."""
 
     def work() -> None:
-        stop = StopRequest(Notices("asked", lambda: "cut short"))
+        stop = StopRequest(Notices(lambda trains: "asked", lambda: "cut short"))
         with (tmp_path / "stderr").open("w") as sys.stderr:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -339,14 +339,25 @@ def test_a_stop_before_the_first_step_promises_no_step(
     monkeypatch.setattr(stop_signals, "say_now", lines.append)
     stop, requests = Asked(), SimpleQueue[int]()
     stop.trains = trains
-    notices = Notices("asked", lambda: "cut short", stopping_early="asked early")
+    notices = Notices(lambda trains: "asked" if trains else "asked early", lambda: "cut short")
     threading.Thread(target=stop._say, args=(requests, notices), daemon=True).start()
     requests.put(0)
     _wait_until(lambda: bool(lines))
     assert lines == [said]
 
 
-@pytest.mark.parametrize("notices", [None, Notices("asked", lambda: str(1 / 0))], ids=["no line", "no line found"])
+@pytest.mark.parametrize(
+    ("trains", "said"), [(True, "at the end of this round of 100 steps, and"), (False, "takes a round of 100 steps,")]
+)
+def test_a_stop_within_a_round_says_that_it_waits_for_its_end(trains: bool, said: str) -> None:
+    """Groups that train by themselves have nothing to save before: whoever waits has to know for what."""
+    config = config_from_dict({"plan": {"mesh": {"dp_replicate": 2}, "sync_every": 100}})
+    assert said in asked_text(config, trains=trains)
+
+
+@pytest.mark.parametrize(
+    "notices", [None, Notices(lambda trains: "asked", lambda: str(1 / 0))], ids=["no line", "no line found"]
+)
 def test_a_second_interrupt_ends_at_once_without_its_line_too(notices: Notices | None) -> None:
     def work() -> None:
         sys.stderr = io.StringIO()
@@ -397,7 +408,7 @@ from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.start_ranks import launch_ranks
 from terrazzo.launch.stopping import stop_request as stop_signals
 from terrazzo.launch.stopping.notices import Notices
-sys.exit(launch_ranks(LaunchSpec(1, sys.argv[1:]), notices=Notices("asked", lambda: "cut short")))
+sys.exit(launch_ranks(LaunchSpec(1, sys.argv[1:]), notices=Notices(lambda trains: "asked", lambda: "cut short")))
 """
 
 

@@ -86,7 +86,7 @@ def _run(ranks: LocalRanks, signals: ReceivedSignals, notices: Notices | None, c
 
 def _say_stopping(started: LocalRanks, notices: Notices | None) -> None:
     if notices is not None:
-        say_now(notices.on_request(trains=started.any_reached(Milestone.TRAINING)))
+        say_now(notices.asked(started.any_reached(Milestone.TRAINING)))
 
 
 def _exit_code(end: RunEnd, notices: Notices | None) -> int:

@@ -71,7 +71,7 @@ def notices_of_script(ranks: int) -> Notices:
     """What is said when a script is asked to stop: only the script knows what it does then."""
     who, them = (f"all {ranks} ranks of the script", "them") if ranks > 1 else ("the script", "it")
     stopping = f"Stopping: waiting for {who} to end. Ctrl-C once more ends {them} at once."
-    return Notices(stopping, lambda: "Ended at once, as asked.", "Ended before the script began.")
+    return Notices(lambda trains: stopping, lambda: "Ended at once, as asked.", "Ended before the script began.")
 
 
 def environment_of_script(ranks: int) -> dict[str, str]:

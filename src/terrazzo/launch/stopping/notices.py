@@ -17,24 +17,19 @@ class Notices:
     """What is said when a run is stopped, and what to call when its ranks have ended.
 
     Attributes:
-        stopping: is said when the run is asked to stop.
+        asked: returns what is said when the run is asked to stop; is given whether it trains: before, it may still
+            be refused.
         cut_short: returns what is said when the run is ended at once: what is lost.
         ended_unasked: is said instead if no rank handled signals yet, so that none could be asked.
-        stopping_early: is said if the run is asked to stop during set-up, and may still be refused.
         on_end: is called with how ranks have ended, if the run has claimed its folders.
         on_restart: is called before such ranks are started again.
     """
 
-    stopping: str
+    asked: Callable[[bool], str]
     cut_short: Callable[[], str]
     ended_unasked: str = "Ended before training began: nothing is lost."
-    stopping_early: str = ""
     on_end: Callable[[ExitNote], object] = lambda note: None
     on_restart: Callable[[], object] = lambda: None
-
-    def on_request(self, *, trains: bool) -> str:
-        """What to say when the run is asked to stop; `trains`: whether it is set up."""
-        return self.stopping if trains or not self.stopping_early else self.stopping_early
 
 
 def say_now(line: str) -> None:

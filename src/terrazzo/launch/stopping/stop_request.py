@@ -66,7 +66,7 @@ class StopRequest:
     def _say(self, signals: SimpleQueue[int], notices: Notices) -> None:
         """Announce the first signal; at the second Ctrl-C say what that costs, and end this process."""
         signals.get()
-        say_now(notices.on_request(trains=self.trains))
+        say_now(notices.asked(self.trains))
         while signals.get() < 2:
             pass
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from terrazzo.checkpoint import latest
 from terrazzo.config import Config, without_passwords
+from terrazzo.errors import BadInput
 from terrazzo.files import is_url
 from terrazzo.launch.stopping.notices import Notices
 from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
@@ -13,21 +14,14 @@ from terrazzo.train.checkpoints.local_folder import local_checkpoints
 from terrazzo.train.checkpoints.restart_points import newest_of
 from terrazzo.train.settings.run_command import RunCommand
 
-__all__ = ["cut_short_text", "launcher_notices", "rank_notices"]
-
-_STOPPING = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
-_STOPPING_EARLY = (
-    "Asked to stop while the run is set up: unless it is refused, it takes one step, saves a checkpoint and stops."
-    " Ctrl-C once more ends at once, without saving."
-)
+__all__ = ["asked_text", "cut_short_text", "launcher_notices", "rank_notices"]
 
 
 def launcher_notices(config: Config, command: RunCommand) -> Notices:
     """The notices of a launcher, which also notes in the run's folder how its ranks have ended."""
     return Notices(
-        _STOPPING,
+        lambda trains: asked_text(config, trains=trains),
         lambda: cut_short_text(config, command),
-        stopping_early=_STOPPING_EARLY,
         on_end=lambda note: overrule_exit(config.log.folder, note),
         on_restart=lambda: forget_exit(config.log.folder),
     )
@@ -42,7 +36,27 @@ def rank_notices(
         note_interrupted()
         return cut_short_text(read_config(), command)
 
-    return Notices(_STOPPING, cut_short, stopping_early=_STOPPING_EARLY)
+    def asked(trains: bool) -> str:
+        try:
+            config = read_config()
+        except BadInput:  # it is refused elsewhere, or was edited since the start
+            config = Config()
+        return asked_text(config, trains=trains)
+
+    return Notices(asked, cut_short)
+
+
+def asked_text(config: Config, *, trains: bool) -> str:
+    """What happens next to a run that is asked to stop: it goes on to where it can be saved."""
+    every = config.plan.sync_every
+    if trains:
+        until = f"at the end of this round of {every} steps" if every else "after this step"
+        text = f"Stopping {until}, and saving a checkpoint."
+    else:
+        until = f"a round of {every} steps" if every else "one step"
+        then = f"it takes {until}, saves a checkpoint and stops."
+        text = f"Asked to stop while the run is set up: unless it is refused, {then}"
+    return f"{text} Ctrl-C once more ends at once, without saving."
 
 
 def cut_short_text(config: Config, command: RunCommand) -> str:
