@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine import engine_of, estimate
+from terrazzo.engine import ModelState, engine_of, estimate
 from terrazzo.engine.dry_run.outer import dry_run_outer_step
 from terrazzo.engine.plan import diloco
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
@@ -270,6 +270,24 @@ def test_beside_tensor_parallelism_each_replica_is_a_whole_one() -> None:
         assert "replicas: 2 (dp_replicate) train by themselves" in engine_of(model).describe()
 
     on_ranks(4, body)
+
+
+def test_what_ranks_along_tp_have_of_the_momentum_is_saved_once() -> None:
+    """Of the weights of norms too, whose gradients they sum."""
+    base = Decoder(DecoderConfig(VOCABULARY, 16, 1, 4, 2, 26, 8))
+
+    def body(rank: int) -> Counter[tuple[str, str]]:
+        mesh = tz.mesh(dp_replicate=2, tp=2, device="cpu")
+        model = tz.parallelize(copy.deepcopy(base), mesh)
+        model, _ = tz.shard(model, sgd, mesh=mesh, diloco=tz.DiLoCo(2, momentum=0.5), units=[Block])
+        saved = Counter[tuple[str, str]]()
+        for piece in ModelState(model).pieces():
+            saved[piece.kind, piece.name] += piece.tensor.numel()
+        return saved
+
+    numels = {name: parameter.numel() for name, parameter in base.named_parameters()}
+    expected = {(kind, name): numel for kind in ("weight", diloco.OUTER_MOMENTUM) for name, numel in numels.items()}
+    assert sum(on_ranks(4, body), Counter()) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

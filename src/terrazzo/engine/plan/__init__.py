@@ -18,7 +18,9 @@
     packed_members  which frozen matrices of a unit are kept in 4 bits
     sharding_spec   the plan and the precision on this mesh, which all units follow
 
-Read them in that order.
+Read them in that order. `layout` and `rectangles` are arithmetic. What users state is in `place`, `diloco` and
+`precision`; what is sent because of it, in `weight_wire` to `gradient_wire`. `bucket_spec` and `bucket_memory` say what
+follows for one bucket, and the others of which parameters buckets are made.
 
 A new format of weights, gradients or an optimizer's states: `terrazzo.engine.formats` says what it takes.
 """
