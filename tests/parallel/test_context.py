@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine.instrumentation.label import Label
 from terrazzo.errors import BadInput, Misuse, RanksApart
-from terrazzo.parallel import Context, context_of, share_sequences
+from terrazzo.parallel import AttentionMask, Context, context_of, share_sequences
 from terrazzo.parallel.context import attention_kernels, attention_masks
 from terrazzo.parallel.context.chunks import Chunks
 from terrazzo.parallel.exchanges import AxisRanks, exchange
@@ -381,6 +383,41 @@ def test_ulysses_gathers_on_all_ranks_what_one_rank_was_given_anew() -> None:
         assert context.traffic.bytes["all_gather"] == sent > 0  # once for layers of all windows
         context.end_forward()
         assert context.mask(changed, 8) is not found  # and no forward says that others were given these again
+
+    run_in_threads(2, on_rank)
+
+
+def test_masks_of_all_micro_batches_of_a_step_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline places them all before it begins, and runs others before it recomputes a part of one."""
+    given = [positions_of([lengths]) for lengths in ([16], [10, 6], [3, 13])]
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, masks: list[AttentionMask], mask: Callable[[], AttentionMask]) -> Tensor:
+            ctx.masks, ctx.mask = masks, mask
+            masks.append(mask())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+            ctx.masks.append(ctx.mask())
+            return grad, None, None
+
+    def on_rank(rank: int) -> None:
+        context = Context(dist.group.WORLD, "ulysses", "none")
+        placed = [context.place(each, torch.device("cpu")) for each in given]
+        monkeypatch.setattr(Tensor, "cpu", lambda self: pytest.fail("the host waits"))
+        x, outs = torch.ones(1, requires_grad=True), []
+        pairs: list[list[AttentionMask]] = []
+        for positions in placed:
+            pairs.append([])
+            context.begin_forward()
+            outs.append(Recomputed.apply(x, pairs[-1], functools.partial(context.mask, positions, 8)))
+            context.end_forward()
+        for out in outs:
+            out.backward()
+        assert all(first is again for first, again in pairs)
+        assert context.traffic.count["all_gather"] == len(given)
 
     run_in_threads(2, on_rank)
 

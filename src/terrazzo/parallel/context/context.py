@@ -68,7 +68,7 @@ class Context:
         self.mode: Mode = cast(Mode, mode)
         self.chunks = Chunks(self.ranks.size, cast(Balance, balance))
         self.rank, self.size, self._tp = self.ranks.rank, self.ranks.size, tp
-        self._is_split, self.compare = True, self.ranks.compare
+        self._is_split = True
         self._same = SameSequences(self.ranks, is_compared=self.is_simulated)
         self._places = DocumentPlaces(self.ranks, self.chunks, gathers=mode == "ulysses")
 
@@ -133,6 +133,10 @@ class Context:
         finally:
             self._is_split = before
 
+    def compare(self, before: Label) -> None:
+        """As `AxisRanks.compare`, of the ranks that share sequences. Collective where that is."""
+        self.ranks.compare(before)
+
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent."""
@@ -154,9 +158,9 @@ class Context:
         """What this rank's tokens see. Collective the first time, and under `ulysses` once in a model's forward.
 
         The host reads positions and prefix once, and waits for their device unless they are from `place` and
-        `place_prefix`. The mask of the last positions is kept where there is no prefix; under `ulysses`, where the
-        positions of other ranks are in it, until the forward ends. Outside of one, and with a prefix, each call is
-        collective there.
+        `place_prefix`. The mask is kept for as long as the positions are, where there is no prefix; under `ulysses`,
+        where the positions of other ranks are in it, for their forward and its backward. Outside of these, and with a
+        prefix, each call is collective there.
 
         Args:
             positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.

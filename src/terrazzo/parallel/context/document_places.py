@@ -48,12 +48,25 @@ class Documents:
         return self._masks[window, stride]
 
 
+@dataclass(frozen=True)
+class _ReadIn:
+    """What was read of the same positions.
+
+    Attributes:
+        forward: in which; None outside of one.
+        documents: by how many tokens of each sequence they are, and whether these are split.
+    """
+
+    forward: object | None
+    documents: dict[tuple[int, bool], Documents] = field(default_factory=dict)
+
+
 class DocumentPlaces:
     """Reads positions and lengths of prefixes, of which the host remembers what it need not wait for.
 
-    The documents of the last positions are remembered, for all layers. Under `ulysses` other ranks' positions are in
-    them, of which a rank cannot know whether they are still the same: there they are remembered in the forward that has
-    gathered them, and in backward, which may recompute a part of it.
+    The documents of positions are remembered, for all layers. Under `ulysses` other ranks' positions are in them, of
+    which a rank cannot know whether they are still the same: there they are remembered in the forward that has gathered
+    them, and in backward, which may recompute a part of it.
 
     Args:
         gathers: a rank computes attention of whole sequences (`ulysses`).
@@ -62,7 +75,7 @@ class DocumentPlaces:
     def __init__(self, ranks: AxisRanks, chunks: Chunks, gathers: bool) -> None:
         self._ranks, self._chunks, self._gathers = ranks, chunks, gathers
         self._forward: object | None = None
-        self._documents = TensorMemo[dict[tuple[int, bool], Documents]]()
+        self._documents = TensorMemo[_ReadIn]()
         self._placed_begins = TensorMemo[Tensor]()  # of whole sequences, in host memory
         self._placed_prefix = TensorMemo[Tensor]()  # likewise
 
@@ -92,8 +105,6 @@ class DocumentPlaces:
     def begin_forward(self) -> None:
         """A model's forward begins, in which nobody changes its positions."""
         self._forward = object()
-        if self._gathers:
-            self._documents.forget()
 
     def end_forward(self) -> None:
         """The forward has ended."""
@@ -108,13 +119,15 @@ class DocumentPlaces:
             return Documents([TokenRun(0, 0, tokens)])
         if positions is None or prefix is not None:
             return self._read(positions, prefix, tokens, is_split)
-        key = tokens, is_split
         known = self._documents.of(positions, self._forward)
-        if known is None or (is_split and self._gathers and self._forward is None and not inside_backward()):
-            self._documents.keep(positions, known := {}, self._forward)
-        if key not in known:
-            known[key] = self._read(positions, None, tokens, is_split)
-        return known[key]
+        if known is None or (is_split and self._gathers and not self._is_same_forward(known)):
+            self._documents.keep(positions, known := _ReadIn(self._forward), self._forward)
+        if (tokens, is_split) not in known.documents:
+            known.documents[tokens, is_split] = self._read(positions, None, tokens, is_split)
+        return known.documents[tokens, is_split]
+
+    def _is_same_forward(self, known: _ReadIn) -> bool:
+        return inside_backward() or known.forward is self._forward is not None
 
     def _read(self, positions: Tensor | None, prefix: Tensor | None, tokens: int, is_split: bool) -> Documents:
         length = tokens * self._ranks.size if is_split else tokens

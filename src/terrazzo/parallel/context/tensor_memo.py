@@ -1,4 +1,4 @@
-"""What was computed from a tensor, remembered for as long as that is what it was."""
+"""What was computed from tensors, remembered for as long as that is what it was."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ T = TypeVar("T")
 
 
 class TensorMemo(Generic[T]):
-    """A value that was computed from one tensor. It is forgotten once that is gone, or has been changed in place.
+    """A value that was computed from each of some tensors. It is forgotten once that is gone, or changed in place.
 
     Torch does not count changes of a tensor that was made in inference mode. The value of one is remembered `within`
     something alone, during which nobody changes it.
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[weakref.ref[Tensor], object, T] | None = None
+        self._kept: dict[int, tuple[weakref.ref[Tensor], object, T]] = {}
 
     def keep(self, tensor: Tensor, value: T, within: object = None) -> None:
-        """Remember `value`, and forget that of any other tensor."""
-        self._kept = weakref.ref(tensor), _version_of(tensor, within), value
+        """Remember `value` of this very tensor."""
+        number = id(tensor)
+        known = weakref.ref(tensor, lambda _: self._kept.pop(number, None))
+        self._kept[number] = known, _version_of(tensor, within), value
 
     def of(self, tensor: Tensor, within: object = None) -> T | None:
         """The value of this very tensor; None where it is not known."""
-        if self._kept is None or (version := _version_of(tensor, within)) is None:
+        if (version := _version_of(tensor, within)) is None or id(tensor) not in self._kept:
             return None
-        known, its_version, value = self._kept
+        known, its_version, value = self._kept[id(tensor)]
         return value if known() is tensor and version == its_version else None
-
-    def forget(self) -> None:
-        """Forget the value."""
-        self._kept = None
 
 
 def _version_of(tensor: Tensor, within: object) -> object:
