@@ -369,3 +369,11 @@ def test_a_version_has_three_numbers_however_many_are_written() -> None:
     assert found("0.17") == found("0.17.0") == found("0.17+cu128") == []
     assert "0.16.0 may have others" in found("0.16")[0]
     assert ReadingContext(versions={"torch": "2.9+cu128"}).version("torch", "") == (2, 9, 0)
+
+
+def test_what_the_target_needs_and_refuses_to_go_without_is_told_once() -> None:
+    document = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}}
+    conversion = converted("accelerate", "deepspeed", document)
+    told = [each for each in conversion.unsaid if "train_micro_batch_size_per_gpu" in each.target]
+    assert [(each.key, each.kind) for each in told] == [("batch.micro_batch", "refused")]
+    assert [fault.key for fault in conversion.faults] == ["train_micro_batch_size_per_gpu"]

@@ -119,7 +119,9 @@ class _Fates:
             verdict = self.by_path[path]
             why = "; ".join(_once([verdict.why, fault.text]))
             self.by_path[path] = replace(verdict, kind="refused", why=why)
-        if not blamed:
+        lacking = [each for each in self.missing if not set(keys).isdisjoint(keys_in(each.target))]
+        self.missing = [replace(each, kind="refused") if each in lacking else each for each in self.missing]
+        if not blamed and not lacking:
             self.missing.append(KeyVerdict(fault.key, None, "refused", fault.key, fault.text))
 
     def of_key(self, read: KeyVerdict) -> KeyVerdict:
