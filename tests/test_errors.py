@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.errors import counted, did_you_mean, listed, nearest, warn
+from terrazzo.messages import counted, did_you_mean, listed, nearest, warn
 
 
 def test_a_long_list_says_how_much_it_leaves_out() -> None:

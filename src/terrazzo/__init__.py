@@ -8,19 +8,18 @@ Every ZeRO stage and FSDP strategy is a row of one table; see `tz.Plan`. What a 
 
 Packages and modules, from the ground up; each imports from its own line and those above:
 
-    errors           the error tree, and what messages are made of
+    errors           the error tree
+    messages         what messages are made of; warnings
     exit_codes       with which code a process ends, and what that means
     words            words that configurations and code share
     given_numbers    what counts as a number among arguments
     shell_command    how users start this package
     lazy             names that are imported when they are first asked for
     marks            attributes on objects of others
-    tether           processes that end with their parent
-    socket_server    a server for processes of one user
 
     files            files replaced as a whole, and file systems behind URLs
     untrusted_files  files of strangers
-    ending           finalizers, threads, exit and forks
+    processes        how they end, with whom, and who may ask them
     documents        YAML, JSON and TOML, read strictly
     nn, optim        losses, 8-bit linear layers, optimizers
 
@@ -40,12 +39,12 @@ Packages and modules, from the ground up; each imports from its own line and tho
     cli              the command line
 """
 
-from terrazzo import tether  # noqa: F401  first: it notes who the parent is, before seconds of imports
+from terrazzo.processes import ending, tether  # noqa: F401  first: who the parent is, before seconds of imports
 
 # isort: split
 from typing import TYPE_CHECKING
 
-from terrazzo import checkpoint, ending  # noqa: F401  how a process ends that has this package
+from terrazzo import checkpoint
 from terrazzo.errors import (
     BadInput,
     Corrupted,

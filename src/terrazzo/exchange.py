@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from terrazzo.ending import start_thread
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.process_groups import backends_by_device, timeout_s_of
 from terrazzo.errors import BY_NAME, SaveFailed, TerrazzoError
+from terrazzo.processes.ending import start_thread
 
 __all__ = ["agree", "broadcast_json", "gather_json", "on_first", "patiently", "timeout_s", "together"]
 

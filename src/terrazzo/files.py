@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from terrazzo.errors import BadInput, install
+from terrazzo.errors import BadInput
+from terrazzo.messages import install
 
 __all__ = [
     "CHECKPOINTS",

@@ -9,8 +9,9 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count
+from terrazzo.messages import did_you_mean
 
 __all__ = [
     "CHECKPOINT_MODES",

@@ -27,7 +27,7 @@ from terrazzo.checkpoint.saving import background as saver_module
 from terrazzo.checkpoint.saving import writer_main, writer_process
 from terrazzo.checkpoint.storage.local import LocalDraft
 from terrazzo.errors import SaveFailed
-from terrazzo.tether import tie
+from terrazzo.processes.tether import tie
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Tap, calls_of, hidden, sampled
 from tests.checkpoint.subject import Witness, build, fast_folder, put, save

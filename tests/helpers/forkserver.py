@@ -45,6 +45,6 @@ class _Here:
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
-        if (tether := sys.modules.get("terrazzo.tether")) is not None:
+        if (tether := sys.modules.get("terrazzo.processes.tether")) is not None:
             tether.PARENT = os.getppid()  # it was imported by the server
         return self.function(*arguments, **keywords)

@@ -217,7 +217,7 @@ def _forget(packages: Collection[str]) -> None:
     for table in tables:
         for number in [number for number, hook in table.items() if hook.__module__ in gone]:
             del table[number]
-    if (tether := sys.modules.get("terrazzo.tether")) is not None:
+    if (tether := sys.modules.get("terrazzo.processes.tether")) is not None:
         tether.PARENT = os.getppid()  # type: ignore[attr-defined]
 
 

@@ -48,7 +48,7 @@ class Ranks(Pool):
 
 def _serve(backend: str, rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     from hostcuda.device import start
-    from terrazzo.ending import Thread
+    from terrazzo.processes.ending import Thread
 
     start(home=rank, devices=world_size, frames="/terrazzo/", watched=(Thread,))
     serve(rank, world_size, folder, pipe, backend)

@@ -15,7 +15,7 @@ import pytest
 
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.rank_slots import RankSlots, slots_of
 from terrazzo.launch.launcher.restart_policy import RestartPoint, RestartPolicy
@@ -26,6 +26,7 @@ from terrazzo.launch.machine import ranks_to_start
 from terrazzo.launch.rank.rank_process import RankProcess
 from terrazzo.launch.stopping.notices import Notices
 from terrazzo.launch.stopping.stop_request import StopRequest
+from terrazzo.messages import counted
 from terrazzo.telemetry import FlightRecorder
 from terrazzo.train.model import prepare
 from terrazzo.train.preflight import check, checks

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from terrazzo import tether
 from terrazzo.errors import (
     BadInput,
     CopiesDiffer,
@@ -34,6 +33,7 @@ from terrazzo.launch.rank import failure_reporters
 from terrazzo.launch.rank.rank_process import RankProcess
 from terrazzo.launch.stopping import preemption
 from terrazzo.launch.stopping.preemption import stays_stopped
+from terrazzo.processes import tether
 from terrazzo.telemetry.log.exit_note import overrule_exit
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads

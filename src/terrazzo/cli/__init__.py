@@ -68,8 +68,9 @@ from terrazzo.cli.train import train
 from terrazzo.cli.verdict import verdict
 from terrazzo.cli.watch import watch
 from terrazzo.config import without_passwords
-from terrazzo.errors import TerrazzoError, printable
+from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import BROKEN, FAILED, exit_codes_text
+from terrazzo.messages import printable
 
 __all__ = ["VERBS", "VerbRow", "app", "main"]
 

@@ -50,7 +50,8 @@ def _lines(outcome: ProfiledScript, folder: Path) -> list[str]:
     if not outcome.steps:
         unseen = [] if outcome.code else [_UNSEEN]
         return ["no step of a torch.optim optimizer was seen, so there is nothing to say.", *unseen]
-    from terrazzo.errors import BadInput, counted
+    from terrazzo.errors import BadInput
+    from terrazzo.messages import counted
     from terrazzo.train.report.run_review import RunReview  # it imports torch and the trainer
 
     try:

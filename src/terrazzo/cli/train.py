@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from terrazzo.errors import BadInput, printable
+from terrazzo.errors import BadInput
+from terrazzo.messages import printable
 from terrazzo.shell_command import terrazzo_command
 
 __all__ = ["train"]

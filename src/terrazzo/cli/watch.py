@@ -112,7 +112,7 @@ class _WatchedRun:
         """The screen as rich's text."""
         from rich.text import Text
 
-        from terrazzo.errors import printable
+        from terrazzo.messages import printable
         from terrazzo.telemetry import has_ended, screen_of
 
         ranks = [] if has_ended(lines) else self._ranks.lines()

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from terrazzo.config.schema import Config
 from terrazzo.config.section import Named, Section
-from terrazzo.errors import nearest
+from terrazzo.messages import nearest
 
 __all__ = ["CONFIG_KEYS", "SHORTHANDS", "keys_meant"]
 

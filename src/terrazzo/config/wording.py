@@ -14,7 +14,8 @@ from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KeyDisagreement, KeysDisagree
 from terrazzo.documents import parse_value
-from terrazzo.errors import BadInput, did_you_mean, nearest, shortened
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, nearest, shortened
 
 __all__ = ["KeyPath", "placed", "sentences", "wrong_keys", "wrong_value"]
 

@@ -6,7 +6,8 @@ from functools import cache
 from importlib import import_module
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
-from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, listed
 
 __all__ = ["NAMES", "dialect", "recognise"]
 

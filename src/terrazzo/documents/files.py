@@ -24,7 +24,8 @@ from terrazzo.documents.limits import MAX_BYTES, check_values
 from terrazzo.documents.shell.arguments import parse_arguments
 from terrazzo.documents.toml_text import read_toml
 from terrazzo.documents.yaml_text import IsText, never, read_yaml
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.untrusted_files import read_plain
 
 __all__ = ["Format", "Loaded", "format_of", "load", "parse", "parse_value", "read_text"]

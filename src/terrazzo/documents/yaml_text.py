@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice, too_many
-from terrazzo.errors import BadInput, shortened
+from terrazzo.errors import BadInput
+from terrazzo.messages import shortened
 
 __all__ = ["PARSER", "IsText", "never", "read_yaml", "write_yaml"]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
 from terrazzo.marks import SHARES_MATRICES, is_sharded
+from terrazzo.messages import listed
 from terrazzo.name_globs import matches_any
 from terrazzo.nn.float8_linear import FLOAT8, Float8Linear
 from terrazzo.nn.float8_matrices import MULTIPLE, Recipe, check_multiplies, recipe_named

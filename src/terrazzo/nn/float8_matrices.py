@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 
 __all__ = [
     "E4M3",

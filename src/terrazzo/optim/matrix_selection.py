@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from terrazzo.errors import BadInput, counted, did_you_mean, listed, warn
+from terrazzo.errors import BadInput
+from terrazzo.messages import counted, did_you_mean, listed, warn
 from terrazzo.name_globs import matches_any
 from terrazzo.nn.routers import is_router
 

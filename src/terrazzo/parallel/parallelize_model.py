@@ -14,7 +14,8 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.family import STAGE_AXIS
 from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.sharding.shared_parts_checks import check_uncut
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.context.mode_rules import Mode, check_names

@@ -10,7 +10,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from terrazzo.engine import Plan
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.edits import Changed, cost_of, edits_that_fit, narrower_names, no_edit
 from terrazzo.planner.choice.fewest import min_gpus

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from terrazzo.config import Config
-from terrazzo.errors import counted
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.start_ranks import launch_ranks
 from terrazzo.launch.machine import ranks_to_start, resolve_device
+from terrazzo.messages import counted
 from terrazzo.telemetry import RunConsole
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.checkpoints.restart_points import restarts_of

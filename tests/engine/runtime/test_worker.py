@@ -69,7 +69,7 @@ def test_the_thread_ends_with_its_worker() -> None:
 
 EXIT = """
 import threading, time
-from terrazzo.ending import start_thread
+from terrazzo.processes.ending import start_thread
 
 class Model:
     def work(self):
@@ -95,7 +95,7 @@ print("exits", flush=True)
 
 ORDER = """
 import threading
-from terrazzo.ending import start_thread
+from terrazzo.processes.ending import start_thread
 from terrazzo.engine.runtime.worker import Worker
 from terrazzo.errors import Misuse
 

@@ -17,8 +17,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from terrazzo.checkpoint.source import Source
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
 from terrazzo.files import CHECKPOINTS
+from terrazzo.messages import listed
 
 __all__ = ["open_foreign"]
 

@@ -32,9 +32,10 @@ from terrazzo.engine import (
     persistent_buffers,
 )
 from terrazzo.engine.plan.layout import Range
-from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
+from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, together
 from terrazzo.files import is_url
+from terrazzo.messages import listed, printable, warn
 
 __all__ = ["check_foreign", "load", "open_source", "own_folder", "restore", "warn_of_notes"]
 

@@ -11,7 +11,8 @@ from terrazzo.checkpoint.loading.load import open_source, own_folder
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.storage.blocks import DigestBlock
 from terrazzo.checkpoint.storage.store import CheckpointFolder
-from terrazzo.errors import BadInput, Damaged, listed
+from terrazzo.errors import BadInput, Damaged
+from terrazzo.messages import listed
 
 __all__ = ["open_audit"]
 

@@ -24,10 +24,10 @@ from terrazzo.checkpoint.saving.snapshot import Snapshot, take
 from terrazzo.checkpoint.saving.staging import Staging
 from terrazzo.checkpoint.saving.writer_process import BRIEF_S, StandStill, WriterProcess
 from terrazzo.checkpoint.storage.store import CheckpointDraft, not_saved
-from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.exchange import broadcast_json, gather_json, on_first, timeout_s, together
+from terrazzo.processes.ending import leaves_to_parent, require_own
 
 __all__ = ["Saver"]
 

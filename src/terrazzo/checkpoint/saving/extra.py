@@ -8,9 +8,10 @@ import math
 from typing import Any, NamedTuple
 
 from terrazzo.checkpoint.format.manifest import MAX_MANIFEST_BYTES, is_crowded
-from terrazzo.errors import BadInput, RanksApart, listed
+from terrazzo.errors import BadInput, RanksApart
 from terrazzo.exchange import gather_json
 from terrazzo.given_numbers import is_count
+from terrazzo.messages import listed
 
 __all__ = ["check_extra", "require_alike", "text_problem"]
 

@@ -8,8 +8,8 @@ import subprocess
 import threading
 
 from terrazzo.checkpoint.saving.job import SaveJob
-from terrazzo.ending import start_thread
-from terrazzo.tether import tethered
+from terrazzo.processes.ending import start_thread
+from terrazzo.processes.tether import tethered
 
 __all__ = ["BRIEF_S", "StandStill", "WriterProcess"]
 

@@ -7,7 +7,8 @@ import os
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.checkpoint.storage.places import open_store
-from terrazzo.errors import BadInput, warn
+from terrazzo.errors import BadInput
+from terrazzo.messages import warn
 
 __all__ = ["claim"]
 

@@ -16,9 +16,9 @@ from terrazzo.checkpoint.storage.file_sender import SenderAddress
 from terrazzo.checkpoint.storage.local import LocalDraft, LocalFolder
 from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
 from terrazzo.checkpoint.storage.store import CheckpointFolder
-from terrazzo.ending import start_thread
 from terrazzo.errors import BadInput, Damaged, SaveFailed, TerrazzoError
 from terrazzo.files import sync_folder
+from terrazzo.processes.ending import start_thread
 
 __all__ = ["PartnerCopy", "file_problem"]
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.checkpoint.storage.local import LocalFolder
 from terrazzo.checkpoint.storage.store import step_of
-from terrazzo.socket_server import serve
+from terrazzo.processes.socket_server import serve
 
 __all__ = ["ANSWER_S", "LONGEST_LINE", "FileSender", "SenderAddress"]
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from terrazzo.ending import leaves_to_parent
+from terrazzo.processes.ending import leaves_to_parent
 
 __all__ = ["Lock"]
 

@@ -13,7 +13,8 @@ from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, understand
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
+from terrazzo.messages import counted
 
 __all__ = ["check_config"]
 

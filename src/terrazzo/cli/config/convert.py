@@ -19,8 +19,9 @@ from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, understand
 from terrazzo.documents import format_of
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
 from terrazzo.files import GIB
+from terrazzo.messages import counted
 
 __all__ = ["Dialects", "convert_config"]
 

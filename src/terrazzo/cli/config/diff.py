@@ -11,7 +11,7 @@ from terrazzo.cli.config.text import cell_text, columns_text, say_report
 from terrazzo.cli.shared.terminal import say
 from terrazzo.dialects.verbs.diff import SettingDifference, compare
 from terrazzo.dialects.verbs.understand import understand
-from terrazzo.errors import counted
+from terrazzo.messages import counted
 
 __all__ = ["diff_configs"]
 

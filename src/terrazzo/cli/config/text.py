@@ -10,7 +10,7 @@ from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.dialects.core.description import as_text
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.emit import plain
-from terrazzo.errors import printable
+from terrazzo.messages import printable
 
 __all__ = ["STYLES", "cell_text", "columns_text", "say_report", "say_verdicts"]
 

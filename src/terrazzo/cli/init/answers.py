@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypedDict
 from terrazzo.cli.init.questions import Question
 from terrazzo.cli.shared.arguments import whole_number
 from terrazzo.config import config_from_dict
-from terrazzo.errors import ALL, BadInput, did_you_mean
+from terrazzo.errors import BadInput
 from terrazzo.files import is_url
+from terrazzo.messages import ALL, did_you_mean
 from terrazzo.planner import Cluster, ModelShape, model_shape
 from terrazzo.planner.machine.devices import cpu_host, device, this_machine
 from terrazzo.planner.model.loading import preset_name

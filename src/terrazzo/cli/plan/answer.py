@@ -17,7 +17,8 @@ from terrazzo.cli.plan.sources import FromConfig, FromCount, FromModel, PlanSour
 from terrazzo.cli.plan.values import by_option, check_tier
 from terrazzo.cli.shared.written_files import write_output, writing
 from terrazzo.config import Config
-from terrazzo.errors import BadInput, nearest
+from terrazzo.errors import BadInput
+from terrazzo.messages import nearest
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
 from terrazzo.planner.api import ask, compare, in_framework
 from terrazzo.planner.model.loading import preset_name

@@ -8,7 +8,8 @@ from typing import Any
 
 from terrazzo.cli.plan.options import OPTION_ROWS, PlanArguments, PlanOption
 from terrazzo.cli.shared.verb import answer_train_option
-from terrazzo.errors import BadInput, did_you_mean, nearest
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, nearest
 
 __all__ = ["answer_plan_option", "by_option", "check_tier", "read_arguments"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from terrazzo.errors import printable
+from terrazzo.messages import printable
 
 __all__ = ["columns", "say", "say_json", "unmistakable"]
 

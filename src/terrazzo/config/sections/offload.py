@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from terrazzo.config.section import Section
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 from terrazzo.words import TIERS, tier_shares
 
 __all__ = ["OffloadConfig", "tier_text"]

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from terrazzo.config.section import KeyDisagreement, Section
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 from terrazzo.words import STYLE_NAMES, check_schedule
 
 __all__ = ["ContextConfig", "ParallelConfig", "PipelineConfig", "TensorConfig"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import Field, field_validator
 
 from terrazzo.config.section import KeyDisagreement, Section
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 from terrazzo.words import CHECKPOINT_MODES, CheckpointMode
 
 __all__ = ["TrainConfig"]

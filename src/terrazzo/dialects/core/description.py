@@ -35,7 +35,7 @@ from terrazzo.dialects.core.sections import (
     UnitsSection,
 )
 from terrazzo.engine import PLANS, Place, Plan
-from terrazzo.errors import shortened
+from terrazzo.messages import shortened
 
 __all__ = [
     "DATA_AXIS_PATHS",

@@ -28,7 +28,7 @@ from terrazzo.dialects.core.keys import (
     Type,
     row_of,
 )
-from terrazzo.errors import did_you_mean, shortened
+from terrazzo.messages import did_you_mean, shortened
 
 __all__ = ["Reader", "derived", "only_from_file"]
 

@@ -15,7 +15,8 @@ from terrazzo.engine.buckets.resting.buffer import AsSeen, Buffer, copy_changed,
 from terrazzo.engine.buckets.resting.with_remainder import WithRemainder
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.runtime.private_torch import plainly
-from terrazzo.errors import Misuse, listed
+from terrazzo.errors import Misuse
+from terrazzo.messages import listed
 
 __all__ = ["refuse_packed_edits", "take_over_data", "take_over_edits", "take_over_gathered"]
 

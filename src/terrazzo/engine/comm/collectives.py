@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
 from terrazzo.engine.instrumentation.label import moving
 from terrazzo.engine.instrumentation.traffic import Ledger, Traffic
+from terrazzo.processes.ending import leaves_to_parent, require_own
 
 __all__ = ["Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
 

@@ -15,7 +15,8 @@ from terrazzo.engine.consensus.digest import digest
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import RanksApart, listed
+from terrazzo.errors import RanksApart
+from terrazzo.messages import listed
 
 __all__ = ["broadcast_first", "compare_written"]
 

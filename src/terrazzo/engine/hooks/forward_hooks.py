@@ -32,7 +32,8 @@ from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.gathered import BackwardToCome
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.errors import Misuse, warn
+from terrazzo.errors import Misuse
+from terrazzo.messages import warn
 
 __all__ = ["ForwardHooks"]
 

@@ -9,7 +9,8 @@ from itertools import chain
 from torch import nn
 
 from terrazzo.engine.buckets.parameters.note import note_of
-from terrazzo.errors import Misuse, listed, warn
+from terrazzo.errors import Misuse
+from terrazzo.messages import listed, warn
 
 __all__ = ["ModuleTree"]
 

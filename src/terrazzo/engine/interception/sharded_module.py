@@ -25,8 +25,9 @@ from terrazzo.engine.states.buffers_and_extra_state import (
 )
 from terrazzo.engine.states.model_state import ModelState
 from terrazzo.engine.states.state_dict import shows_all, whole_state_dict
-from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_number
+from terrazzo.messages import listed
 
 __all__ = ["ShardedModule", "make_sharded_module"]
 

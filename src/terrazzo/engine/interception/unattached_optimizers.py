@@ -14,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from terrazzo.engine.buckets.parameters.note import sharded_name
 from terrazzo.engine.interception.sharded_optimizer import ShardedOptimizer
-from terrazzo.errors import Misuse, listed
+from terrazzo.errors import Misuse
+from terrazzo.messages import listed
 
 __all__ = ["on_unattached_step"]
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.ending import require_own
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.resting.buffer import Buffer
 from terrazzo.engine.buckets.take_over import take_over_edits
@@ -39,6 +38,7 @@ from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 from terrazzo.marks import is_sharded
+from terrazzo.processes.ending import require_own
 
 __all__ = ["Engine", "engine_of", "is_sharded"]
 

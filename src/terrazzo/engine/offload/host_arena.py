@@ -16,12 +16,12 @@ import mmap
 import torch
 from torch import Tensor
 
-from terrazzo.ending import Ending
 from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.files import gib_text
+from terrazzo.processes.ending import Ending
 
 __all__ = ["HostArena"]
 

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from terrazzo.engine.plan.layout import PAGE_BYTES, round_up
 from terrazzo.engine.plan.place import Plan
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count, is_number
+from terrazzo.messages import did_you_mean
 
 __all__ = ["Offload", "StepMode"]
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradients.summed import SummedGradient
 from terrazzo.engine.offload.nvme.staging import StagingBuffer
@@ -34,6 +33,7 @@ from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import Stream, set_current
 from terrazzo.engine.runtime.topology import bind_to
 from terrazzo.engine.runtime.worker import Job, again, without_frames
+from terrazzo.processes.ending import require_own, start_thread
 
 __all__ = ["ElementwiseStep", "Updater"]
 

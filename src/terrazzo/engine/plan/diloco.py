@@ -8,8 +8,9 @@ from typing import Literal, get_args
 
 from terrazzo.engine.formats.format_names import WireFormat
 from terrazzo.engine.plan.layout import ALIGN, round_up
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count, is_number
+from terrazzo.messages import did_you_mean
 
 __all__ = [
     "OUTER_BLOCKS",

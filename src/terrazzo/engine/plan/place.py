@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from terrazzo.engine.mesh.family import DATA_AXES
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.words import tier_shares
 
 __all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "Place", "Plan", "Tiers"]

@@ -22,8 +22,9 @@ from terrazzo.engine.formats.format_names import (
 from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.layout import ALIGN
 from terrazzo.engine.plan.place import Plan
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
 from terrazzo.given_numbers import is_count, is_number
+from terrazzo.messages import did_you_mean
 from terrazzo.words import (
     DTYPE_FIELDS,
     DTYPE_SPELLINGS,

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 
 import torch
 
-from terrazzo.ending import Thread, require_own, start_thread
 from terrazzo.errors import Misuse
+from terrazzo.processes.ending import Thread, require_own, start_thread
 
 __all__ = ["Job", "Worker", "again", "without_frames"]
 

@@ -17,7 +17,8 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.pipeline.absent_parameters import absent_in_place, readable
 from terrazzo.engine.plan.partition import Member, UnitSpec
 from terrazzo.engine.states.buffers_and_extra_state import replace_buffers
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 
 __all__ = ["InitialValues", "check_initializable", "move_buffers"]
 

@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.optim.stock.template import Templates
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["check_matrices"]

@@ -18,7 +18,8 @@ from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.torch_wrappers import check_unwrapped
 from terrazzo.engine.plan.precision import MOMENTS_NAMES, Precision
 from terrazzo.engine.states.model_state import is_dtensor
-from terrazzo.errors import BadInput, Misuse, listed, warn
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.messages import listed, warn
 from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["check_device", "check_dtypes", "check_model"]

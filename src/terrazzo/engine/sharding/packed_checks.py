@@ -12,7 +12,8 @@ from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.engine.plan.packed_members import cuts_blocks
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 
 __all__ = ["check_packed"]
 

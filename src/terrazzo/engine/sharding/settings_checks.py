@@ -19,7 +19,8 @@ from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import BadInput, warn
+from terrazzo.errors import BadInput
+from terrazzo.messages import warn
 
 __all__ = [
     "check_graphs",

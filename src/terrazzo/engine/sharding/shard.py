@@ -45,7 +45,7 @@ from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.initial_values import InitialValues
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.sharding.shared_parts_checks import exchanged_along
-from terrazzo.errors import listed, warn
+from terrazzo.messages import listed, warn
 
 __all__ = ["estimate", "shard"]
 

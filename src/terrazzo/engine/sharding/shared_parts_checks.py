@@ -20,8 +20,9 @@ from terrazzo.engine.plan.box import record_of
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES
+from terrazzo.messages import listed
 
 __all__ = [
     "check_experts_shared",

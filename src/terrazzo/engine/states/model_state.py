@@ -31,7 +31,8 @@ from terrazzo.engine.states.pieces import (
 )
 from terrazzo.engine.states.restore import StateReader, restore_optimizer, restore_state
 from terrazzo.engine.states.saved_states import SavedState, saved_states, saved_weights
-from terrazzo.errors import BadInput, RanksApart, listed
+from terrazzo.errors import BadInput, RanksApart
+from terrazzo.messages import listed
 
 __all__ = ["ModelState", "ParameterInfo", "is_dtensor"]
 

@@ -29,7 +29,8 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import require_known_states
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole_tensors import gathered_state, whole_parameter
-from terrazzo.errors import BadInput, RanksApart, listed
+from terrazzo.errors import BadInput, RanksApart
+from terrazzo.messages import listed
 
 __all__ = ["OptimizerStates"]
 

@@ -24,7 +24,8 @@ from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
 from terrazzo.engine.plan.state_names import numbered
 from terrazzo.engine.states.saved_states import SavedState, copied_along, saved_weights, share_in_replica
-from terrazzo.errors import Misuse, listed
+from terrazzo.errors import Misuse
+from terrazzo.messages import listed
 
 __all__ = ["Piece", "copied_pieces", "held_pieces", "optimizer_pieces", "require_known_states", "state_pieces"]
 

@@ -26,7 +26,8 @@ from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.buffers_and_extra_state import persistent_buffers
 from terrazzo.engine.states.parameter_table import TableRow, parameter_table
-from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
+from terrazzo.errors import BadInput, RanksApart
+from terrazzo.messages import did_you_mean, listed
 
 __all__ = ["collect_buffers", "gathered_state", "whole_parameter", "whole_weights"]
 

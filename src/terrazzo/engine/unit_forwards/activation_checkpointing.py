@@ -13,9 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from terrazzo.engine.offload.activations.offloaded_activations import OffloadedActivations
 from terrazzo.engine.plan.unit_choice import Units
 from terrazzo.engine.unit_forwards.layered_forward import Forward, surround, unit_modules
-from terrazzo.errors import BadInput, Misuse, did_you_mean
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.given_numbers import is_count
 from terrazzo.marks import is_sharded
+from terrazzo.messages import did_you_mean
 from terrazzo.words import CHECKPOINT_MODES
 
 __all__ = ["checkpoint_activations"]

@@ -22,7 +22,7 @@ from types import ModuleType
 from terrazzo.errors import TerrazzoError
 from terrazzo.integrations import deepspeed as replacement
 from terrazzo.integrations.deepspeed.absent import AbsentName
-from terrazzo.tether import become
+from terrazzo.processes.tether import become
 
 __all__ = ["main"]
 

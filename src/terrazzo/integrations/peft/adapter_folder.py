@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters.new_folder import new_folder
 from terrazzo.engine import parameter_table, whole_weights
-from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
+from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.exchange import together
 from terrazzo.integrations.peft.names import base_model, peft_model, saved_names
+from terrazzo.messages import listed
 
 __all__ = ["load_adapter", "save_adapter"]
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters.new_folder import new_folder
 from terrazzo.engine import engine_of, parameters_by_names, persistent_buffers, whole_weights
-from terrazzo.errors import BadInput, SaveFailed, listed
+from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import together
 from terrazzo.integrations.peft.names import BASE_LAYER, base_model, base_name, saved_names
+from terrazzo.messages import listed
 
 __all__ = ["save_merged"]
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from terrazzo.engine import DTYPES, FrozenFormat, Precision
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 from terrazzo.words import dtype_named
 
 __all__ = ["precision_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from terrazzo.errors import warn
+from terrazzo.messages import warn
 
 __all__ = ["is_first", "warn_once"]
 

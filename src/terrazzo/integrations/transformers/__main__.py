@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import transformers
 
 from terrazzo.integrations.transformers import TerrazzoArguments, TerrazzoTrainerMixin, Trainer
-from terrazzo.tether import become
+from terrazzo.processes.tether import become
 
 __all__ = ["main"]
 

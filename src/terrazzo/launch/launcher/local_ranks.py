@@ -23,12 +23,12 @@ from terrazzo.launch.environment import RUN_ID
 from terrazzo.launch.launcher.labelled_output import LabelledOutput
 from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, Milestone
 from terrazzo.launch.stopping.received_signals import ReceivedSignals
+from terrazzo.processes.tether import interpreter_flags, tethered
 from terrazzo.telemetry.watchdog.evidence import Suspect
 from terrazzo.telemetry.watchdog.memory_kills import MemoryKills
 from terrazzo.telemetry.watchdog.recording import ASK, DESCRIPTORS, Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
-from terrazzo.tether import interpreter_flags, tethered
 
 __all__ = ["LaunchSpec", "LocalRank", "LocalRanks"]
 

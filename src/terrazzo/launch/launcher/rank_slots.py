@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
 from terrazzo.launch.machine import resolve_device
+from terrazzo.messages import counted
 
 __all__ = ["RankSlots", "slots_of"]
 

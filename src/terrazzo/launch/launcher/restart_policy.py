@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.rank_slots import RankSlots
 from terrazzo.launch.launcher.run_end import RunEnd
 from terrazzo.launch.rank.restart_note import Restart
+from terrazzo.messages import counted
 
 __all__ = ["RestartPoint", "RestartPolicy"]
 

@@ -18,13 +18,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from terrazzo import tether
 from terrazzo.config import without_passwords
 from terrazzo.errors import TerrazzoError
 from terrazzo.exit_codes import FAILED, PREEMPTED
 from terrazzo.files import replace_file
 from terrazzo.launch.launcher_pipe import REPORT, SIBLING_GRACE_S, Failure, LauncherPipe, Reporter
 from terrazzo.launch.rank.scratch_folder import ScratchFolder
+from terrazzo.processes import tether
 from terrazzo.telemetry.log.torchrun_report import report_to_torchrun, torchrun_file
 
 __all__ = ["reporter_of", "says_all"]

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from terrazzo.config import Config, LaunchConfig, setting_texts, without_passwords
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json
 from terrazzo.launch import environment, machine
 from terrazzo.launch.rank.rendezvous import meet
+from terrazzo.messages import listed
 
 __all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
 

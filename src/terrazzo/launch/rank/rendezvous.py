@@ -15,7 +15,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 
 __all__ = ["meet"]
 

@@ -12,11 +12,11 @@ import time
 import traceback
 from types import TracebackType
 
-from terrazzo import tether
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.launch.launcher_pipe import REPORT, Failure, LauncherPipe, Milestone, cause_of
-from terrazzo.tether import become
+from terrazzo.processes import tether
+from terrazzo.processes.tether import become
 
 __all__ = ["own_frames"]
 

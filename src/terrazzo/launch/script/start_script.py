@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from terrazzo.config import Config
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
 from terrazzo.launch.environment import adopt_slurm, is_rank, require_environment, starter
 from terrazzo.launch.launcher.local_ranks import LaunchSpec
 from terrazzo.launch.launcher.start_ranks import launch_ranks
 from terrazzo.launch.machine import ranks_to_start
 from terrazzo.launch.stopping.notices import Notices
+from terrazzo.messages import counted
+from terrazzo.processes.tether import interpreter_flags
 from terrazzo.shell_command import terrazzo_command
-from terrazzo.tether import interpreter_flags
 
 __all__ = ["Script", "run_script"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.parallel.context.chunks import BALANCES
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 

@@ -10,8 +10,9 @@ from torch import nn
 from terrazzo.engine import Box, Family, Record, leave_record, record_of, stages_of
 from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import SHARES_EXPERTS
+from terrazzo.messages import listed
 from terrazzo.parallel.expert.dispatch import ExpertRanks, Experts
 from terrazzo.parallel.expert.transformers_experts import looks_like_experts, stacked_experts
 from terrazzo.parallel.local_parameters import check_replaceable, replaced_by_part, watch_states

@@ -16,7 +16,8 @@ from terrazzo.engine.consensus.equal_values import synchronize
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.partition import parameters_by_names
 from terrazzo.engine.sharding.shared_parts_checks import check_uncompiled, check_uncut
-from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, listed
 from terrazzo.name_globs import level_hint
 from terrazzo.parallel.pipeline.model_line import own_line, own_tied
 from terrazzo.parallel.pipeline.pipeline_stages import PipelineStages

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 from terrazzo.parallel.tensor.styles import Colwise, Embedding, Enter, Logits, Replicate, Rowwise
 from terrazzo.parallel.tensor.tensor_cuts import TensorCuts
 

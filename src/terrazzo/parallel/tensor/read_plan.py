@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine import Box, Family, Record
-from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, listed
 from terrazzo.name_globs import level_hint, of_one_level
 from terrazzo.nn.float8_linear import Float8Linear
 from terrazzo.parallel.local_parameters import check_replaceable

@@ -33,7 +33,8 @@ from typing import NamedTuple, TypeVar
 
 from terrazzo.engine.runtime import device as gpus
 from terrazzo.engine.runtime.system import control_groups, text_of
-from terrazzo.errors import ALL, BadInput, nearest
+from terrazzo.errors import BadInput
+from terrazzo.messages import ALL, nearest
 
 __all__ = [
     "ARCHITECTURES",

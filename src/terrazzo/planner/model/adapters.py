@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Protocol
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.name_globs import matches_any
 from terrazzo.planner.caching import once
 from terrazzo.planner.model.closed_form import merged

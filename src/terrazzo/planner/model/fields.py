@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from terrazzo.errors import BadInput, nearest, shortened
+from terrazzo.errors import BadInput
+from terrazzo.messages import nearest, shortened
 from terrazzo.planner.model.rows import Architecture
 
 __all__ = ["USUAL_KEYS", "Fields", "rotary_share"]

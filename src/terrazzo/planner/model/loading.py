@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.errors import ALL, BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import ALL, did_you_mean
 from terrazzo.planner.model.closed_form import closed_form, shape_of_config
 from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape

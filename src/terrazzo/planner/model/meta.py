@@ -23,7 +23,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.planner.model.shapes import ModelShape
 

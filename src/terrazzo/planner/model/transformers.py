@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from terrazzo.errors import BadInput, install, shortened
+from terrazzo.errors import BadInput
+from terrazzo.messages import install, shortened
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
-from terrazzo.tether import tethered
+from terrazzo.processes.tether import tethered
 
 __all__ = ["harmless", "shape_of_built"]
 

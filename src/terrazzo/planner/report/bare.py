@@ -8,8 +8,8 @@ from functools import cached_property
 
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.errors import counted
 from terrazzo.files import GIB
+from terrazzo.messages import counted
 from terrazzo.planner.layout.placement import placement_of
 from terrazzo.planner.machine.transfers import Link, When
 from terrazzo.planner.memory.states import state_terms

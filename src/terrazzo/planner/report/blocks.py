@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from terrazzo.errors import printable
+from terrazzo.messages import printable
 
 __all__ = ["TableColumn", "TextBlock", "TextLine", "TextTable", "plain", "show"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from terrazzo.errors import printable
+from terrazzo.messages import printable
 from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
 from terrazzo.planner.report.words import bytes_text
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from terrazzo.engine import Plan
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number

@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 from terrazzo.engine import Plan
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine import devices as hardware
 from terrazzo.planner.machine.devices import Cluster, Device

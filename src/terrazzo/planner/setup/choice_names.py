@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from terrazzo.engine import MOMENTS_NAMES, PLANS, PRECISIONS, FrozenFormat, Plan, Precision
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.planner.setup.optimizers import OptimizerSpec
 from terrazzo.planner.setup.setup import Fp8Recipe
 from terrazzo.words import CHECKPOINT_MODES, DTYPE_FIELDS, PRECISION_SPELLINGS, CheckpointMode, preset_named

@@ -7,7 +7,8 @@ from typing import Any
 
 from terrazzo.engine import Precision, StateFormat
 from terrazzo.engine.optim.stock.template import MatrixNeeds
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.optim import Muon, moments_of
 
 __all__ = ["OPTIMIZERS", "MatrixSpec", "OptimizerSpec", "optimizer"]

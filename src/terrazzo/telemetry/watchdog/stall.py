@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrazzo.errors import listed
+from terrazzo.messages import listed
 from terrazzo.telemetry.watchdog.rank_progress import ExchangeKey, RankProgress
 from terrazzo.telemetry.watchdog.stall_causes import SLOWED_BY_SIGNALS, STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.warden_links import RunMachine

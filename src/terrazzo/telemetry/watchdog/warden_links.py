@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from terrazzo.socket_server import serve
+from terrazzo.processes.socket_server import serve
 
 __all__ = ["SILENT_S", "Report", "RunMachine", "WardenLinks", "reached_of"]
 

@@ -18,7 +18,7 @@ from terrazzo.planner.timing.calibration import Calibration, Software, figures_o
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
-from terrazzo.tether import tethered
+from terrazzo.processes.tether import tethered
 from terrazzo.train.calibration.trial import Trial
 from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.planning.run_estimate import estimate_run

@@ -9,7 +9,8 @@ from typing import Any
 
 from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
 from terrazzo.config import Config, setting_texts, without_passwords
-from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
+from terrazzo.errors import BadInput, Damaged, TerrazzoError
+from terrazzo.messages import counted, listed
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.train.checkpoints.local_folder import local_checkpoints
 from terrazzo.train.data.source_file import SourceFile

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from terrazzo.errors import BadInput, did_you_mean, install
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, install
 from terrazzo.train.data.records import ROWS_PER_READ, Document, RecordForm, record_of
 from terrazzo.train.data.source_file import SourceFile, folder_files
 

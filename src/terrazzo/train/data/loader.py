@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from terrazzo.config import Config
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
+from terrazzo.messages import counted
 from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, Indices, SequenceDataset
 
 __all__ = ["Cursor", "GlobalBatch", "GlobalOrder", "Loader", "evaluated", "evaluation_batches", "micro_batches_of"]

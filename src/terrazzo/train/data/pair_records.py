@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.train.data.records import TOOLS_FIELD, Document, Message, encodable, messages_of, tools_of
 
 __all__ = ["PairRecords"]

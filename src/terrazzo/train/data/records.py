@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, BinaryIO, Protocol
 
-from terrazzo.errors import BadInput, did_you_mean, install
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, install
 from terrazzo.train.data.source_file import COMPRESSIONS, SourceFile
 
 __all__ = [

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from terrazzo.config import DataConfig
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
 from terrazzo.files import is_url
+from terrazzo.messages import listed
 from terrazzo.train.data.datasets_folder import dataset_of, read_dataset
 from terrazzo.train.data.records import (
     Document,

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from terrazzo.errors import BadInput, install
+from terrazzo.errors import BadInput
+from terrazzo.messages import install
 from terrazzo.untrusted_files import check_model_file, read_json
 
 __all__ = [

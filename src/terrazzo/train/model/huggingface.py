@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from terrazzo.checkpoint.hub_folder import read_model_config
-from terrazzo.errors import BadInput, did_you_mean, install
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean, install
 from terrazzo.parallel.transformers_support import DOCUMENTS_APART
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless

@@ -14,8 +14,9 @@ from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameters_by_names, persistent_buffers
-from terrazzo.errors import BadInput, install
+from terrazzo.errors import BadInput
 from terrazzo.integrations.peft import base_name, prepare_adapters
+from terrazzo.messages import install
 from terrazzo.planner import ModelShape, model_shape
 from terrazzo.planner.model import adapters
 from terrazzo.planner.model.closed_form import closed_form

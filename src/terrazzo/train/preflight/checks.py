@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config
 from terrazzo.engine import find_units
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
+from terrazzo.messages import counted
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files

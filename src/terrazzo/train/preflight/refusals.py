@@ -10,7 +10,8 @@ from typing import Any
 
 from terrazzo.config import Config, setting_texts
 from terrazzo.engine import check_narrow
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.train.data.chat import check_own_template
 from terrazzo.train.data.load import check_too_long

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from terrazzo.config import Config, load_config
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
+from terrazzo.messages import counted
 from terrazzo.planner import Estimate, Setup, estimate
 from terrazzo.planner.timing.calibration import find_calibration
 from terrazzo.telemetry import Table, of_newest_start

@@ -14,7 +14,8 @@ from terrazzo.checkpoint.series.partner_hosts import CopyResult
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
+from terrazzo.messages import counted
 from terrazzo.shell_command import terrazzo_command
 from terrazzo.telemetry import StepMetrics, Verdict, duration, restart_text
 from terrazzo.telemetry.log.records import validation_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import printable
+from terrazzo.messages import printable
 from terrazzo.shell_command import fold_command
 from terrazzo.telemetry import RunConsole, StepMetrics, StepTable
 

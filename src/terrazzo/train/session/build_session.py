@@ -16,10 +16,11 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.config import Config
 from terrazzo.engine import engine_of
-from terrazzo.errors import BadInput, TerrazzoError, listed
+from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import broadcast_json, on_first, patiently, together
 from terrazzo.launch.rank.process_group import Ranks, agree_on_data
 from terrazzo.launch.rank.restart_note import Restart
+from terrazzo.messages import listed
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import RunConsole, resident_bytes
 from terrazzo.train.checkpoints.resume import (

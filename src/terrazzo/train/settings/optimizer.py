@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.engine import ELEMENTWISE, check_elementwise
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.messages import did_you_mean
 from terrazzo.name_globs import matches_any
 from terrazzo.optim import HEADS, AdEMAMix, Division, Lion, Muon, divided
 

@@ -10,7 +10,8 @@ from typing import Any
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
 from terrazzo.engine import OFFLOADS, PLANS, DiLoCo, Offload, Plan, Precision, WireFormat
 from terrazzo.engine.mesh.family import DATA_AXES
-from terrazzo.errors import BadInput, counted
+from terrazzo.errors import BadInput
+from terrazzo.messages import counted
 from terrazzo.parallel import mesh_sizes
 from terrazzo.words import DTYPE_FIELDS
 

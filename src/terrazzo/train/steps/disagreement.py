@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrazzo.errors import listed
+from terrazzo.messages import listed
 
 __all__ = ["Disagreement", "RankAnswer", "finding_of"]
 

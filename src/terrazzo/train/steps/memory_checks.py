@@ -6,8 +6,9 @@ from collections import Counter
 from typing import Any
 
 from terrazzo.engine import UnitSnapshot, engine_of
-from terrazzo.errors import CopiesDiffer, Corrupted, counted, listed
+from terrazzo.errors import CopiesDiffer, Corrupted
 from terrazzo.exchange import gather_json
+from terrazzo.messages import counted, listed
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.intervals import is_due
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from terrazzo.checkpoint import check_replicas, latest
 from terrazzo.engine import engine_of
-from terrazzo.errors import Corrupted, counted, listed
+from terrazzo.errors import Corrupted
+from terrazzo.messages import counted, listed
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.intervals import is_due
 from terrazzo.train.steps.memory_checks import MemoryChecks

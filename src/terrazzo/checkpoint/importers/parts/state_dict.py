@@ -11,7 +11,8 @@ from torch import Tensor
 from terrazzo.checkpoint.importers.parts.tree import Unusable, flattened, keep
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.source import WEIGHT, Source, StateInfo, TensorInfo
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
+from terrazzo.messages import listed
 
 __all__ = ["OPTIMIZER_KEYS", "Sections", "StateDictSource", "add_extra", "divide"]
 

@@ -6,7 +6,7 @@ from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
 from terrazzo.dialects.core.keys import row_of
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 
 __all__ = ["AccelerateReader"]
 

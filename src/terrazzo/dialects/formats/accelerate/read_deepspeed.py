@@ -9,7 +9,7 @@ from terrazzo.dialects.core.description import Setting, SettingsByPath
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.formats.accelerate.accelerate_reader import AccelerateReader
 from terrazzo.dialects.formats.nested import DEEPSPEED, load_named, read_nested
-from terrazzo.errors import listed
+from terrazzo.messages import listed
 
 __all__ = ["FILE", "read_deepspeed"]
 

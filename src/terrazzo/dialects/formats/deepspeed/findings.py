@@ -11,7 +11,7 @@ from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import DTYPE_WORDS, OLD_OFFLOAD, SCHEDULER_PARAMS
 from terrazzo.dialects.formats.deepspeed.versions import FIRST, REMOVED, in_words, sums_in_fp32
-from terrazzo.errors import listed
+from terrazzo.messages import listed
 
 __all__ = ["findings"]
 

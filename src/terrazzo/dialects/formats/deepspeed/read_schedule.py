@@ -10,7 +10,7 @@ from terrazzo.dialects.core.keys import integer, number
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import NEUTRAL, SCHEDULER_PARAMS
 from terrazzo.dialects.formats.deepspeed.versions import STRICT_WARMUP
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 
 __all__ = ["read_schedule"]
 

@@ -14,7 +14,7 @@ from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import BUILT_IN, INTERVAL, OPTIMIZER_PARAMS, argument_default
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED_OPTIMIZERS
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 
 __all__ = ["read_batch", "read_optimizer", "read_training"]
 

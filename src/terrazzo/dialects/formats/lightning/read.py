@@ -14,7 +14,7 @@ from terrazzo.dialects.formats.lightning.precision import precision_row
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of, read_loop
 from terrazzo.dialects.formats.lightning.read_strategy import Strategy, read_strategy
 from terrazzo.dialects.formats.shared.plan_rows import in_one_group
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 
 __all__ = ["read"]
 

@@ -12,7 +12,7 @@ from terrazzo.dialects.formats.shared.fsdp_words import MIN_NUMEL, NUMBERED, STR
 from terrazzo.dialects.formats.shared.plan_rows import HYBRID, row_settings
 from terrazzo.dialects.formats.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
 from terrazzo.dialects.formats.trainer.trainer_reader import TrainerReader
-from terrazzo.errors import did_you_mean
+from terrazzo.messages import did_you_mean
 
 __all__ = ["read_parallel", "stack_of"]
 

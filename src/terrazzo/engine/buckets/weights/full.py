@@ -25,7 +25,8 @@ from terrazzo.engine.instrumentation.traffic import Ledger
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.calls import do_all
-from terrazzo.errors import Misuse, listed
+from terrazzo.errors import Misuse
+from terrazzo.messages import listed
 
 __all__ = ["FullWeights"]
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from terrazzo.ending import Ending, leaves_to_parent, require_own
 from terrazzo.engine.instrumentation.recorder import SILENT, Recorder
 from terrazzo.engine.offload.nvme.swap_file import SwapFile, lost, sweep
 from terrazzo.engine.offload.nvme.swap_folder import mount_of
@@ -30,7 +29,9 @@ from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job, Worker, again
-from terrazzo.errors import Misuse, SwapChanged, warn
+from terrazzo.errors import Misuse, SwapChanged
+from terrazzo.messages import warn
+from terrazzo.processes.ending import Ending, leaves_to_parent, require_own
 
 __all__ = ["Pending", "SwapSpace", "SwapTraffic", "page_aligned"]
 

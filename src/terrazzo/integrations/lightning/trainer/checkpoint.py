@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput
 from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file
 from terrazzo.integrations.lightning.plain_state import from_json, to_json
 from terrazzo.integrations.shared.checkpoints import opened, resume, save_over
+from terrazzo.messages import listed
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

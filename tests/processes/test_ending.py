@@ -24,9 +24,9 @@ from torch import nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint.storage.lock import Lock
-from terrazzo.ending import Ending
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm.host.neighbours import Neighbour
+from terrazzo.processes.ending import Ending
 from tests.checkpoint.faults import reap, spawn_child
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS
 from tests.engine.toys import adamw

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.socket_server import serve
+from terrazzo.processes.socket_server import serve
 
 
 class Listener(socket.socket):

@@ -21,7 +21,7 @@ def serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> N
 
     Args:
         handle: must not call torch: the threads are daemons, which the exit of the process cuts off, and that must not
-            happen within C++ (see `terrazzo.ending`).
+            happen within C++ (see `terrazzo.processes.ending`).
     """
     _start_thread(_accept, listener, handle)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from terrazzo import tether
+from terrazzo.processes import tether
 
 CHILD = """
 import sys, time
