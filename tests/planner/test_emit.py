@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import traffic_of
+from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
-from terrazzo.train.model.prepare import ModelOnPaper, prepare_model
+from terrazzo.train.model.experts import MixtureConfig
+from terrazzo.train.model.prepare import ModelOnPaper, decoder_config, prepare_model
 from terrazzo.train.planning.as_setup import optimizer_spec, setup_of
 from terrazzo.train.preflight.offload_room import check_folders
 from terrazzo.train.preflight.shared_axes import check_axes
@@ -223,6 +225,49 @@ def test_the_built_in_decoder_is_recognised_by_its_tensors(tied: bool, tmp_path:
     assert (model.heads, model.kv_heads, model.ffn_dim, model.tie_embeddings) == (4, 2, 192, tied)
     built = prepare_model(config)
     assert sum(p.numel() for p in built.parameters()) == sum(p.numel() for p in module.parameters())
+
+
+PARTS = {
+    "causal": {"rope_theta": 5e5, "dropout": 0.1},
+    "window": {"attention": AttentionPattern(window=32, stride=8)},
+    "full_every": {"attention": AttentionPattern(window=32, full_every=2)},
+    "prefix": {"attention": AttentionPattern(prefix=True)},
+    "experts": {"experts": MixtureConfig(8, 2, 48, shared=1, scores="sigmoid", balance="loss", loss_weight=0.02)},
+}
+
+
+@pytest.mark.parametrize("source", ["config", "module", "file"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_a_run_builds_the_decoder_that_was_planned(parts: dict[str, Any], source: str, tmp_path: Path) -> None:
+    planned = DecoderConfig(300, 64, 5, 4, 2, 192, 64, tie_embeddings=False, **parts)
+    (tmp_path / "decoder.json").write_text(json.dumps(planned.to_dict()))
+    with torch.device("meta"):
+        model = {"config": planned.to_dict(), "module": Decoder(planned), "file": tmp_path / "decoder.json"}[source]
+    config, files = emitted(tmp_path, model)
+    assert files.model_config is None
+    built = decoder_config(config)
+    assert replace(built, ffn_dim=planned.ffn_dim) == planned  # with experts it is of no matrix
+    setup = build_setup(Request(model, 8, gpu="h100", sequence=64))
+    assert setup_of(config, 8, setup.cluster).model.units == setup.model.units
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_eps": 1e-6}, "its norm_eps is 1e-06, and there is no key"),
+        ({"sliding_window": 32, "layer_types": ["sliding_attention"] * 6 + ["full_attention"] * 2}, "not of one"),
+    ],
+    ids=str,
+)
+def test_a_decoder_that_no_key_describes_is_not_emitted(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=message):
+        emitted(tmp_path, DECODER | changes)
+
+
+def test_how_much_a_shape_drops_is_not_made_up(tmp_path: Path) -> None:
+    setup = build_setup(Request(DECODER | {"dropout": 0.1}, 8, gpu="h100", sequence=64))
+    with pytest.raises(BadInput, match="how much it drops is not known"):
+        train_config(setup, setup.model, tmp_path)
 
 
 @pytest.mark.parametrize(

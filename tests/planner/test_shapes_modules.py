@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
+from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.model import meta
 from terrazzo.planner.model.closed_form import shape_of_config
@@ -24,8 +25,11 @@ from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import ModelShape, Role
 from terrazzo.planner.report.estimates import Estimate
 from terrazzo.planner.report.frontier import Frontier
+from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.experts import MixtureConfig
+from terrazzo.train.planning.as_setup import setup_of
 from tests.planner.test_shapes import CONFIGS, EXPERTS, SMALL, assert_same_units, label, on_meta, tensors_of
 
 DECODER = DecoderConfig(vocab_size=500, dim=96, layers=3, heads=6, kv_heads=2, ffn_dim=160, max_sequence_length=64)
@@ -84,6 +88,36 @@ def test_the_built_in_decoder(config: DecoderConfig) -> None:
     assert block is not None
     assert (block.hidden, block.heads, block.kv_heads, block.ffn, block.gated) == (96, 6, 2, 160, True)
     assert (shape.layers, shape.positions, shape.vocab) == (3, 64, 500)
+
+
+MIXTURE = MixtureConfig(16, 2, 32, shared=1)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"experts": MIXTURE},
+        {"attention": AttentionPattern(window=8)},
+        {"attention": AttentionPattern(window=8, stride=4)},
+        {"attention": AttentionPattern(window=8, full_every=2)},
+        {"attention": AttentionPattern(prefix=True), "dropout": 0.1},
+        {"attention": AttentionPattern(window=8, full_every=3), "experts": MIXTURE},
+    ],
+    ids=["experts", "window", "stride", "full_every", "prefix", "both"],
+)
+def test_the_built_in_decoders_experts_and_attention(parts: dict[str, Any]) -> None:
+    """A module, and the section `model` of a run that builds it, are planned as the same model."""
+    config = replace(DECODER, **parts)
+    section = {"kind": "decoder", "layers": 3, "heads": 6, "kv_heads": 2, "dim": 96, "ffn_dim": 160, "vocab_size": 500}
+    section |= {name: value if name == "dropout" else asdict(value) for name, value in parts.items()}
+    run = config_from_dict({"model": section, "batch": {"sequence_length": 64}, "launch": {"device": "cpu"}})
+    of_run, of_module = setup_of(run, 1).model, model_shape(build_model(config, device="meta"))
+    assert_same_units(of_module, build_model(config, device="meta"))
+    assert [unit.block for unit in of_module.units] == [unit.block for unit in of_run.units]
+    assert [unit.buffer_bytes for unit in of_module.units] == [unit.buffer_bytes for unit in of_run.units]
+    assert tensors_of(of_module) == tensors_of(of_run)
+    assert of_module.matmul_numel == of_run.matmul_numel == config.matmul_numel
+    assert of_module.experts == (16 if "experts" in parts else 0)
 
 
 def test_frozen_parameters_are_counted_as_such() -> None:

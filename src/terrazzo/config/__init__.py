@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from terrazzo.config.sections.data import DataConfig
     from terrazzo.config.sections.launch import LaunchConfig, is_rank_range
     from terrazzo.config.sections.lora import LoraConfig
-    from terrazzo.config.sections.model import head_faults
+    from terrazzo.config.sections.model import ModelConfig, head_faults
     from terrazzo.config.sections.objective import ObjectiveConfig, ObjectiveKind
     from terrazzo.config.sections.offload import OffloadConfig, tier_text
     from terrazzo.config.sections.optimizer import MuonConfig, OptimizerConfig
@@ -69,6 +69,7 @@ __all__ = [
     "LaunchConfig",
     "LoraConfig",
     "MeshConfig",
+    "ModelConfig",
     "MuonConfig",
     "ObjectiveConfig",
     "ObjectiveKind",

@@ -7,6 +7,7 @@ Read the modules in this order:
     search        all candidates estimated: `search`
     fewest        the fewest devices on which a setup surely fits: `min_gpus`
     edits         the smallest changes with which a setup fits
+    decoder_section  the section `model` of the built-in decoder
     emit          a setup as the configuration of `terrazzo train`
 
 The tokens per second of one candidate go through these functions:

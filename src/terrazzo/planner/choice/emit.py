@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
+from terrazzo.planner.choice.decoder_section import decoder_section
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.shapes import BUILT_IN, ModelShape
 from terrazzo.planner.setup.framework import TERRAZZO
 from terrazzo.planner.setup.request import ModelSource
@@ -129,11 +128,12 @@ def _model(
     from terrazzo.planner.model.loading import CONFIG_FILE, preset_name, read_config
     from terrazzo.planner.model.presets import PRESETS
 
-    described = shape.family == BUILT_IN or isinstance(model, ModelShape | nn.Module)
-    if described and adapters:
-        raise BadInput("lora.rank trains adapters on a model of Hugging Face with weights: plan for the folder of one.")
-    if described and (section := _decoder(shape)) is not None:
-        return section, None
+    if shape.family == BUILT_IN:
+        if adapters:
+            raise BadInput(
+                "lora.rank trains adapters on a model of Hugging Face with weights: plan for the folder of one."
+            )
+        return decoder_section(shape, model), None
     if isinstance(model, Mapping):
         return {"kind": "huggingface", "path": folder}, dict(model)
     if isinstance(model, str) and (name := preset_name(model)) is not None:
@@ -147,37 +147,6 @@ def _model(
         f"`terrazzo train` cannot build {shape.name} from its shape alone. Save its config.json in a folder and plan "
         "for that folder, or shard it in a loop of your own with tz.shard."
     )
-
-
-def _decoder(shape: ModelShape) -> dict[str, Any] | None:
-    """The `model` section of the built-in decoder with the same tensors, None where it would have others."""
-    if len(shape.blocks) != 1 or (block := shape.blocks[0].block) is None:
-        return None
-    sizes: dict[str, Any] = {
-        "vocab_size": shape.vocab,
-        "dim": block.hidden,
-        "layers": shape.layers,
-        "heads": block.heads,
-        "kv_heads": block.kv_heads,
-        "tie_embeddings": shape.tied,
-    }
-    ffn, shared = block.ffn, block.shared_ffn // block.ffn
-    chosen = {"num_experts": block.experts, "num_experts_per_tok": block.active_experts, "n_shared_experts": shared}
-    routed = {**chosen, "moe_intermediate_size": ffn} if block.experts else {}
-    try:
-        built = shape_of_config({**sizes, "ffn_dim": ffn, **routed}, shape.name)
-    except BadInput:  # sizes that no decoder has
-        return None
-    for ours, theirs in zip(built.units, shape.units, strict=True):
-        if sorted(tensor.shape for tensor in ours.tensors) != sorted(tensor.shape for tensor in theirs.tensors):
-            return None
-    section = {"kind": "decoder", **sizes}
-    if block.window:
-        section["attention"] = {"window": block.window} | ({"stride": block.stride} if block.stride else {})
-    if not block.experts:
-        return section | {"ffn_dim": ffn}
-    experts = {"count": block.experts, "top_k": block.active_experts, "ffn_dim": ffn, "shared": shared}
-    return section | {"experts": experts}
 
 
 def _plan(setup: Setup) -> dict[str, Any]:

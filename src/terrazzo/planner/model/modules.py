@@ -19,7 +19,7 @@ from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.fields import Fields, rotary_share
 from terrazzo.planner.model.shapes import BlockShape, MatrixSplit, ModelShape, Role, TensorShape, UnitShape
 
-__all__ = ["shape_of_module"]
+__all__ = ["shape_of_module", "values_of"]
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -136,7 +136,7 @@ class _Guide:
 
     def _windows(self, count: int) -> list[int | None]:
         """How many tokens each block looks back, by the config's usual names; None for all."""
-        values = {key: value for key, value in _values_of(self.config).items() if key in _OF_WINDOWS}
+        values = {key: value for key, value in values_of(self.config).items() if key in _OF_WINDOWS}
         kinds = values.get("layer_types")
         if kinds is not None and len(kinds) != count:  # of a model with other blocks besides
             del values["layer_types"]
@@ -157,7 +157,7 @@ class _Guide:
         ffn = _attribute(config, "expert_ffn" if routed else "ffn") or 4 * hidden
         shared = _attribute(config, "shared_ffn") or _attribute(config, "shared_experts") * ffn
         head_dim = _attribute(config, "head_dim") or max(hidden // heads, 1)
-        share = rotary_share(_values_of(config), 1.0, type(config).__name__) if self.rotates else 0.0
+        share = rotary_share(values_of(config), 1.0, type(config).__name__) if self.rotates else 0.0
         return BlockShape(
             hidden=hidden,
             heads=heads,
@@ -200,19 +200,20 @@ def _buffer_bytes(model: nn.Module, units: Collection[str]) -> dict[str, int]:
     return by_unit
 
 
-def _values_of(config: Any) -> dict[str, Any]:
+def values_of(config: Any) -> dict[str, Any]:
+    """What a model's config says, as a config.json has it; empty for None."""
     values: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(getattr(config, "__dict__", {}))
     return values
 
 
 def _family_of(config: Any) -> str:
-    values = _values_of(config)
+    values = values_of(config)
     return family_name(values) if "model_type" in values or closed_form(values) is not None else ""
 
 
 def _known_units(config: Any) -> list[UnitShape]:
     """The root and the layers that the config of a family with a closed form describes; empty for any other."""
-    values = _values_of(config)
+    values = values_of(config)
     if closed_form(values) is None:
         return []
     try:

@@ -11,7 +11,8 @@ time, in `modules()` order, with exactly the values that ordinary construction f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,6 +69,19 @@ class DecoderConfig:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.dim // self.heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a config.json of it would hold, in the terms that the planner reads: without anything nested."""
+        values = {"model_type": "terrazzo", **asdict(self)}
+        attention, experts = values.pop("attention"), values.pop("experts")
+        if attention is not None:
+            usual = {"sliding_window": attention["window"], "sliding_window_pattern": attention["full_every"]}
+            values |= usual | {"stride": attention["stride"], "prefix": attention["prefix"]}
+        if experts is not None:
+            usual = {"num_experts": experts.pop("count"), "num_experts_per_tok": experts.pop("top_k")}
+            usual |= {"moe_intermediate_size": experts.pop("ffn_dim"), "n_shared_experts": experts.pop("shared")}
+            values |= usual | {f"router_{name}": value for name, value in experts.items()}
+        return values
 
     @property
     def has_prefix(self) -> bool:

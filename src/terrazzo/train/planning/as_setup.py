@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ def _shape_of(config: Config, whole: ModelOnPaper) -> ModelShape:
         assert config.model.path is not None
         shape = with_adapters(model_shape(config.model.path), config.lora)
     if config.objective.kind.against_initial:
-        shape = replace(shape, units=tuple(replace(one, block=_with_dropout(one.block, 0.0)) for one in shape.units))
+        shape = replace(shape, units=tuple(replace(one, block=_without_dropout(one.block)) for one in shape.units))
     return _named_matrices(config, objective_of(config).shape(shape), whole)
 
 
@@ -180,36 +180,18 @@ def _named_matrices(config: Config, shape: ModelShape, whole: ModelOnPaper) -> M
 
 def _decoder_shape(config: DecoderConfig) -> ModelShape:
     """The shape of the built-in decoder. With a single block it is one unit."""
-    shape = model_shape({"model_type": "terrazzo", **_values(config)})
+    shape = model_shape(config.to_dict())
     if config.layers == 1:
         (block,) = shape.blocks
         inner = tuple(replace(tensor, name=f"{block.name}.{tensor.name}") for tensor in block.tensors)
         buffer_bytes = shape.root.buffer_bytes + block.buffer_bytes
         unit = UnitShape("", shape.root.tensors + inner, buffer_bytes=buffer_bytes)
         return replace(shape, name="decoder", units=(unit,))
-    blocks = tuple(replace(unit, block=_with_dropout(unit.block, config.dropout)) for unit in shape.blocks)
-    return replace(shape, name="decoder", units=(shape.root, *blocks))
+    return replace(shape, name="decoder")
 
 
-def _values(config: DecoderConfig) -> dict[str, Any]:
-    """The sizes of a decoder under the keys that the planner reads."""
-    values = asdict(config)
-    del values["experts"]
-    if (attention := values.pop("attention")) is not None:
-        usual = {"sliding_window": attention["window"], "sliding_window_pattern": attention["full_every"]}
-        values |= usual | {"stride": attention["stride"], "prefix": attention["prefix"]}
-    if (experts := config.experts) is None:
-        return values
-    return values | {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.ffn_dim,
-        "n_shared_experts": experts.shared,
-    }
-
-
-def _with_dropout(block: BlockShape | None, dropout: float) -> BlockShape | None:
-    return block if block is None else replace(block, dropout=dropout > 0)
+def _without_dropout(block: BlockShape | None) -> BlockShape | None:
+    return block if block is None else replace(block, dropout=False)
 
 
 def matmul_format(config: Config) -> str:
