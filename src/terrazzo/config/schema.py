@@ -72,6 +72,11 @@ class Config(Section):
         return apart and not self.objective.kind.of_pairs
 
     @property
+    def needs_all_logits(self) -> bool:
+        """Whether the loss cannot be computed without all logits of a micro-batch, whatever the model is."""
+        return bool(rules.why_all_logits(self.objective, self.precision))
+
+    @property
     def checkpoint_folder(self) -> str:
         """Folder or URL of the checkpoints: `checkpoint.folder`, by default `log.folder/checkpoints`."""
         return self.checkpoint.folder or str(self.log.folder / CHECKPOINTS)
@@ -83,6 +88,7 @@ class Config(Section):
         yield from rules.schedule_lengths(self.schedule, self.train)
         yield from rules.rank_range(self.launch, self.plan.mesh)
         yield from rules.preference_pairs(self.objective, self.data)
+        yield from rules.loss_without_logits(self.objective, self.precision)
         yield from rules.reward_head(self.objective, self.lora, self.checkpoint, self.model)
         yield from rules.experts(self.model, self.objective, self.checkpoint)
         yield from rules.attention_lengths(self.model, self.batch)

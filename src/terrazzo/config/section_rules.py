@@ -23,7 +23,7 @@ from terrazzo.config.sections.plan import MeshConfig, PlanConfig
 from terrazzo.config.sections.precision import PrecisionConfig
 from terrazzo.config.sections.schedule import ScheduleConfig
 from terrazzo.config.sections.train import TrainConfig
-from terrazzo.words import DTYPE_SPELLINGS, PRESET_DTYPES
+from terrazzo.words import DTYPE_SPELLINGS
 
 __all__ = [
     "adapters",
@@ -31,6 +31,7 @@ __all__ = [
     "attention_lengths",
     "experts",
     "frozen_matrices",
+    "loss_without_logits",
     "offloaded_activations",
     "preference_pairs",
     "prompts",
@@ -43,6 +44,7 @@ __all__ = [
     "shared_experts",
     "shared_sequences",
     "stages",
+    "why_all_logits",
 ]
 
 
@@ -129,6 +131,21 @@ def preference_pairs(objective: ObjectiveConfig, data: DataConfig) -> Iterator[K
             "objective",
             f"'{objective.name}' is of completions, all of them, and data.loss_on is '{data.loss_on}': leave it out",
         )
+
+
+def loss_without_logits(objective: ObjectiveConfig, precision: PrecisionConfig) -> Iterator[KeyDisagreement]:
+    """A loss is computed in chunks of tokens where it is one sum over them, and its scale is known."""
+    if objective.loss == "chunked" and (why := why_all_logits(objective, precision)):
+        yield KeyDisagreement("objective.loss", f"is 'chunked', but {why}: set objective.loss to 'auto' or 'full'")
+
+
+def why_all_logits(objective: ObjectiveConfig, precision: PrecisionConfig) -> str:
+    """Why the loss cannot be computed without all logits of a micro-batch; empty if it can, for all that is known."""
+    if objective.name != "next_token":
+        return f"objective.name '{objective.name}' does not learn from one sum over all tokens"
+    if precision.dtypes["compute"] == "fp16":
+        return "under fp16 a chunk's gradients would be formed before their loss scale is known"
+    return ""
 
 
 def reward_head(
@@ -299,7 +316,7 @@ def _needs_all_ranks(
     """Each obstacle to groups that train by themselves, with its edit."""
     if mesh.dp_replicate == 1:
         yield "there is one group of ranks", "set plan.mesh.dp_replicate to the number of groups, such as 2"
-    master = precision.master or PRESET_DTYPES[precision.name]["master"]
+    master = precision.dtypes["master"]
     if master != "fp32" and precision.rounding != "remainder":
         yield f"master weights are {DTYPE_SPELLINGS[master]}", "set precision.master=fp32"
     if precision.error_feedback:

@@ -68,7 +68,7 @@ class PrecisionConfig(Named):
             yield KeyDisagreement(
                 "skip", "says which linear layers are not in fp8, and linears is 'compute': remove skip"
             )
-        dtypes = {key: getattr(self, key) or PRESET_DTYPES[self.name][key] for key in DTYPE_FIELDS}
+        dtypes = self.dtypes
         faults = precision_faults(
             dtypes,
             rounding=self.rounding,
@@ -88,6 +88,11 @@ class PrecisionConfig(Named):
                 "linears",
                 f"'{self.linears}' goes with bf16 alone, and on a CPU with fp32: set precision.name to 'bf16'",
             )
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Each dtype that the name and single keys make, by its key."""
+        return {key: getattr(self, key) or PRESET_DTYPES[self.name][key] for key in DTYPE_FIELDS}
 
     @property
     def recipe(self) -> str | None:

@@ -28,7 +28,6 @@ from terrazzo.train.model.causal_lm import logits_of
 from terrazzo.train.model.decoder import Decoder, TiedHead
 from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.parallel import name_of_head
-from terrazzo.train.settings.plan import build_precision
 
 __all__ = ["TARGETS", "gives_loss", "take_targets", "wants_loss_without_logits", "why_all_logits"]
 
@@ -67,25 +66,12 @@ def wants_loss_without_logits(config: Config, vocabulary: int) -> bool:
 
     Args:
         vocabulary: the number of logits of a token.
-
-    Raises:
-        BadInput: the configuration asks for it, and it is not possible.
     """
     wanted = config.objective.loss
-    if obstacle := _obstacle(config):
-        if wanted == "chunked":
-            raise BadInput(f"objective.loss is 'chunked', but {obstacle}: set it to 'auto' or 'full'.")
+    if config.needs_all_logits:
         return False
     tokens = config.batch.micro_batch * config.batch.sequence_length // config.plan.mesh.cp
     return wanted == "chunked" or (wanted == "auto" and tokens * vocabulary // config.plan.mesh.tp >= MANY_LOGITS)
-
-
-def _obstacle(config: Config) -> str:
-    if config.objective.name != "next_token":
-        return f"objective.name '{config.objective.name}' does not learn from one sum over all tokens"
-    if build_precision(config).compute == torch.float16:
-        return "under fp16 a chunk's gradients would be formed before their loss scale is known"
-    return ""
 
 
 def take_targets(model: nn.Module, config: Config) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from terrazzo.checkpoint.hub_folder import read_model_config
 from terrazzo.config import Config
-from terrazzo.engine import find_units
 from terrazzo.errors import BadInput
 from terrazzo.messages import counted
 from terrazzo.planner.model.transformers import harmless
@@ -21,10 +20,8 @@ from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.preflight.idle_keys import idle_notes
 from terrazzo.train.preflight.local_room import check_local
 from terrazzo.train.preflight.offload_room import check_folders
-from terrazzo.train.preflight.refusals import refusals, refusals_of_ranks
-from terrazzo.train.preflight.shared_axes import check_axes
+from terrazzo.train.preflight.refusals import refusals, refusals_of_model, refusals_of_ranks
 from terrazzo.train.preflight.written_folders import check_written
-from terrazzo.train.settings.optimizer import check_names
 from terrazzo.train.settings.plan import filling_note
 
 __all__ = ["check"]
@@ -39,9 +36,9 @@ def check(config: Config, world_size: int, fewer: Sequence[int] = ()) -> list[st
     Returns:
         Lines for the header of the run: settings without effect, and notes of the planner.
     """
-    for _, refusal in refusals(config, world_size):
-        raise refusal
     whole = ModelOnPaper(config)
+    for _, refusal in refusals(config, world_size, whole):
+        raise refusal
     _check_contents(config, whole)
     local = check_local(config, world_size)
     notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config))]
@@ -55,12 +52,13 @@ def check(config: Config, world_size: int, fewer: Sequence[int] = ()) -> list[st
 
 def _check_contents(config: Config, whole: ModelOnPaper) -> None:
     """The checks of model, data and folders, which do not depend on the number of ranks."""
-    check_axes(config, whole)
-    if wants_loss_without_logits(config, 1) and config.model.kind == "huggingface":
-        _ = whole.model  # refuses one that cannot do without logits
+    if config.model.kind == "huggingface":
+        for _, refusal in refusals_of_model(config, whole):
+            raise refusal
+        if wants_loss_without_logits(config, 1):
+            _ = whole.model  # refuses one that cannot do without logits
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     _check_model(config, tokenizer)
-    _check_named(config, whole)
     _check_data(config)
     check_written(config)
 
@@ -89,26 +87,6 @@ def _check_model(config: Config, tokenizer: Tokenizer) -> None:
     if config.model.weights == "pretrained":
         weight_files(config.model.path)
     check_lora(config)
-
-
-def _check_named(config: Config, whole: ModelOnPaper) -> None:
-    """Look names up in the whole model, which is built only if there are any.
-
-    Raises:
-        BadInput: the model has nothing of a name.
-    """
-    plan, train = config.plan, config.train
-    if not (
-        plan.units
-        or config.optimizer.no_decay
-        or config.optimizer.muon.matrices
-        or config.optimizer.muon.others
-        or train.activation_checkpointing_ops
-        or config.objective.loss == "chunked"
-    ):
-        return
-    find_units(whole.model, plan.units, named="plan.units")
-    check_names(config.optimizer, [name for name, _ in whole.model.named_parameters()])
 
 
 def _check_data(config: Config) -> None:

@@ -1,5 +1,7 @@
 """What a run refuses of its configuration alone, and of its number of ranks: no file, folder or device is looked at.
 
+What is refused of a model is told of the built-in decoder, which needs no file; a folder's is asked by training alone.
+
 `terrazzo config check` asks the same list, so that both give one answer.
 """
 
@@ -9,15 +11,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from terrazzo.config import Config, setting_texts
-from terrazzo.engine import check_narrow
+from terrazzo.engine import check_narrow, find_units
 from terrazzo.errors import BadInput
 from terrazzo.messages import listed
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.train.data.chat import check_own_template
 from terrazzo.train.data.load import check_too_long
 from terrazzo.train.data.sources import without_records
+from terrazzo.train.data.tokenizer import BYTES
+from terrazzo.train.model.prepare import ModelOnPaper
 from terrazzo.train.preflight.axis_sizes import check_sizes
-from terrazzo.train.settings.optimizer import check_settings, optimizer_class
+from terrazzo.train.preflight.shared_axes import check_axes
+from terrazzo.train.settings.optimizer import check_names, check_settings, optimizer_class
 from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
@@ -30,14 +35,19 @@ from terrazzo.train.settings.plan import (
 )
 from terrazzo.words import FILL_IN
 
-__all__ = ["check_samples_of_groups", "refusals", "refusals_of_ranks"]
+__all__ = ["check_samples_of_groups", "refusals", "refusals_of_model", "refusals_of_ranks"]
 
 
-def refusals(config: Config, world_size: int | None = None) -> Iterator[tuple[str, BadInput]]:
+def refusals(
+    config: Config, world_size: int | None = None, whole: ModelOnPaper | None = None
+) -> Iterator[tuple[str, BadInput]]:
     """Each refusal, behind the section or key that it is of; what follows from one before it is left out.
+
+    The built-in decoder, which needs no file, is asked for what the configuration names of it.
 
     Args:
         world_size: the number of ranks; None: it is not known, and what depends on it is not asked.
+        whole: the configuration's model; None: a decoder is made for as many tokens as a tokenizer may have.
     """
     if left := [key for key, text in setting_texts(config).items() if text == f'"{FILL_IN}"']:
         yield left[0], _not_filled_in(left)
@@ -46,6 +56,8 @@ def refusals(config: Config, world_size: int | None = None) -> Iterator[tuple[st
     if world_size is not None:
         yield from refusals_of_ranks(config, world_size)
     yield from _refused(_CHECKS_OF_AXES, told, config)
+    if config.model.kind == "decoder":
+        yield from _refused(_CHECKS_OF_MODEL, told, config, whole or ModelOnPaper(_with_tokens(config)))
 
 
 def refusals_of_ranks(config: Config, world_size: int) -> Iterator[tuple[str, BadInput]]:
@@ -56,6 +68,11 @@ def refusals_of_ranks(config: Config, world_size: int) -> Iterator[tuple[str, Ba
         yield "plan.mesh", error
     else:
         yield from _refused(_CHECKS_OF_RANKS, set(), config, world_size)
+
+
+def refusals_of_model(config: Config, whole: ModelOnPaper) -> Iterator[tuple[str, BadInput]]:
+    """Those of them that the model decides: names that it does not have, and parts that it cannot be cut into."""
+    yield from _refused(_CHECKS_OF_MODEL, set(), config, whole)
 
 
 def _refused(
@@ -158,4 +175,42 @@ _CHECKS_OF_RANKS: dict[str, Callable[[Config, int], object]] = {
     "plan.sync_every": check_samples_of_groups,
     "batch.global_batch": _check_filling,
     "parallel.pipeline": _check_turns,
+}
+
+
+# -- of the model on paper, which is built only if something of it is named ------------------------------------------
+
+
+def _with_tokens(config: Config) -> Config:
+    """A decoder's configuration that needs no tokenizer's file: no name or layer depends on its tokens."""
+    if config.model.vocab_size is not None or config.data.tokenizer == BYTES:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": _SOME_TOKENS})})
+
+
+_SOME_TOKENS = 2**17
+
+
+def _check_units(config: Config, whole: ModelOnPaper) -> None:
+    if config.plan.units:
+        find_units(whole.model, config.plan.units, named="plan.units")
+
+
+def _check_optimizer(config: Config, whole: ModelOnPaper) -> None:
+    muon = config.optimizer.muon
+    if config.optimizer.no_decay or muon.matrices or muon.others:
+        check_names(config.optimizer, [name for name, _ in whole.model.named_parameters()])
+
+
+def _check_built(config: Config, whole: ModelOnPaper) -> None:
+    """Build the model where that looks names up, or may refuse it."""
+    if config.train.activation_checkpointing_ops or config.precision.recipe or config.objective.loss == "chunked":
+        _ = whole.model
+
+
+_CHECKS_OF_MODEL: dict[str, Callable[[Config, ModelOnPaper], object]] = {
+    "plan.mesh": check_axes,
+    "plan.units": _check_units,
+    "optimizer": _check_optimizer,
+    "train.activation_checkpointing_ops": _check_built,
 }
