@@ -266,9 +266,7 @@ def test_a_store_that_fails_in_its_own_way_fails_the_save_and_is_no_bug(
         raise LookupError("403, quota exceeded.")
 
     monkeypatch.setattr(memory, name, refuses)
-    said = (
-        r"'memory://terrazzo-quota/step-00000001' was not saved: rank 0: .*LookupError: '403, quota exceeded.'\. Earl"
-    )
+    said = r"'memory://terrazzo-quota/step-00000001' was not saved: rank 0: .*LookupError: 403, quota exceeded\. Earl"
     with pytest.raises(SaveFailed, match=said):
         save_steps("memory://terrazzo-quota", 1)
 

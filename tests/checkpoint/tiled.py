@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.format.manifest import head
-from terrazzo.checkpoint.format.rank_layout import FileEntry, arrange
+from terrazzo.checkpoint.format.rank_layout import FileEntry, TilePlace, arrange
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.tensors import bytes_of, name_of
@@ -120,6 +120,6 @@ def _entries(
         what = (name, kind, offsets, start)
         if what not in given:
             given.add(what)
-            tile = None if sizes == tuple(values.shape) else (offsets, sizes)
+            tile = None if sizes == tuple(values.shape) else TilePlace(offsets, sizes)
             entry = FileEntry(name, kind, start, stop, tuple(values.shape), values.numel(), name_of(values.dtype), tile)
             yield entry, values[at].reshape(-1)[start:stop].clone()

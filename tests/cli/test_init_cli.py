@@ -244,6 +244,6 @@ def test_a_file_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch)
 
     Path("mine.yaml").write_text("before")
     monkeypatch.setattr(Path, "write_text", full)
-    assert refused("mine.yaml", "--yes") == "'mine.yaml' cannot be written: No space left on device."
+    assert refused("mine.yaml", "--yes", "--overwrite") == "'mine.yaml' cannot be written: No space left on device."
     assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
     assert Path("mine.yaml").read_text() == "before"

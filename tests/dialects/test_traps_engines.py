@@ -219,7 +219,7 @@ def test_deepspeed_itself_drops_auto_for_the_default() -> None:
 def test_what_a_target_needs_and_nobody_said_is_named() -> None:
     conversion = converted("fsdp2", "deepspeed", {"reshard_after_forward": True, "module": ["Block"]})
     (missing,) = [each for each in conversion.unsaid if each.key == "batch.micro_batch"]
-    assert (missing.kind, missing.target) == ("lossy", "train_micro_batch_size_per_gpu")
+    assert (missing.kind, missing.target) == ("refused", "train_micro_batch_size_per_gpu")
     assert "train_micro_batch_size_per_gpu" not in conversion.document
     inside = converted("fsdp2", "trainer", {"reshard_after_forward": 4, "mesh": [8]}).document
     assert inside["deepspeed"]["train_micro_batch_size_per_gpu"] == "auto"

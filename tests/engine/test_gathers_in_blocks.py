@@ -22,7 +22,7 @@ from terrazzo.errors import BadInput
 from tests.engine.narrow import as_sent
 from tests.engine.offload import runs
 from tests.engine.parity import CUSTOM, Case, assert_same_bits, axes, check, with_feature
-from tests.engine.toys import Net, full_parameters, on_ranks, sharded, train
+from tests.engine.toys import Net, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 
 PLANS = [
@@ -247,3 +247,42 @@ def test_sizes_are_those_of_the_format() -> None:
     for sent_bytes, seen in on_ranks(2, body):
         assert sent_bytes == 64 * 64 // 2 // 256 * 132
         assert torch.equal(seen, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"plan": "zero3", "precision": gathering("int8")}, "precision: gather 'int8'"),
+        ({"plan": "zero2", "diloco": tz.DiLoCo(2, traffic="int8")}, "diloco: traffic 'int8'"),
+    ],
+    ids=["gathers", "outer steps"],
+)
+@pytest.mark.parametrize("attached", [False, True])
+def test_an_optimizer_that_moves_padding_is_refused_where_it_would_enter_the_scale_of_a_block(
+    options: dict[str, Any], what: str, attached: bool
+) -> None:
+    """0 / 0 without eps: all weights were NaN after two steps, without a word."""
+    model = Net(width=37)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=0)
+    with fake_group(2):
+        if "diloco" in options:
+            options = {**options, "mesh": tz.mesh(dp_replicate=2, device="cpu")}
+        if attached:
+            tz.shard(model, None, **options)
+        with pytest.raises(BadInput, match=f"{what}, .* NaN, where eps is 0"):
+            tz.attach(model, optimizer) if attached else tz.shard(model, optimizer, **options)
+
+
+def test_weights_that_are_nan_are_not_taken_for_edited() -> None:
+    """NaN is no other number than itself; who reads `.data` has the weights compared with what they were."""
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(Net(), lambda p: torch.optim.AdamW(p, eps=0), "zero1", precision="bf16")
+        assert [parameter.data for parameter in model.parameters()]
+        for step in range(3):
+            first, second = (loss_of(model, batch(number, rank)) for number in (step, step + 1))
+            (first * second).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    on_ranks(2, body)

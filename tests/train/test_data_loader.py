@@ -252,5 +252,5 @@ def test_evaluation_gives_every_sequence_once_in_equal_numbers(
 
 
 def test_fewer_sequences_than_a_global_batch(dataset: SequenceDataset) -> None:
-    with pytest.raises(BadInput, match=r"29 sequences of 4 tokens .* global batch of 32\. Give more"):
+    with pytest.raises(BadInput, match=r"29 sequences of 4 tokens .* fewer than batch\.global_batch 32\. Give more"):
         Loader(dataset, batches(32, 2), readers=16)

@@ -139,7 +139,7 @@ def test_reserved_regions_are_whole_pages_that_nobody_else_has(tmp_path: Path) -
         at_page(3),
         at_page(3),
     ]
-    with pytest.raises(Misuse, match="region of 1 bytes does not fit behind byte 16384"):
+    with pytest.raises(Misuse, match="region of 1 bytes does not fit after byte 16384"):
         disk.reserve(1)
     disk.close()
 

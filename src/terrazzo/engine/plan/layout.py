@@ -152,7 +152,9 @@ class Layout:
 
     @cached_property
     def gaps(self) -> list[Range]:
-        """The padding: what lies after each parameter and at the end. It holds zeros in every state."""
+        """The padding: what lies after each parameter and at the end. It holds zeros, unless an optimizer without
+        `eps` makes NaN of them, which is refused where padding is read: in blocks of codes.
+        """
         gaps = [Range(slot.range.stop, slot.padded.stop) for slot in self.slots]
         end = self.slots[-1].padded.stop if self.slots else 0
         return [gap for gap in [*gaps, Range(end, self.numel)] if gap.numel]

@@ -15,7 +15,7 @@ from terrazzo.engine.offload.background_updates import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_windows
 from terrazzo.engine.offload.updater import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
-from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer
+from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros
 from terrazzo.engine.optim.stock.param_groups import assign_groups, choose_kernel
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.template import Templates
@@ -53,6 +53,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision, engine.sharding.diloco)
         check_narrow([type(optimizer)], engine.precision)
         templates = [OptimizerProbe(optimizer, group, axes.device).template() for group in optimizer.param_groups]
+        check_zeros(templates, engine.precision, engine.sharding.diloco)
         assign_groups([optimizer], members, first)
         built: list[Optimizer] = [optimizer, *(driver.optimizer for driver in engine.drivers.stepping())]
         check_matrices(engine.trainable(), [*engine.drivers.templates, *templates], built)

@@ -22,7 +22,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.offload.activations.offloaded_activations import offloading_of
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, drop_meta_states
+from terrazzo.engine.optim.stock.elementwise import check_narrow, check_optimizer, check_zeros, drop_meta_states
 from terrazzo.engine.optim.stock.param_groups import assign_groups
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.template import Templates
@@ -205,6 +205,7 @@ def _lay_out(
     check_several(len(built), trainable, arguments.precision, options.diloco)
     check_narrow(map(type, built), arguments.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
+    check_zeros(templates, arguments.precision, options.diloco)
     check_matrices(trainable, templates, built)
     return Prepared(mesh_axes, sharding, tally, units, arguments.drawn, arguments.why_units, built, templates)
 

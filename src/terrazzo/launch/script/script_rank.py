@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 from terrazzo.errors import BadInput, Misuse
@@ -37,7 +38,7 @@ def own_frames(error: BaseException, trace: TracebackType | None) -> TracebackTy
 
 
 _LAUNCHERS = {__file__, tether.__file__, "<frozen runpy>"}
-_PACKAGE = os.path.join(os.path.dirname(tether.__file__), "")
+_PACKAGE = os.path.join(str(Path(__file__).parents[2]), "")
 
 
 class _Ending:

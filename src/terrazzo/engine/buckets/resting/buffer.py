@@ -205,6 +205,7 @@ def differ(state: Resting, written: Resting, as_seen: AsSeen = lambda values: va
     """Whether values of `state` do not round to those in `written`."""
     for part in state.cuts(state.range):
         with state.opened(part) as values, written.opened(part) as new:
-            if not torch.equal(as_seen(values).to(device=new.device, dtype=new.dtype), new):
+            seen = as_seen(values).to(device=new.device, dtype=new.dtype)
+            if not (torch.equal(seen, new) or torch.allclose(seen, new, rtol=0, atol=0, equal_nan=True)):
                 return True
     return False

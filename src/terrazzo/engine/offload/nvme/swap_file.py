@@ -191,7 +191,9 @@ def _create(folder: Path, name: str) -> tuple[Path, int]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if _lock(descriptor) is not False and os.fstat(descriptor).st_nlink:
             return path, descriptor
-        os.close(descriptor)  # a sweep came between making and locking it, and removes it
+        with contextlib.suppress(FileNotFoundError):  # a sweep came between making and locking it, or who counts
+            os.unlink(path)
+        os.close(descriptor)
 
 
 def _is_dead(path: Path, then: Callable[[Path], None], lock: int = fcntl.LOCK_EX) -> bool:

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 from terrazzo.engine.optim.stock.probe import OptimizerProbe
 from terrazzo.engine.optim.stock.settings import frozen
 from terrazzo.engine.optim.stock.stepper import Stepper, bare_copy, is_torchs, unhooked_step
-from terrazzo.engine.optim.stock.template import Template
+from terrazzo.engine.optim.stock.template import Template, Templates
+from terrazzo.engine.plan.diloco import DiLoCo
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.errors import BadInput
 from terrazzo.optim import Lion, MatrixOptimizer
 
-__all__ = ["ELEMENTWISE", "check_elementwise", "check_narrow", "check_optimizer", "drop_meta_states"]
+__all__ = ["ELEMENTWISE", "check_elementwise", "check_narrow", "check_optimizer", "check_zeros", "drop_meta_states"]
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -64,6 +65,28 @@ def check_narrow(kinds: Iterable[type[Optimizer]], precision: Precision) -> None
                 f"precision: rounding 'stochastic', whose bits follow from the number of the step, and "
                 f"{kind.__name__} does not count steps. Use {', '.join(counting[:-1])} or {counting[-1]}, or leave "
                 "rounding out."
+            )
+
+
+def check_zeros(templates: Templates, precision: Precision, diloco: DiLoCo | None) -> None:
+    """Refuse optimizers that move padding, where weights travel in blocks: it would enter the scales of the weights.
+
+    Args:
+        templates: of all param groups.
+
+    Raises:
+        BadInput: there.
+    """
+    in_blocks = {
+        f"precision: gather '{precision.gather}'": precision.gather is not None,
+        "diloco: traffic 'int8'": diloco is not None and diloco.traffic == "int8",
+    }
+    for what in (what for what, is_so in in_blocks.items() if is_so):
+        if any(template.moves_zeros for template in templates):
+            raise BadInput(
+                f"{what}, whose blocks have a common scale, and the optimizer moves a weight of 0 whose gradient is 0, "
+                "as the padding of a block is: to NaN, where eps is 0. Give it an eps, such as its default, or send "
+                "weights without blocks."
             )
 
 

@@ -66,14 +66,18 @@ class OptimizerProbe:
 
     def step_on_zeros(self) -> dict[str, Any]:
         """States that are kept for it after a step of zeros on a gradient of zeros."""
+        return self._stepped_zeros()[1]
+
+    def _stepped_zeros(self) -> tuple[Tensor, dict[str, Any]]:
+        """What such a step makes of the zeros, and the states."""
         tensor = nn.Parameter(torch.zeros(self.numel, device=self.device))
         tensor.grad = torch.zeros_like(tensor)
         if is_matrix_group(self.optimizer, self.group):
             state = self.begun()
             self.optimizer.prepare(self.group, state, tensor.grad)
-            return state
+            return tensor, state
         with nullcontext() if self._is_torchs else self.undrawn():
-            return Stepper(self.optimizer).step(self.number, tensor, self.begun())
+            return tensor, Stepper(self.optimizer).step(self.number, tensor, self.begun())
 
     def template(self) -> Template:
         """The template of what the optimizer keeps for each parameter of the group.
@@ -81,7 +85,8 @@ class OptimizerProbe:
         Taken from a parameter that has state already, else from a step. Where a state lives may follow the parameter,
         which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.
         """
-        template = stepped = Template.of(self.step_on_zeros(), torch.Size([self.numel]))
+        zeros, states = self._stepped_zeros()
+        template = stepped = Template.of(states, torch.Size([self.numel]))
         if self._stateful is not None:
             known = Template.of(self._state, self._stateful.shape)
             template = Template(
@@ -89,6 +94,7 @@ class OptimizerProbe:
             )
         if is_matrix_group(self.optimizer, self.group):
             template.matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)
+        template.moves_zeros = bool(zeros.any())
         return template
 
 

@@ -67,9 +67,11 @@ class Template(dict[str, StateSpec]):
 
     Attributes:
         matrices: of a group whose matrices are updated whole; None for one that is stepped element by element.
+        moves_zeros: whether an element of 0 whose gradient is 0, such as padding, is another number after a step.
     """
 
     matrices: MatrixNeeds | None = None
+    moves_zeros: bool = False
 
     @property
     def per_element(self) -> list[str]:
