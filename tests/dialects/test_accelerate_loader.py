@@ -156,6 +156,23 @@ def test_the_tables_have_every_key_of_the_launcher() -> None:
             assert str(FSDP[name].default).lower() == str(default).lower(), name
         if name.startswith("parallelism_config_"):
             assert PARALLELISM[name].default == default, name
+        if name.startswith("fp8_"):
+            stated = SECTIONS["fp8_config"][name].default
+            assert str(stated).lower() == str(list(default) if isinstance(default, tuple) else default).lower(), name
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_sections_at_their_defaults_are_as_without_them(version: int, tmp_path: Path) -> None:
+    """What the launcher says to its ranks of FSDP and fp8, but for the switch and what has no default."""
+    base = {**BASE, "mixed_precision": "fp8", "fsdp_config": {"fsdp_version": version}}
+    for section, without in (("fsdp_config", {"fsdp_auto_wrap_policy", "fsdp_backward_prefetch"}), ("fp8_config", ())):
+        rows = SECTIONS[section]
+        stated = {name: row.default for name, row in rows.items() if row.default is not None and name not in without}
+        stated |= {"fsdp_version": version} if section == "fsdp_config" else {}
+        document = {**base, section: stated}
+        assert DIALECT.read(document).description.plan == DIALECT.read(base).description.plan
+        kinds = {verdict.kind for verdict in DIALECT.read(document).verdicts if verdict.key.startswith("fp8_config")}
+        assert "lossy" not in kinds
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])

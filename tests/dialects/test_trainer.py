@@ -13,7 +13,7 @@ import torch
 
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.formats.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
+from terrazzo.dialects.formats.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS, FSDP_VERSION_1
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import (
     assert_agrees_or_says,
@@ -510,6 +510,16 @@ def test_keys_of_fsdp_config_are_those_that_transformers_reads() -> None:
     body = source[source.index("def _process_fsdp_args") : source.index("def _apply_legacy_fsdp_to_config")]
     for name in FSDP_KEYS:
         assert f'"{name}"' in body, name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", [1, 2])
+def test_defaults_of_fsdp_config_are_what_transformers_passes_on(version: int, arguments: Any) -> None:
+    passed = arguments({"fsdp": True, "fsdp_config": {"version": version}}).fsdp_plugin_args
+    words = {"version": version, "reshard_after_forward": True if version == 2 else "full_shard"}
+    assert passed.pop("fsdp_version") == version
+    assert passed == {name: words.get(name, FSDP_KEYS[name].default) for name in passed}
+    assert {*passed} >= {*(FSDP_VERSION_1 if version == 1 else ()), "auto_wrap_policy"} - {"limit_all_gathers"}
 
 
 def test_context_resolves_sizes() -> None:

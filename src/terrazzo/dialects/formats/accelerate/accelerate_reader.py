@@ -30,8 +30,10 @@ class AccelerateReader(Reader):
             if self.flat[key] in (None, {}) and (name in KEYS or key in SECTIONS or key == "megatron_lm_config"):
                 self.keep(key, "it says nothing: the default holds", loss="harmless")
             elif row is not None:
-                lossy = fp8 and row.keep == "lossy"
-                self.keep(key, row.why if lossy else row.meaning, loss="lossy" if lossy else "harmless")
+                if fp8 and row.keep == "lossy":
+                    self.keep_row(key)
+                else:
+                    self.keep(key, row.meaning, loss="harmless")
             else:
                 self.refuse(key, self._stranger(key))
         kept = {extra.key for extra in self.extras}

@@ -138,13 +138,25 @@ _DYNAMO: Rows = {
 }
 """Keys of dynamo_config. The prefix may be left out."""
 
+_BY_TORCHAO = "fp8 is by torchao's recipe tensorwise"
 _FP8: Rows = {
-    f"fp8_{name}": (None, f"fp8: {name.replace('_', ' ')}")
-    for name in (
-        *("backend", "use_autocast_during_eval", "margin", "interval", "format", "amax_history_len", "opt_level"),
-        *("amax_compute_algo", "override_linear_precision", "enable_fsdp_float8_all_gather", "pad_inner_dim"),
-    )
+    "fp8_backend": Key(
+        choice({"ao": None, "te": "te", "msamp": "msamp"}), None, "library; AO is what is read", "lossy", _BY_TORCHAO
+    ),
+    "fp8_use_autocast_during_eval": Key(BOOLEAN, False, "TE: evaluate in fp8", "lossy", _BY_TORCHAO),
+    "fp8_margin": (0, "TE: margin of the scales"),
+    "fp8_interval": (1, "TE: steps between scales"),
+    "fp8_format": ("HYBRID", "TE: E4M3 everywhere, or gradients in E5M2"),
+    "fp8_amax_history_len": (1024, "TE: steps that a scale looks back on"),
+    "fp8_opt_level": ("O2", "MSAMP: what is sent in 8 bits"),
+    "fp8_amax_compute_algo": ("most_recent", "TE: which of these steps tells the scale"),
+    "fp8_override_linear_precision": ([False, False, False], "TE: products that stay in 16 bits"),
+    "fp8_enable_fsdp_float8_all_gather": Key(
+        BOOLEAN, True, "AO: weights are gathered in 8 bits; elsewhere the same numbers, twice the traffic", "harmless"
+    ),
+    "fp8_pad_inner_dim": Key(BOOLEAN, True, "AO: sizes that do not divide are padded", "lossy", _BY_TORCHAO),
 }
+"""Keys of fp8_config. The prefix may be left out."""
 _MPI: Rows = {"mpirun_hostfile": (None, "list of nodes")}
 
 TOP = section("", _TOP, "harmless")
@@ -154,7 +166,7 @@ SECTIONS = {
     "deepspeed_config": section("", _DEEPSPEED, "harmless"),
     "parallelism_config": section("", _PARALLELISM, "harmless"),
     "dynamo_config": section("", _DYNAMO, "harmless"),
-    "fp8_config": section("", _FP8, "lossy", "fp8 is by torchao's recipe tensorwise, gathered in bf16"),
+    "fp8_config": section("", _FP8, "lossy", _BY_TORCHAO),
     "mpirun_config": section("", _MPI, "harmless"),
 }
 """Keys of each section."""
