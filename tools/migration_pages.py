@@ -15,12 +15,12 @@ from pathlib import Path
 
 from terrazzo.config import CONFIG_KEYS
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert
 from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.precision_table import COLUMNS, costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, understand
+from terrazzo.documents.dotted_keys import flatten
 from terrazzo.planner.model.loading import model_shape
 from tools.migration.fates import Fate, fates, in_yaml, spellings
 

@@ -399,6 +399,7 @@ def test_a_name_that_is_a_number_is_a_name_in_overrides_too(tmp_path: Path) -> N
         "train.steps",
         "=3",
         "train.steps.deep=3",
+        "train.steps..deep=3",
         "train.steps={",
         "train.steps={? [a] : 1}",
         "train.steps=!!bool maybe",

@@ -9,11 +9,11 @@ from typing import Any
 from terrazzo.dialects.core.agreement import agree_on
 from terrazzo.dialects.core.description import Description, asks_for_nothing
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext, Writing
-from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document
+from terrazzo.documents.dotted_keys import split
 
 __all__ = [
     "assert_agrees_or_says",

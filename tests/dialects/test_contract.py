@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import DTYPES, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.core.key_verdict import KINDS
 from terrazzo.dialects.core.keys import MISSING, row_of
 from terrazzo.dialects.registry import NAMES, dialect
@@ -21,6 +20,7 @@ from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.emit import plain
 from terrazzo.dialects.verbs.explain import plan_words
 from terrazzo.dialects.verbs.understand import read_document
+from terrazzo.documents.dotted_keys import flatten
 from tests.dialects.samples import SAMPLES
 
 CONTEXTS = [NO_CONTEXT, ReadingContext(world=8, hidden_size=64, load_dtype="bf16", heads=4, layers=2, parameters=10**6)]

@@ -15,7 +15,6 @@ import terrazzo as tz
 from terrazzo.dialects.core.agreement import same_value
 from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext, Writing
-from terrazzo.dialects.core.dotted_keys import flatten, join, split
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import BOOLEAN, NAME_LIST, TEXT, Type, choice, integer, matches, number
@@ -32,6 +31,7 @@ from terrazzo.dialects.verbs.explain import explain, plan_words
 from terrazzo.dialects.verbs.precision_table import costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.documents import Loaded, parse
+from terrazzo.documents.dotted_keys import flatten, join, split
 from terrazzo.engine import Plan
 
 

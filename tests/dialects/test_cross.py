@@ -14,12 +14,12 @@ import pytest
 from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.agreement import agree_on
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten, split
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.documents import Loaded, format_of, parse
+from terrazzo.documents.dotted_keys import flatten, split
 from tests.dialects.peers import KEPT, assert_each_agrees_or_says, converted
 from tests.dialects.samples import SAMPLES
 

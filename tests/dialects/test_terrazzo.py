@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from terrazzo.config import CONFIG_KEYS, SHORTHANDS, Config, config_from_dict
 from terrazzo.dialects.core.description import Description, Setting, build
 from terrazzo.dialects.core.dialect import Finding, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as OURS
 from terrazzo.dialects.formats.torchtitan.dialect import DIALECT as TORCHTITAN
 from terrazzo.dialects.registry import NAMES, dialect
@@ -23,6 +22,7 @@ from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.precision_table import costs
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.documents import Loaded, load
+from terrazzo.documents.dotted_keys import flatten
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.documents import Loaded
+from terrazzo.documents.dotted_keys import flatten
 from tests.dialects.samples import SAMPLES
 from tests.dialects.test_traps import converted, described, fsdp
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from terrazzo.documents import MAX_BYTES, MAX_DEPTH, Format, load, parse, write_yaml
+from terrazzo.documents import MAX_BYTES, MAX_DEPTH, Format, dotted_keys, load, parse, write_yaml
 from terrazzo.errors import BadInput
 
 LIMIT_S = 1.0
@@ -272,3 +273,9 @@ def test_the_deepest_and_the_largest_that_is_allowed() -> None:
     with pytest.raises(BadInput):
         parse(f'{{"a": [{deep}]}}', "json")
     assert len(parse("a: [" + "1," * 19_000 + "]", "yaml")["a"]) == 19_000
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b.c", "d"), ("a", ""), ("plan", "x, y")])
+def test_dotted_keys_are_taken_apart_as_they_were_put_together(names: tuple[str, ...]) -> None:
+    assert dotted_keys.split(functools.reduce(dotted_keys.join, names, "")) == list(names)
+    assert dotted_keys.split("train..steps") == ["train", "", "steps"], "a name that is missing is none of the others"

@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten, split
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES
 from terrazzo.dialects.formats.trainer.keys import ALIASES as FIELDS_OF_BEFORE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.understand import read_document
+from terrazzo.documents.dotted_keys import flatten, split
 from tools.migration.examples import BESIDE, CONCRETE, VALUES
 
 __all__ = ["ELSEWHERE", "Fate", "fates", "in_yaml", "spellings"]

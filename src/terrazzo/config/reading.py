@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from terrazzo.config.keys import CONFIG_KEYS, SHORTHANDS
@@ -22,7 +20,8 @@ from terrazzo.config.secrets import without_passwords
 from terrazzo.config.section import KEYS_ALONE, is_name
 from terrazzo.config.sections.launch import is_rank_range
 from terrazzo.config.wording import placed, sentences, wrong_keys, wrong_value
-from terrazzo.documents import parse_value, read_text
+from terrazzo.documents import comments, parse_value, read_text
+from terrazzo.documents.dotted_keys import split
 from terrazzo.errors import BadInput
 
 __all__ = ["CheckedKeys", "check_keys", "config_from_dict", "config_problems", "load_config", "setting_texts"]
@@ -156,7 +155,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
         value = text.strip() if is_rank_range(key, text.strip()) else parse_value(text, "yaml", key, is_rank_range)
-        has_comment = _has_comment(text)
+        has_comment = any(comments(text))
     except BadInput as error:
         why = str(error).rstrip(".")
         raise BadInput(f"The value of override '{override}' is not valid YAML: quote it ({why}).") from None
@@ -166,7 +165,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             f"Override '{override}' has a '#' that YAML takes for the beginning of a comment, so that only {value!r}"
             f" would be set: write '{quoted}' with both kinds of quotes, or leave out what begins with '#'."
         )
-    *parents, last = key.split(".")
+    *parents, last = split(key)
     if key in SHORTHANDS and is_name(value) and isinstance(raw.get(key), dict):
         parents, last = [key], "name"  # the rest of the file's section stays
     target = raw
@@ -181,12 +180,3 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         target[name] = inner
         target = inner
     target[last] = value
-
-
-def _has_comment(text: str) -> bool:
-    """Whether YAML takes a part of the text for a comment: a `#` behind a blank or first, outside of quotes."""
-    places = [found.end() - 1 for found in re.finditer(r"(?:^|\s)#", text)]
-    if not places:
-        return False
-    tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
-    return any(not any(each.start_mark.index <= place < each.end_mark.index for each in tokens) for place in places)

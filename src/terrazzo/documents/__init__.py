@@ -3,12 +3,17 @@
 Terrazzo's own configuration (`config`), those of other libraries (`dialects`) and the integrations read files by this,
 and what is written for people to edit is written by it.
 
-files      a file of any format: read, refused or parsed
-shell      arguments of the one program that a shell script starts: read and written
-json_text  JSON: read, also with comments, and written
-yaml_text  YAML of plain values: read and written
-toml_text  TOML: read
-limits     how deep, how many and how large
+files        a file of any format: read, refused or parsed
+shell        arguments of the one program that a shell script starts: read and written
+json_text    JSON: read, also with comments, and written
+yaml_text    YAML of plain values: read, its comments too, and written
+toml_text    TOML: read
+dotted_keys  keys such as `train.steps`, taken apart and put together
+limits       how deep, how many and how large
+
+Open to other packages:
+
+    dotted_keys  as above
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
     from terrazzo.documents.json_text import write_json
     from terrazzo.documents.limits import MAX_BYTES, MAX_DEPTH
     from terrazzo.documents.shell.arguments import parse_arguments, write_arguments
-    from terrazzo.documents.yaml_text import PARSER, IsText, write_yaml
+    from terrazzo.documents.yaml_text import PARSER, IsText, comments, write_yaml
 else:
     __getattr__ = lazily(__name__)
 
@@ -31,6 +36,7 @@ __all__ = [
     "Format",
     "IsText",
     "Loaded",
+    "comments",
     "format_of",
     "load",
     "parse",

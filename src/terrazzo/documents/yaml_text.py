@@ -15,7 +15,7 @@ from terrazzo.documents.limits import MAX_VALUES, check_depth, key_twice, too_ma
 from terrazzo.errors import BadInput
 from terrazzo.messages import shortened
 
-__all__ = ["PARSER", "IsText", "never", "read_yaml", "write_yaml"]
+__all__ = ["PARSER", "IsText", "comments", "never", "read_yaml", "write_yaml"]
 
 PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's where it is there: 10 times faster."""
@@ -141,6 +141,23 @@ class _Nodes:
                 key.tag = _TEXT  # `8:` and `on:` are the keys "8" and "on"
             if isinstance(value, yaml.ScalarNode) and self.is_text(key.value, value.value):
                 value.tag = _TEXT
+
+
+def comments(text: str) -> Iterator[tuple[int, bool, str]]:
+    """Line, whether it is alone there, and words of every comment: a `#` after a blank that is in no scalar."""
+    inside: dict[int, list[tuple[int, int]]] = {}
+    for token in yaml.scan(text, Loader=PARSER):
+        if isinstance(token, yaml.ScalarToken):
+            first, last = token.start_mark, token.end_mark
+            for number in range(first.line, last.line + 1):
+                start = first.column if number == first.line else 0
+                inside.setdefault(number, []).append((start, last.column if number == last.line else len(text)))
+    for number, line in enumerate(text.splitlines()):
+        for mark in re.finditer(r"(?:^|(?<=\s))#", line):
+            if not any(start <= mark.start() < end for start, end in inside.get(number, ())):
+                words = line[mark.end() :].removeprefix(" ").rstrip()
+                yield number, not line[: mark.start()].strip(), words
+                break
 
 
 class _Dumper(yaml.SafeDumper):

@@ -2,7 +2,6 @@
 
 In reading order:
 
-    dotted_keys  keys such as `zero_optimization.stage`, taken apart and put together
     key_verdict  what became of one key
     sections     settings, in the sections of a description
     description  what a configuration asks for, in no dialect's words

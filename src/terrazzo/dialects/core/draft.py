@@ -16,9 +16,9 @@ from typing import Any
 from terrazzo.dialects.core.agreement import has_no_effect
 from terrazzo.dialects.core.description import Description, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Writing
-from terrazzo.dialects.core.dotted_keys import put, split
 from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
 from terrazzo.dialects.core.keys import Key
+from terrazzo.documents.dotted_keys import put, split
 
 __all__ = ["Draft"]
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByPath, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
-from terrazzo.dialects.core.dotted_keys import flatten, without
 from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind, worst
 from terrazzo.dialects.core.keys import (
     MISSING,
@@ -28,6 +27,7 @@ from terrazzo.dialects.core.keys import (
     Type,
     row_of,
 )
+from terrazzo.documents.dotted_keys import flatten, without
 from terrazzo.messages import did_you_mean, shortened
 
 __all__ = ["Reader", "derived", "only_from_file"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from terrazzo.dialects.core.dotted_keys import keys_in
+from terrazzo.documents.dotted_keys import keys_in
 from terrazzo.engine import LossScaling
 
 __all__ = [

@@ -12,12 +12,12 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten, keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
 from terrazzo.dialects.formats.fsdp1.dialect import DIALECT as FSDP1
 from terrazzo.dialects.formats.fsdp1.write import write as write_fsdp1
 from terrazzo.documents import load
+from terrazzo.documents.dotted_keys import flatten, keys_in
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from terrazzo.dialects.core.description import DTYPES, PATHS, Description
 from terrazzo.dialects.core.dialect import Finding
-from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.mesh import TWO_AXES, data_ranks, degrees, row_fault
 from terrazzo.dialects.verbs.understand import Understood
+from terrazzo.documents.dotted_keys import keys_in
 from terrazzo.parallel.sharing_rules import shares_experts, shares_heads, shares_key_heads
 
 __all__ = ["check"]

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from terrazzo.dialects.core.dotted_keys import join
 from terrazzo.documents import PARSER
+from terrazzo.documents import comments as all_comments
+from terrazzo.documents.dotted_keys import join
 
 __all__ = ["Comment", "comments_of", "insert_comments"]
 
@@ -35,7 +36,7 @@ def comments_of(text: str) -> dict[str, Comment]:
     lines = [line for line, _, _ in spots]
     first = {line: name for line, _, name in reversed(spots)}
     comments: dict[str, Comment] = {}
-    for line, alone, words in _comments(text):
+    for line, alone, words in all_comments(text):
         after = bisect_right(lines, line)
         if not alone:
             key = first[lines[after - 1]] if after else ""
@@ -84,20 +85,3 @@ def _keys(text: str) -> Iterator[tuple[int, int, str]]:
                 yield from walk(name, value)
 
     return walk("", root) if root is not None else iter(())
-
-
-def _comments(text: str) -> Iterator[tuple[int, bool, str]]:
-    """Line, whether it is alone there, and words of every comment: a `#` after a blank that is in no scalar."""
-    inside: dict[int, list[tuple[int, int]]] = {}
-    for token in yaml.scan(text, Loader=PARSER):
-        if isinstance(token, yaml.ScalarToken):
-            first, last = token.start_mark, token.end_mark
-            for number in range(first.line, last.line + 1):
-                start = first.column if number == first.line else 0
-                inside.setdefault(number, []).append((start, last.column if number == last.line else len(text)))
-    for number, line in enumerate(text.splitlines()):
-        for mark in re.finditer(r"(?:^|(?<=\s))#", line):
-            if not any(start <= mark.start() < end for start, end in inside.get(number, ())):
-                words = line[mark.end() :].removeprefix(" ").rstrip()
-                yield number, not line[: mark.start()].strip(), words
-                break

@@ -15,9 +15,9 @@ from typing import Any
 from terrazzo.dialects.core.agreement import agree_on, extras_by_key, has_no_effect
 from terrazzo.dialects.core.description import PATHS, Description, Extra, Setting, as_text, asks_for_nothing
 from terrazzo.dialects.core.dialect import Dialect, Finding, Reading, ReadingContext, Writing
-from terrazzo.dialects.core.dotted_keys import flatten, keys_in
 from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
 from terrazzo.dialects.verbs.understand import Understood, read_document
+from terrazzo.documents.dotted_keys import flatten, keys_in
 
 __all__ = ["Conversion", "convert", "convert_reading"]
 

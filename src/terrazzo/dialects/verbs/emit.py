@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.dotted_keys import keys_in
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.verbs.comments import Comment, comments_of, insert_comments
 from terrazzo.documents import Format, Loaded, write_arguments, write_json, write_yaml
+from terrazzo.documents.dotted_keys import keys_in
 from terrazzo.errors import BadInput
 
 __all__ = ["plain", "to_text"]

@@ -14,13 +14,13 @@ import torch
 from terrazzo.dialects.core.agreement import extras_by_key
 from terrazzo.dialects.core.description import Description, Setting
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.formats.deepspeed.keys import STRICT, TABLE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.documents import Loaded, load
+from terrazzo.documents.dotted_keys import split
 from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.integrations.shared.from_description import setup_for

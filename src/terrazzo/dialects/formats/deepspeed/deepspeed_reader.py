@@ -7,12 +7,12 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
-from terrazzo.dialects.core.dotted_keys import join, put, without
 from terrazzo.dialects.core.keys import Key, Type, matches
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL, Auto, resolve
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
 from terrazzo.dialects.formats.deepspeed.versions import CODED, GHOSTS, LAST, REMOVED, default_of
+from terrazzo.documents.dotted_keys import join, put, without
 
 __all__ = ["DeepSpeedReader"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.core.description import Setting, SettingsByPath
-from terrazzo.dialects.core.dotted_keys import split
 from terrazzo.dialects.core.keys import BOOLEAN, number
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.formats.deepspeed.deepspeed_reader import DeepSpeedReader
 from terrazzo.dialects.formats.deepspeed.keys import BUILT_IN, INTERVAL, OPTIMIZER_PARAMS, argument_default
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED_OPTIMIZERS
+from terrazzo.documents.dotted_keys import split
 from terrazzo.messages import did_you_mean
 
 __all__ = ["read_batch", "read_optimizer", "read_training"]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import asks_for_nothing
-from terrazzo.dialects.core.dotted_keys import join
 from terrazzo.dialects.formats.deepspeed.deepspeed_draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.keys import BUILT_IN, INTERVAL, NEUTRAL, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.formats.shared.deepspeed_words import BY_PARAMETER
+from terrazzo.documents.dotted_keys import join
 
 __all__ = ["write_batch", "write_optimizer", "write_schedule", "write_training"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
+from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
 

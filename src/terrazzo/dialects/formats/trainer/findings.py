@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.formats.nested import DEEPSPEED, filled, load_named, nested_findings
 from terrazzo.dialects.formats.trainer.keys import FIELDS, MATCHED
+from terrazzo.documents.dotted_keys import flatten
 
 __all__ = ["findings"]
 

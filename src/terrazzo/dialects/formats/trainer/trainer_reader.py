@@ -8,10 +8,10 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
-from terrazzo.dialects.core.dotted_keys import flatten, without
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.nested import DEEPSPEED, Nested, load_named, merge, read_nested
 from terrazzo.dialects.formats.trainer.keys import ALIASES, KEYS
+from terrazzo.documents.dotted_keys import flatten, without
 
 __all__ = ["TrainerReader", "canonical_key"]
 

@@ -35,7 +35,7 @@ def join(prefix: str, name: str) -> str:
 
 def split(key: str) -> list[str]:
     """The names that `join` put together."""
-    return [part.strip('"') for part in re.findall(r'"[^"]*"|[^.]+', key)]
+    return [part.strip('"') for part in re.findall(r'(?:^|\.)("[^"]*"|[^.]*)', key)]
 
 
 def put(document: dict[str, Any], key: str, value: Any) -> None:
