@@ -77,6 +77,10 @@ def setup(plan: str | Plan = "zero3", mesh: Mesh | None = None, gpu: str = "h100
     return replace(found, **changes)
 
 
+def flops_of(found: Setup) -> float:
+    return flops_per_token(found.model, found.sequence)
+
+
 def timed(found: Setup) -> TimeFigures:
     answer = time_of(found)
     assert isinstance(answer, TimeFigures), answer
@@ -219,13 +223,16 @@ def test_terms_add_up_and_are_explained(found: Setup) -> None:
 
 def test_flops_follow_palm() -> None:
     """6 N + 12 L H Q T with N without the input embedding (arXiv 2204.02311, appendix B)."""
-    assert flops_per_token(setup()) == pytest.approx(6 * (8.0303e9 - 0.5253e9) + 12 * 32 * 4096 * 8192, rel=1e-3)
+    assert flops_of(setup()) == pytest.approx(6 * (8.0303e9 - 0.5253e9) + 12 * 32 * 4096 * 8192, rel=1e-3)
     model = llama()
     block = model.blocks[0].block
     assert block is not None
     near = replace(model, units=(model.root, replace(model.blocks[0], block=replace(block, window=1024))))
-    less = flops_per_token(setup()) - flops_per_token(setup(model=near))
+    less = flops_of(setup()) - flops_of(setup(model=near))
     assert less == pytest.approx(12 * 32 * 4096 * (8192 - 1024))
+    fused, math = (timed(setup(model=near, attention=kernel)) for kernel in ("flash", "math"))
+    assert fused.flops_per_token == math.flops_per_token  # the model's, not the kernel's, which computes what is masked
+    assert fused.mfu > math.mfu
 
 
 @pytest.mark.parametrize(
@@ -271,7 +278,7 @@ def test_what_selective_checkpointing_keeps_is_not_computed_twice(attention: str
     whole = {term.name: term.value for term in timed(full).terms}["recomputation"]
     assert 0 < repeated < whole
     products = 2 * (none.model.matmul_numel - none.model.logits * none.model.hidden)
-    scores = flops_per_token(none) / 3 - 2 * none.model.matmul_numel
+    scores = flops_of(none) / 3 - 2 * none.model.matmul_numel
     again = (step_flops(selective) - step_flops(none)) / none.tokens
     halved = products / 2 if mode == "selective_half" else 0
     assert again == pytest.approx(halved + (scores if attention == "math" else 0))

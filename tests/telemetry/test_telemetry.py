@@ -282,6 +282,16 @@ def test_a_run_that_goes_on_keeps_its_event_files(tmp_path: Path) -> None:
     assert before and before < set((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize("given", ["20", True, 0.0, float("nan")], ids=str)
+def test_seconds_of_the_watchdog_are_a_number_above_0(given: Any, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(nn.Linear(2, 2), torch.optim.SGD, "zero1")
+        with pytest.raises(BadInput, match=r"stall_s=.*use seconds above 0"):
+            tz.telemetry.attach(model, tmp_path, stall_s=given)
+
+    run_in_threads(1, body)
+
+
 def test_event_files_that_cannot_be_written_are_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("")
 

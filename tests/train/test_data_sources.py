@@ -40,9 +40,13 @@ def test_folder_glob_file_and_list(tmp_path: Path) -> None:
     for name, text in [("b/two.py", "2"), ("a.txt", "1"), ("c.md", ""), (".hidden", "x"), (".git/x", "x")]:
         (tmp_path / name).write_text(text)
     (tmp_path / "b" / "__pycache__" / "two.pyc").write_text("x")
+    (tmp_path / "b" / "__pycache__" / "three.py").write_text("x")
+    (tmp_path / ".git" / "four.py").write_text("x")
     whole = [("a.txt", "1"), ("b/two.py", "2")]
     assert pairs(str(tmp_path)) == whole
-    assert pairs(f"{tmp_path}/**/*.py") == [("b/two.py", "2")]
+    assert pairs(f"{tmp_path}/**/*.py") == pairs(f"{tmp_path}/*/*.py") == [("b/two.py", "2")]
+    with pytest.raises(BadInput, match="matches no visible file"):
+        pairs(f"{tmp_path}/b/*/*.py")
     assert pairs([f"{tmp_path}/b", f"{tmp_path}/a.txt"]) == [("two.py", "2"), ("a.txt", "1")]
 
 
@@ -69,7 +73,7 @@ def test_binary_files_are_skipped_in_a_folder_and_refused_by_name(tmp_path: Path
     ("source", "named"),
     [
         ("absent.txt", "does not exist"),
-        ("*.absent", "matches no file"),
+        ("*.absent", "matches no visible file"),
         ("empty", "without any visible file"),
     ],
 )
@@ -190,6 +194,7 @@ def test_jsonl_with_text_and_messages(tmp_path: Path) -> None:
         ({"messages": "hi"}, "'messages' is str"),
         ({"messages": [{"role": "user"}]}, "'role' and a 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text"),
+        *(({"messages": [{"role": "user", "content": [{"type": "text", "text": t}]}]}, "only text") for t in (None, 5)),
         (r'{"text": "a\ud800"}', r"lone surrogate \(\\ud800 at character 1\)"),
     ],
 )

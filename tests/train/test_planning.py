@@ -37,7 +37,7 @@ from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.planning import as_setup as planning
 from terrazzo.train.planning import run_estimate as promise
-from terrazzo.train.planning.as_setup import executed_share, setup_of
+from terrazzo.train.planning.as_setup import executed_share, run_flops_per_token, setup_of
 from terrazzo.train.planning.run_estimate import estimate_run, traced_memory
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
@@ -109,13 +109,48 @@ def test_windows_reach_the_planner_and_count_as_the_model_counts_them() -> None:
     setup = setup_of(settings, 1, HOST)
     blocks = [(unit.count, unit.block.window, unit.block.stride) for unit in setup.model.blocks if unit.block]
     assert blocks == [(2, 64, 16), (2, None, None)]
-    assert flops_per_token(setup) == num_flops_per_token(prepare_model(settings), 256)
+    assert flops_per_token(setup.model, setup.sequence) == num_flops_per_token(prepare_model(settings), 256)
     longer = {"sequence_length": 8192, "micro_batch": 1}
     flops = []
     for model in ({"attention": {"window": 64}}, {}):
         setup = setup_of(config(model=model, batch=longer), 1, HOST)
         flops.append(attention_flops(setup, setup.model.blocks[0].block))
     assert flops[0] == pytest.approx(flops[1] * 2 * 64 / 8192, rel=0.01)
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "mistral": ({"sliding_window": 64}, 4 * 2 * 32 * 64),
+    "gemma3_text": ({"sliding_window": 64, "head_dim": 16, "layer_types": None}, 4 * 64 * (5 * 64 + 512)),
+    "deepseek_v3": (
+        {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+        | {"n_routed_experts": 8, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+        2 * 2 * 4 * (24 + 12) * 512,
+    ),
+    "gpt2": ({"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 4}, 4 * 2 * 32 * 512),
+}
+"""What a config has beside the usual keys, and forward FLOPs of its attention, a token, by hand."""
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_runs_flops_are_those_of_its_models_products(kind: str, tmp_path: Path) -> None:
+    """Beside the model that transformers builds: 6 for each element of a matrix that a token meets, and attention."""
+    keys, attention = FAMILIES[kind]
+    layers = 6 if kind == "gemma3_text" else 2
+    usual = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
+    values = {"model_type": kind, **usual, "num_key_value_heads": 4, "vocab_size": 128, **keys}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 512}))
+    batch = {"global_batch": 1, "micro_batch": 1, "sequence_length": 512}
+    given = config_from_dict({"model": {"kind": "huggingface", "path": str(tmp_path)}, "batch": batch})
+    model = prepare_model(given)
+    met = 0.0
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        is_matrix = weight is not None and weight.dim() == 2 and "Embedding" not in type(module).__name__
+        met += weight.numel() if is_matrix else 0
+        for stack in ("gate_up_proj", "down_proj"):
+            if isinstance(each := getattr(module, stack, None), torch.nn.Parameter):
+                met += each.numel() * model.config.num_experts_per_tok / each.shape[0]
+    assert run_flops_per_token(given, model) == round(6 * met + 3 * attention)
 
 
 def test_a_traced_windowed_model_is_all_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import timeout_s, together
-from terrazzo.given_numbers import is_count
+from terrazzo.given_numbers import is_count, is_number
 from terrazzo.telemetry.display.verdict import Verdict, verdict_of
 from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.log.exit_note import forget_exit
@@ -154,8 +154,8 @@ def _check_numbers(every: int, micro_batches: int, first_step: int, stall_s: flo
     for name, number in (("every", every), ("micro_batches", micro_batches)):
         if not is_count(number):
             raise BadInput(f"tz.telemetry.attach was given {name}={number}: use 1 or more.")
-    if stall_s is not None and not stall_s > 0:
-        raise BadInput(f"tz.telemetry.attach was given stall_s={stall_s}: use seconds above 0, or None for no limit.")
+    if stall_s is not None and not (is_number(stall_s) and stall_s > 0):
+        raise BadInput(f"tz.telemetry.attach was given stall_s={stall_s!r}: use seconds above 0, or None for no limit.")
     if not is_count(first_step, least=0):
         raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
 

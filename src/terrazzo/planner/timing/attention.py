@@ -17,7 +17,6 @@ from terrazzo.planner.timing.rates import matmul_rate, memory_rate, power_share,
 
 __all__ = [
     "FORMULAS",
-    "attended",
     "attention_bytes",
     "attention_flops",
     "attention_rate",
@@ -86,7 +85,7 @@ def forward_share(setup: Setup) -> float:
     return FORWARD_SHARE if setup.attention != "math" else 1 / 3
 
 
-def attended(setup: Setup, block: BlockShape) -> int:
+def _attended(setup: Setup, block: BlockShape) -> int:
     """Tokens that one looks back on, itself included; kept scores are of the whole sequence, be they masked."""
     return setup.sequence if setup.attention == "math" else block.attended(setup.sequence)
 
@@ -103,7 +102,7 @@ def attention_flops(setup: Setup, block: BlockShape) -> float:
     """
     each = 2 * setup.rank_tokens * _heads(setup, block) * (block.head_dim + block.value_dim)
     if setup.attention == "math":
-        return 3 * each * attended(setup, block)
+        return 3 * each * _attended(setup, block)
     length = setup.sequence
     near = min(length, block.window or length)
     far = (length - near) ** 2 / (2 * block.stride * length) if block.stride else 0.0
@@ -115,7 +114,7 @@ def attention_bytes(setup: Setup, block: BlockShape) -> float:
     together.
     """
     per_score = SCORE_BYTES + (CAP_BYTES if block.soft_cap else 0)
-    scores = setup.rank_tokens * attended(setup, block) * _heads(setup, block) * per_score
+    scores = setup.rank_tokens * _attended(setup, block) * _heads(setup, block) * per_score
     return (scores if setup.attention == "math" else 0.0) + _tile_bytes(setup, block)
 
 
@@ -157,7 +156,7 @@ def attention_rate(setup: Setup, block: BlockShape) -> float:
     channels = min(block.head_dim, WIDEST)
     rounded = math.ceil(block.head_dim / ROUNDING) * ROUNDING / block.head_dim
     narrow = channels / (channels + HEAD) * (WIDEST + HEAD) / WIDEST / rounded
-    length = min(attended(setup, block), _tile_length(setup))
+    length = min(_attended(setup, block), _tile_length(setup))
     return largest * power_share(device, matmul) * share * narrow * length / (length + RAMP)
 
 
@@ -168,7 +167,7 @@ def _tile_length(setup: Setup) -> float:
 
 def _filled(setup: Setup, block: BlockShape) -> float:
     """What the products of all heads reach of the rate of large ones: two of six are as deep as a head has channels."""
-    length, stack = float(attended(setup, block)), setup.micro_batch * _heads(setup, block)
+    length, stack = float(_attended(setup, block)), setup.micro_batch * _heads(setup, block)
     deep, wide = product(stack, length, length, block.head_dim), product(stack, length, block.head_dim, length)
     return 6 * 2 * stack * length * length * block.head_dim / (2 * deep + 4 * wide)
 

@@ -17,9 +17,9 @@ from terrazzo.planner.figures import Formula
 from terrazzo.planner.layout.buckets import is_packed
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.activations import repeated_shares
-from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, parts_along_tp
+from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape, parts_along_tp
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.attention import attended, attention_seconds, forward_share
+from terrazzo.planner.timing.attention import attention_seconds, forward_share
 from terrazzo.planner.timing.products import Shares, block_products, products_of
 from terrazzo.planner.timing.rates import MEMORY_SHARE, memory_rate, sixteen_bits, sustained_rate
 
@@ -132,26 +132,26 @@ class Seconds:
 # -- counting --------------------------------------------------------------------------------------------------
 
 
-def flops_per_token(setup: Setup) -> float:
-    """FLOPs of forward and backward, recomputation not counted, attention as if no token were masked.
+def flops_per_token(model: ModelShape, sequence: int) -> float:
+    """FLOPs of a model's forward and backward, recomputation not counted, attention as if no token were masked.
 
     6 per matrix element that a token meets and 12 * heads * head_dim * sequence per layer (PaLM, arXiv 2204.02311,
-    appendix B), with the window in place of the sequence where a layer looks no further back. 4 per frozen element; of
-    blocks that no gradient goes back through, 2 per element and a third for attention.
+    appendix B), with the window in place of the sequence where a layer looks no further back, whatever the kernel
+    computes and masks. 4 per frozen element; of blocks that no gradient goes back through, 2 per element and a third
+    for attention.
     """
-    model = setup.model
     products = 6 * model.matmul_numel - 2 * model.frozen_matmul_numel - 2 * model.forward_only_numel
-    return products + _attention_flops(setup)
+    return products + _attention_flops(model, sequence)
 
 
-def _attention_flops(setup: Setup, backward: bool = False) -> float:
+def _attention_flops(model: ModelShape, sequence: int, backward: bool = False) -> float:
     """FLOPs per token of attention's products; with `backward`, of the forward of blocks that have a backward alone."""
     total = 0.0
-    for unit in setup.model.blocks:
+    for unit in model.blocks:
         if (block := unit.block) is not None:
             passes = (0 if unit.forward_only else 1) if backward else (1 if unit.forward_only else 3)
             channels = block.heads * (block.head_dim + block.value_dim)
-            total += unit.count * 2 * passes * channels * attended(setup, block)
+            total += unit.count * 2 * passes * channels * block.attended(sequence)
     return total
 
 
@@ -160,14 +160,14 @@ def repeated_flops_per_token(setup: Setup) -> float:
     shares = repeated_shares(setup)
     model = setup.model
     products = 2 * (model.matmul_numel - model.forward_only_numel - model.logits * model.hidden)
-    attention = _attention_flops(setup, backward=True)
+    attention = _attention_flops(model, setup.sequence, backward=True)
     return (products * shares.matmul + attention * shares.attention) * setup.checkpointed_share
 
 
 def step_flops(setup: Setup) -> float:
-    """FLOPs of one rank in one step: what the device executes, recomputation included and attention counted in full."""
+    """FLOPs of one rank in one step: the model's, and what recomputation repeats of them."""
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
-    return (flops_per_token(setup) + repeated_flops_per_token(setup)) * tokens
+    return (flops_per_token(setup.model, setup.sequence) + repeated_flops_per_token(setup)) * tokens
 
 
 # -- a block ---------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def _time(setup: Setup, terms: list[Term], hidden_s: float, record: Calibration 
     calibrated = record is not None and record.measured(setup)
     step_s = sum(term.value for term in terms)
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
-    flops = flops_per_token(setup)
+    flops = flops_per_token(setup.model, setup.sequence)
     peak = setup.cluster.device.peak_flops.get(setup.matmul)
     price, rate = setup.cluster.price_per_hour, tokens / step_s
     return TimeFigures(

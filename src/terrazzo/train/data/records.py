@@ -307,7 +307,9 @@ def _message_of(message: Any, where: str) -> Message:
     fields = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     role, content = fields.get("role"), fields.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [part.get("text") for part in content]
+        if all(isinstance(text, str) for text in texts):  # else content stays a list, and is refused
+            content = "".join(texts)
     if content is None and fields.get("tool_calls") and isinstance(role, str):
         _check_role(role, where)
         return fields  # templates tell a missing content from an empty one

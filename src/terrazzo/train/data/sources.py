@@ -37,7 +37,7 @@ from terrazzo.train.data.records import (
     read_jsonl,
     read_parquet,
 )
-from terrazzo.train.data.source_file import SourceFile, folder_files, plain_part, reading, stored_files
+from terrazzo.train.data.source_file import SourceFile, folder_files, is_visible, plain_part, reading, stored_files
 
 __all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents", "without_records"]
 
@@ -117,18 +117,21 @@ def _files_of(source: str) -> list[SourceFile]:
     if path.is_file():
         return [SourceFile.local(path, path.name, required=True)]
     if path.is_dir():
-        files = folder_files(path)
+        root, files = path, folder_files(path)
     else:
-        files = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
+        root = Path(plain_part(str(path)))
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
+        files = [match for match in matches if is_visible(match.relative_to(root).as_posix())]
     if files:
-        root = path if path.is_dir() else Path(plain_part(str(path)))
         return [SourceFile.local(file, file.relative_to(root).as_posix(), required=False) for file in files]
     if path.is_dir():
         raise BadInput(
             f"data.source {source!r} is a folder without any visible file. Put text, JSONL or parquet in it."
         )
     if glob.has_magic(str(path)):
-        raise BadInput(f"data.source {source!r} is a glob that matches no file (seen from {os.getcwd()}). Correct it.")
+        raise BadInput(
+            f"data.source {source!r} is a glob that matches no visible file (seen from {os.getcwd()}). Correct it."
+        )
     raise BadInput(
         f"data.source {source!r} does not exist (seen from {os.getcwd()}). Give an existing file, folder or "
         f"glob, or '{PYTHON_STDLIB}', which needs no download."

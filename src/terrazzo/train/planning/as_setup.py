@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
@@ -18,7 +19,8 @@ from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerSpec
 from terrazzo.planner.setup.setup import Loss, UpdateKernel
-from terrazzo.planner.timing.compute import repeated_flops_per_token
+from terrazzo.planner.timing.compute import flops_per_token, repeated_flops_per_token
+from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.head_loss import gives_loss, wants_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
@@ -36,7 +38,7 @@ from terrazzo.train.settings.plan import (
     precision_of_run,
 )
 
-__all__ = ["executed_share", "matmul_format", "setup_of"]
+__all__ = ["executed_share", "matmul_format", "run_flops_per_token", "setup_of"]
 
 
 def setup_of(
@@ -105,6 +107,22 @@ def _loss(config: Config, shape: ModelShape, whole: ModelOnPaper) -> Loss:
     return "parts" if leaves_logits_apart(config) else "full"
 
 
+def run_flops_per_token(config: Config, model: nn.Module) -> int:
+    """FLOPs of training on a token as the planner counts them, so that a run's MFU can be put beside its promised one.
+
+    Where the planner does not know what the blocks compute, the model's own estimate; 0 where that is not known either.
+
+    Args:
+        model: the run's, whole.
+    """
+    length = config.batch.sequence_length
+    try:
+        shape = _model_shape(config)
+    except BadInput:
+        return num_flops_per_token(model, length)
+    return round(flops_per_token(shape, length)) if shape.computes else num_flops_per_token(model, length)
+
+
 def executed_share(config: Config, world_size: int, flops_per_token: float) -> float | None:
     """What a device computes in training, recomputation included, as a multiple of a token's FLOPs.
 
@@ -152,6 +170,11 @@ def _of_one_rank(device: Device, world_size: int) -> Device:
 
 def _shape_of(config: Config, whole: ModelOnPaper) -> ModelShape:
     """The model's tensors by the units that the engine finds; `plan.units` is not considered."""
+    return _named_matrices(config, _model_shape(config), whole)
+
+
+def _model_shape(config: Config) -> ModelShape:
+    """The same, before the optimizer says which matrices it updates whole."""
     if config.model.kind == "decoder":
         shape = _decoder_shape(decoder_config(config))
     else:
@@ -159,7 +182,7 @@ def _shape_of(config: Config, whole: ModelOnPaper) -> ModelShape:
         shape = with_adapters(model_shape(config.model.path), config.lora)
     if config.objective.kind.against_initial:
         shape = replace(shape, units=tuple(replace(one, block=_without_dropout(one.block)) for one in shape.units))
-    return _named_matrices(config, objective_of(config).shape(shape), whole)
+    return objective_of(config).shape(shape)
 
 
 def _named_matrices(config: Config, shape: ModelShape, whole: ModelOnPaper) -> ModelShape:

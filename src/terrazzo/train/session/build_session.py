@@ -31,13 +31,13 @@ from terrazzo.train.checkpoints.resume import (
 from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_data
 from terrazzo.train.data.sources import named_sources
-from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.expert_load import count_rows
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.linears import linears_note, try_linears
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.planning.as_setup import run_flops_per_token
 from terrazzo.train.session.data_share import share_of
 from terrazzo.train.session.dpo_reference import (
     DueReference,
@@ -279,4 +279,4 @@ def _model(config: Config, data: TokenData, sampling: Sampling) -> tuple[nn.Modu
     vocab_size = cast(Any, model).config.vocab_size
     data.check_vocabulary(vocab_size)
     sampling.check_vocabulary(config, data, vocab_size)
-    return model, num_flops_per_token(model, config.batch.sequence_length)
+    return model, run_flops_per_token(config, model)

@@ -120,8 +120,10 @@ class Cadence:
     def apart(self) -> Iterator[None]:
         """A context for what does not count as part of a step."""
         start = time.perf_counter()
-        yield
-        self._apart_s += time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self._apart_s += time.perf_counter() - start
 
     @contextmanager
     def saving(self) -> Iterator[None]:
