@@ -133,6 +133,52 @@ def test_frozen_parameters_are_left_out_where_shapes_or_the_caller_tell_which(tm
     assert_same(open_foreign(tmp_path / "file.pt", names_of(net), frozen), states_of(net, optimizer))
 
 
+def layers_last_first(groups: bool) -> tuple[nn.Sequential, torch.optim.AdamW]:
+    """Alike layers, and an optimizer that lists them in another order: in a group each, or in one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    each = [{"params": [*net[i].parameters()], "lr": 1e-3 * 2.0**i} for i in reversed(range(4))]
+    return net, torch.optim.AdamW(each if groups else [p for group in each for p in group["params"]])
+
+
+def steps(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(4, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("groups", [True, False])
+def test_numbers_are_in_the_order_of_the_runs_own_groups(tmp_path: Path, groups: bool) -> None:
+    """The oracle is torch's own resumption, and there is a note, as the model's order fits too."""
+    net, optimizer = layers_last_first(groups)
+    steps(net, optimizer, 1)
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    steps(net, optimizer, 2)
+
+    def body(rank: int) -> None:
+        model, own = tz.shard(*layers_last_first(groups))
+        rates = [group["lr"] for group in own.param_groups]
+        load(tmp_path / "file.pt", model, own)
+        assert [group["lr"] for group in own.param_groups] == rates
+        steps(model, own, 2)
+        found = tz.full_state_dict(model)
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(found[name], value)
+
+    with pytest.warns(UserWarning, match="in the order of this run.s param groups"):
+        run_in_threads(1, body)
+
+
+def test_groups_that_fit_in_each_others_place_are_refused(tmp_path: Path) -> None:
+    net, optimizer = layers_last_first(groups=True)
+    steps(net, optimizer, 1)
+    program = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(BadInput, match=r"one could be 0\.weight or 1\.weight.*run with the same param groups"):
+        imported(tmp_path, program, names_of(net))
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from terrazzo.checkpoint.importers.parts.numbering import NameGroups
 from terrazzo.checkpoint.source import Source
 from terrazzo.errors import BadInput
 from terrazzo.files import CHECKPOINTS
@@ -31,13 +32,16 @@ _MEGATRON = ("mp_rank_*/model_optim_rng.pt", "iter_*/mp_rank_*/model_optim_rng.p
 _ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"  # what torch.save writes, and what it wrote until torch 1.6
 
 
-def open_foreign(path: Path, names: Sequence[str] = (), frozen: Collection[str] = ()) -> Source:
+def open_foreign(
+    path: Path, names: Sequence[str] = (), frozen: Collection[str] = (), groups: NameGroups = ()
+) -> Source:
     """The checkpoint at `path`, of whichever known format.
 
     Args:
         names: the model's parameters in the order of `model.parameters()`, where they are known: some formats only
             number the optimizer's states.
         frozen: those of them that are not trained.
+        groups: the run's own param groups, of which each lists its names in order, where they are known.
 
     Raises:
         BadInput: it is of no known format, or what its format does not allow.
@@ -45,7 +49,7 @@ def open_foreign(path: Path, names: Sequence[str] = (), frozen: Collection[str] 
     from terrazzo.checkpoint.importers import safetensors, torch_file
 
     if path.is_dir():
-        return _open_folder(path, names, frozen)
+        return _open_folder(path, names, frozen, groups)
     try:
         with path.open("rb") as file:
             first = file.read(9)
@@ -54,17 +58,17 @@ def open_foreign(path: Path, names: Sequence[str] = (), frozen: Collection[str] 
     if path.suffix == ".safetensors" or first[8:] == b"{":
         return safetensors.SafetensorsCheckpoint(path, names)
     if first.startswith((_ARCHIVE, _PICKLE)):
-        return torch_file.TorchFile(path, names, frozen)
+        return torch_file.TorchFile(path, names, frozen, groups)
     raise BadInput(f"The file '{path}' is no checkpoint: it begins with {first!r}. Known are {_KNOWN}.")
 
 
-def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> Source:
+def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str], groups: NameGroups) -> Source:
     from terrazzo.checkpoint.importers import dcp, deepspeed, huggingface, safetensors
 
     if dcp.recognises(path):
-        return dcp.DcpCheckpoint(path, names, frozen)
+        return dcp.DcpCheckpoint(path, names, frozen, groups)
     if huggingface.recognises(path):
-        return huggingface.open_folder(path, names, frozen)
+        return huggingface.open_folder(path, names, frozen, groups)
     if deepspeed.recognises(path):
         return deepspeed.DeepSpeedCheckpoint(path)
     if (path / safetensors.INDEX_FILE).exists() or any(path.glob("*.safetensors")):

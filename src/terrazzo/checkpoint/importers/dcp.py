@@ -15,6 +15,7 @@ import torch
 
 from terrazzo.checkpoint.importers.dcp_metadata import METADATA_FILE, DcpEntry, TreePath, read_metadata
 from terrazzo.checkpoint.importers.parts.archive import Archive, ArchivedChunk, PlainValues
+from terrazzo.checkpoint.importers.parts.numbering import NameGroups
 from terrazzo.checkpoint.importers.parts.optimizer import add_program
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunked, Values
@@ -33,14 +34,16 @@ class DcpCheckpoint(StateDictSource):
     and by their values.
 
     Raises:
-        BadInput: it is damaged, or holds no weights. `names` and `frozen` as in `add_optimizer`.
+        BadInput: it is damaged, or holds no weights. `names`, `frozen` and `groups` as in `add_optimizer`.
     """
 
     format = "torch.distributed.checkpoint"
 
-    def __init__(self, folder: Path, names: Sequence[str] = (), frozen: Collection[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, names: Sequence[str] = (), frozen: Collection[str] = (), groups: NameGroups = ()
+    ) -> None:
         super().__init__(str(folder))
-        add_program(self, read_dcp(folder), names, frozen)
+        add_program(self, read_dcp(folder), names, frozen, groups)
         self.identity = hashlib.sha256((folder / METADATA_FILE).read_bytes()).hexdigest()
         tie(self)
 

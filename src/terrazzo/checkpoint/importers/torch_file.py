@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from terrazzo.checkpoint.importers.parts.numbering import NameGroups
 from terrazzo.checkpoint.importers.parts.optimizer import add_program
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.tree import as_tree
@@ -18,17 +19,19 @@ __all__ = ["TorchFile", "read_torch_file"]
 class TorchFile(StateDictSource):
     """A file that `torch.save` wrote, of dense tensors and plain values. Its tensors are mapped, not read.
 
-    Tensors that share their memory are tied. `names` and `frozen` as in `add_optimizer`. Raises `BadInput`.
+    Tensors that share their memory are tied. `names`, `frozen` and `groups` as in `add_optimizer`. Raises `BadInput`.
     """
 
     format = "torch.save"
 
-    def __init__(self, path: Path, names: Sequence[str] = (), frozen: Collection[str] = ()) -> None:
+    def __init__(
+        self, path: Path, names: Sequence[str] = (), frozen: Collection[str] = (), groups: NameGroups = ()
+    ) -> None:
         super().__init__(str(path))
         tree = read_torch_file(path)
         if not isinstance(tree, Mapping):
             raise BadInput(f"'{path}' holds a {type(tree).__name__}, not a state dict: save model.state_dict().")
-        add_program(self, {str(key): value for key, value in tree.items()}, names, frozen)
+        add_program(self, {str(key): value for key, value in tree.items()}, names, frozen, groups)
 
 
 def read_torch_file(path: Path) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.format.rank_layout import rank_file_name
 from terrazzo.checkpoint.importers import open_foreign
+from terrazzo.checkpoint.importers.parts.numbering import NameGroups
 from terrazzo.checkpoint.loading.misfits import ROUNDED, fitted_groups, misfits, unkept, unstepped
 from terrazzo.checkpoint.loading.terrazzo_checkpoint import TerrazzoCheckpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
@@ -27,6 +28,7 @@ from terrazzo.engine import (
     Owned,
     TableRow,
     engine_of,
+    is_sharded,
     parameter_table,
     parameters_by_names,
     persistent_buffers,
@@ -37,14 +39,16 @@ from terrazzo.exchange import gather_json, together
 from terrazzo.files import is_url
 from terrazzo.messages import listed, printable, warn
 
-__all__ = ["check_foreign", "load", "open_source", "own_folder", "restore", "warn_of_notes"]
+__all__ = ["check_foreign", "load", "open_source", "own_folder", "own_groups", "restore", "warn_of_notes"]
 
 
-def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Source:
+def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = None, groups: NameGroups = ()) -> Source:
     """The checkpoint `path`, whatever wrote it: see `Source`.
 
     Args:
         model: gives names to optimizer states of formats that only number them.
+        groups: the names in the param groups of the run that goes on with it, in order: where they fit, they tell which
+            parameter has which number before the model's own order does.
 
     Raises:
         Damaged: it is Terrazzo's, and its manifest is not what was written.
@@ -57,7 +61,21 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
     if model is None:
         return open_foreign(Path(path))
     trains = {names[0]: parameter.requires_grad for names, parameter in parameters_by_names(model).items()}
-    return open_foreign(Path(path), list(trains), [name for name, trained in trains.items() if not trained])
+    frozen = [name for name, trained in trains.items() if not trained]
+    return open_foreign(Path(path), list(trains), frozen, groups)
+
+
+def own_groups(model: torch.nn.Module) -> list[list[str]]:
+    """The names in the param groups of a sharded model's optimizers, in order; none of another model.
+
+    Collective where ranks have stages of it.
+    """
+    groups = engine_of(model).param_groups() if is_sharded(model) else []
+    if groups and engine_of(model).axes.stage_axis:  # each rank lists those of its stage: all, in the model's order
+        table = parameter_table(model)
+        return [[row.name for row in table if row.group == number] for number, _ in groups]
+    names = {id(parameter): listed[0] for listed, parameter in parameters_by_names(model).items()}
+    return [[names[id(parameter)] for parameter in group["params"]] for _, group in groups]
 
 
 def check_foreign(path: str | os.PathLike[str]) -> None:
@@ -114,7 +132,8 @@ def load(
         Damaged: what is there is not what was written; the message names the file, the tensor and the bytes.
         BadInput: the checkpoint does not fit the model or optimizer; of each kind of difference three are named.
     """
-    source = together(lambda: open_source(path, None if optimizer is None else model), Misuse)
+    trained, groups = (None, []) if optimizer is None else (model, own_groups(model))
+    source = together(lambda: open_source(path, trained, groups), Misuse)
     restore(source, model, optimizer, cast=cast)
     warn_of_notes(source, source.all_notes if optimizer is not None else [*source.notes, *source.file_notes])
     return source.extra

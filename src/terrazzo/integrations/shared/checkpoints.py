@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.checkpoint import Source, open_source
-from terrazzo.checkpoint.loading.load import own_folder, restore, warn_of_notes
+from terrazzo.checkpoint.loading.load import own_folder, own_groups, restore, warn_of_notes
 from terrazzo.checkpoint.saving.save import save_as_first
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
@@ -78,7 +78,8 @@ def settle(path: str | os.PathLike[str]) -> bool:
 
 def opened(path: str | os.PathLike[str], model: nn.Module | None = None) -> Source:
     """`checkpoint.open_source`, once no rank has failed at it. Collective."""
-    return together(lambda: open_source(path, model), BadInput)
+    groups = [] if model is None else own_groups(model)
+    return together(lambda: open_source(path, model, groups), BadInput)
 
 
 def resume(source: Source, model: nn.Module, optimizer: Optimizer | None, *, files: bool = True) -> None:

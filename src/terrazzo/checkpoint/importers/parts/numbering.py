@@ -1,20 +1,25 @@
 """Names for the parameters of an optimizer whose state only numbers them.
 
 Numbers run through the param groups in order. Which parameters a program put into which group is not written down, so
-the usual ways are tried, and every state must have its parameter's shape. One that fits in two ways is refused.
+the groups of the run that goes on with it are tried first, then the usual ways; every state must have its parameter's
+shape. Without the run's own, one that fits in two ways is refused, and so is one that fits with two groups exchanged.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from terrazzo.errors import BadInput
 
-__all__ = ["Number", "name_numbers"]
+__all__ = ["NameGroups", "Number", "in_groups", "in_order", "name_numbers"]
 
 Number = int | str
 """What stands for a parameter in an optimizer's state dict."""
+
+NameGroups = Sequence[Sequence[str]]
+"""Param groups, of which each lists the names of its parameters in order."""
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters
@@ -25,9 +30,24 @@ ParameterNames = list[str]
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 _REMEDY = (
-    "Give the model that was trained, with the same parameters frozen; or take the weights alone, by opening the"
-    " checkpoint without a model."
+    "Give the model that was trained, with the same parameters frozen, and load into a run with the same param groups;"
+    " or take the weights alone, by opening the checkpoint without a model."
 )
+
+
+def in_groups(
+    groups: Sequence[Sequence[Number]], names: NameGroups, states: StateShapes, shapes: Shapes
+) -> dict[Number, str] | None:
+    """The name of each number if groups of these `names` have as many parameters, of shapes that fit. As below."""
+    if [*map(len, groups)] != [*map(len, names)]:
+        return None
+    named = {number: name for pair in zip(groups, names, strict=True) for number, name in zip(*pair, strict=True)}
+    return named if all(_fits(states, number, shapes[name]) for number, name in named.items()) else None
+
+
+def in_order(numbers: Sequence[Number], states: StateShapes, shapes: Shapes) -> dict[Number, str] | None:
+    """The name of each number if they fit all parameters in the model's order. As below."""
+    return in_groups([numbers], [list(shapes)], states, shapes)
 
 
 def name_numbers(
@@ -47,18 +67,33 @@ def name_numbers(
         BadInput: they fit in no way, or in several; `where` names the optimizer state.
     """
     numbers = [number for group in groups for number in group]
-    fits: list[ParameterNames] = []
+    fits: list[dict[Number, str]] = []
     for lists in _divisions(shapes, len(groups)):
         parts = [numbers] if len(lists) == 1 else groups
         for names in _placements(parts, lists, states, shapes):
-            if names not in fits:
-                fits.append(names)
+            if (named := dict(zip(numbers, names, strict=True))) not in fits:
+                fits.append(named)
     if not fits:
         raise BadInput(f"{where} does not fit the model: {_difference(numbers, states, shapes)}. {_REMEDY}")
+    if len(fits) == 1 and (other_order := _exchanged(groups, states, shapes, fits[0])) is not None:
+        fits.append(other_order)
     if len(fits) > 1:
-        one, other = next(pair for pair in zip(*fits[:2], strict=True) if pair[0] != pair[1])
+        one, other = next((fits[0][each], fits[1][each]) for each in numbers if fits[0][each] != fits[1][each])
         raise BadInput(f"{where} only numbers its parameters, and one could be {one} or {other}. {_REMEDY}")
-    return dict(zip(numbers, fits[0], strict=True))
+    return fits[0]
+
+
+def _exchanged(
+    groups: Sequence[Sequence[Number]], states: StateShapes, shapes: Shapes, but: Mapping[Number, str]
+) -> dict[Number, str] | None:
+    """Names other than `but` that two groups in each other's place would have in the model's order."""
+    for first, second in itertools.combinations(range(len(groups)), 2):
+        order = [*groups]
+        order[first], order[second] = order[second], order[first]
+        named = in_order([number for group in order for number in group], states, shapes)
+        if named is not None and named != but:
+            return named
+    return None
 
 
 def _divisions(shapes: Shapes, group_count: int) -> Iterator[list[ParameterNames]]:
@@ -105,11 +140,16 @@ def _first_fit(
 ) -> ParameterNames | None:
     placed, left = [], iter(names)
     for number in numbers:
-        fitting = (name for name in left if all(shape == shapes[name] for shape in states.get(number, ())))
+        fitting = (name for name in left if _fits(states, number, shapes[name]))
         if (name := next(fitting, None)) is None:
             return None
         placed.append(name)
     return placed
+
+
+def _fits(states: StateShapes, number: Number, shape: Shape) -> bool:
+    """Whether all states of a number have this shape."""
+    return all(each == shape for each in states.get(number, ()))
 
 
 def _difference(numbers: Sequence[Number], states: StateShapes, shapes: Shapes) -> str:

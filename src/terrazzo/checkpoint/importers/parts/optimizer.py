@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from terrazzo.checkpoint.importers.parts.numbering import Number, name_numbers
+from terrazzo.checkpoint.importers.parts.numbering import NameGroups, Number, in_groups, in_order, name_numbers
 from terrazzo.checkpoint.importers.parts.state_dict import OPTIMIZER_KEYS, StateDictSource, add_extra, divide
 from terrazzo.checkpoint.importers.parts.tree import keep
 from terrazzo.checkpoint.importers.parts.values import LoadedTensor, Values
@@ -22,15 +22,23 @@ __all__ = ["add_optimizer", "add_program", "add_scaler", "optimizer_in"]
 SCALER_KEYS = ("scaler", "grad_scaler", "scaler_state_dict")
 STEP_KEYS = ("global_step", "step")
 _LISTS = ("params", "param_names")
+_OWN_ORDER = (
+    "the optimizer's state only numbers its parameters, which are taken to be in the order of this run's param groups"
+    " (they fit the model's order, too)"
+)
 
 SavedGroup = Mapping[str, Any]
 States = Mapping[Number, Mapping[str, Any]]
 
 
 def add_program(
-    source: StateDictSource, tree: Mapping[str, Any], names: Sequence[str], frozen: Collection[str] = ()
+    source: StateDictSource,
+    tree: Mapping[str, Any],
+    names: Sequence[str],
+    frozen: Collection[str] = (),
+    groups: NameGroups = (),
 ) -> None:
-    """All that a program saved in one state dict. `names` and `frozen` as in `add_optimizer`.
+    """All that a program saved in one state dict. `names`, `frozen` and `groups` as in `add_optimizer`.
 
     `step` is what the optimizer counted, else what the program says.
     """
@@ -38,7 +46,7 @@ def add_program(
     source.add_model(sections.model, names)
     rest = dict(sections.rest)
     if sections.optimizer is not None:
-        add_optimizer(source, sections.optimizer, names, frozen)
+        add_optimizer(source, sections.optimizer, names, frozen, groups)
         for key in SCALER_KEYS:
             if add_scaler(source, rest.get(key)):
                 del rest[key]
@@ -58,7 +66,11 @@ def optimizer_in(tree: Any, where: str) -> Mapping[str, Any]:
 
 
 def add_optimizer(
-    source: StateDictSource, state_dict: Mapping[str, Any], names: Sequence[str], frozen: Collection[str] = ()
+    source: StateDictSource,
+    state_dict: Mapping[str, Any],
+    names: Sequence[str],
+    frozen: Collection[str] = (),
+    groups: NameGroups = (),
 ) -> None:
     """An optimizer's state dict, for the tensors that `source` has already.
 
@@ -66,12 +78,14 @@ def add_optimizer(
         names: the parameters in the order of `model.parameters()`, for one that only numbers them. Without, it is
             left out with a note.
         frozen: those of them that are not trained. The optimizer may have them nevertheless.
+        groups: the names in the param groups of the run that it is for, in order: where they fit they tell whose the
+            numbers are.
 
     Raises:
         BadInput: it is none, or of other parameters.
     """
-    groups, states = _parts(state_dict, _where(source))
-    named = _named(source, groups, states, names, frozen)
+    saved, states = _parts(state_dict, _where(source))
+    named = _named(source, saved, states, (names, frozen, groups))
     if named is None:
         source.optimizer_notes.append(
             "the optimizer's state is not taken over: it only numbers the parameters. Open the checkpoint with the"
@@ -81,7 +95,7 @@ def add_optimizer(
     for number, entries in states.items():
         for kind, value in entries.items():
             _add_state(source, named[number], str(kind), value)
-    source.optimizer = OptimizerInfo("", [_group(source, group, named) for group in groups])
+    source.optimizer = OptimizerInfo("", [_group(source, group, named) for group in saved])
     source.step = _step(source)
 
 
@@ -144,7 +158,10 @@ def _unflattened(state_dict: Mapping[str, Any]) -> tuple[list[SavedGroup], State
 
 
 def _named(
-    source: StateDictSource, groups: list[SavedGroup], states: States, names: Sequence[str], frozen: Collection[str]
+    source: StateDictSource,
+    groups: list[SavedGroup],
+    states: States,
+    known: tuple[Sequence[str], Collection[str], NameGroups],
 ) -> dict[Number, str] | None:
     """The tensor's name of each parameter; None where nothing tells."""
     numbers = [number for group in groups for number in group["params"]]
@@ -153,13 +170,21 @@ def _named(
     listed = [name for group in groups for name in group.get("param_names") or ()]
     if len(listed) == len(numbers):
         return {number: _resolved(source, name) for number, name in zip(numbers, listed, strict=True)}
+    names, frozen, own = known
     if not names:
         return None
     shapes = _shapes(source, names)
     if len(trained := _shapes(source, [name for name in names if name not in frozen])) == len(numbers):
         shapes = trained
     element_shapes = {number: _element_shapes(entries) for number, entries in states.items()}
-    return name_numbers([group["params"] for group in groups], element_shapes, shapes, _where(source))
+    numbered = [group["params"] for group in groups]
+    own_names = [list(_shapes(source, group)) for group in own]
+    for listed_names in (own_names, [[name for name in group if name in trained] for group in own_names]):
+        if (in_own := in_groups(numbered, listed_names, element_shapes, _shapes(source, names))) is not None:
+            if in_order(numbers, element_shapes, shapes) not in (None, in_own):
+                source.optimizer_notes.append(_OWN_ORDER)
+            return in_own
+    return name_numbers(numbered, element_shapes, shapes, _where(source))
 
 
 def _resolved(source: StateDictSource, name: str) -> str:
